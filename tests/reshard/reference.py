@@ -65,18 +65,18 @@ def trained(tensor, layout, rank, num_stages=1):
 
 def interval_experts(training, num_ranks):
     """Groups of ranks over which generation divides whole experts."""
-    return tuple(group for engine in interval_engines(training, num_ranks, by_experts=True) for group in engine)
+    return interval_engines(training, num_ranks, by_experts=True)
 
 
 def generating(tensor, layout, rank):
-    """The local array of a rollout rank (of one pipeline stage)."""
+    """The local array of a rollout rank."""
     array = elements(tensor)
     for group in layout.expert_groups:
         if tensor.is_expert and rank in group:
             return np.array_split(array, len(group))[group.index(rank)]
     if tensor.tensor_dim is None:
         return array
-    group = next(engine[0] for engine in layout.engines if rank in engine[0])
+    group = next(engine for engine in layout.engines if rank in engine)
     return divided(tensor, array, len(group), group.index(rank))
 
 

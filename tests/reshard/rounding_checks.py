@@ -77,7 +77,7 @@ def check_layout(folder, path, replica_size, **engine):
     copies = consecutive_engines(range(dist.get_world_size()), replica_size)
     both = (
         layouts.TrainingLayout(many.groups.mesh, many.config.expert_parallel_size),
-        layouts.RolloutLayout(copies, expert_groups=tuple(group for copy in copies for group in copy)),
+        layouts.RolloutLayout(copies, expert_groups=copies),
     )
     update = plan_update(together(), *both, engine=many, replica=by_plan, device=CPU)
     assert update is not None

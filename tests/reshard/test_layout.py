@@ -119,17 +119,14 @@ def test_pipeline_stages_hold_their_layers():
 def test_interval_groups_match_the_paper():
     """Training 1-4-2 and generation 1-2-2-2 on eight ranks (HybridFlow, section 5.3)."""
     training = reference.ptd(1, 4, 2, 1)
-    assert [engine[0] for engine in interval_engines(training, 2)] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert [engine[0] for engine in consecutive_engines(range(8), 2)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert interval_engines(training, 2) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert consecutive_engines(range(8), 2) == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
-@pytest.mark.parametrize(
-    ("p", "t", "d", "p_g", "t_g"), [(1, 4, 2, 1, 2), (2, 4, 1, 1, 2), (4, 2, 2, 2, 1), (2, 4, 2, 2, 4)]
-)
-def test_training_shards_lie_inside_generation_shards(p, t, d, p_g, t_g):
+@pytest.mark.parametrize(("p", "t", "d", "t_g"), [(1, 4, 2, 2), (2, 4, 1, 2), (4, 2, 2, 1), (2, 4, 2, 4)])
+def test_training_shards_lie_inside_generation_shards(p, t, d, t_g):
     training = reference.ptd(p, t, d, 4)
-    stages = (4 // p_g,) * p_g if p_g > 1 else ()
-    rollout = RolloutLayout(interval_engines(training, t_g, p_g), layers_per_stage=stages)
+    rollout = RolloutLayout(interval_engines(training, t_g))
     assert rollout.ranks == training.ranks
     for tensor in reference.llama(16, 32, 4, 4, 4, vocabulary=64):
         for rank in training.ranks:
@@ -143,16 +140,16 @@ def test_tensor_groups_stay_on_a_host_and_experts_with_their_ranks():
     training = TrainingLayout(Mesh.of(16), expert_parallel=4)
     hosts = {rank: rank // 8 for rank in range(16)}
     for engine in interval_engines(training, 4, hosts=hosts):
-        assert len({hosts[rank] for rank in engine[0]}) == 1
-    assert interval_engines(training, 4)[0][0] == (0, 4, 8, 12)
+        assert len({hosts[rank] for rank in engine}) == 1
+    assert interval_engines(training, 4)[0] == (0, 4, 8, 12)
     for group in reference.interval_experts(training, 4):
         assert [training.coordinates(rank).expert for rank in group] == [0, 1, 2, 3]
 
 
 def test_pipeline_becomes_engines():
     training = reference.ptd(2, 2, 1, 4)
-    assert [engine[0] for engine in interval_engines(training, 2)] == [(0, 1), (2, 3)]
-    assert [engine[0] for engine in interval_engines(training, 1)] == [(0,), (1,), (2,), (3,)]
+    assert interval_engines(training, 2) == ((0, 1), (2, 3))
+    assert interval_engines(training, 1) == ((0,), (1,), (2,), (3,))
 
 
 def test_names_say_how_tensors_are_divided():
@@ -191,9 +188,8 @@ def test_fused_experts_are_divided_by_halves():
         (lambda: TrainingLayout(Mesh.of(4), expert_parallel=3), "expert_parallel_size=3 does not divide the 4"),
         (lambda: TrainingLayout(Mesh.grid(range(2), pp=2)), "of each of the 2 pipeline stages"),
         (lambda: interval_engines(TrainingLayout(Mesh.of(4)), 3), "4 ranks do not divide into groups of 3"),
-        (lambda: interval_engines(TrainingLayout(Mesh.of(4)), 1, 2), "does not divide the 1 stages"),
-        (lambda: RolloutLayout((((0,),), ((1, 2),))), "differ in size"),
-        (lambda: RolloutLayout((((0, 1),), ((1, 2),))), "contain a rank twice"),
+        (lambda: RolloutLayout(((0,), (1, 2))), "differ in size"),
+        (lambda: RolloutLayout(((0, 1), (1, 2))), "contain a rank twice"),
         (lambda: Block(12, 3).span(2, 0), "2 tensor parallel ranks do not divide 3"),
     ],
 )

@@ -24,22 +24,17 @@ LLAMA_13B = (5120, 13824, 40, 40, 40)
 LLAMA_34B = (8192, 22016, 48, 64, 8)
 LLAMA_70B = (8192, 28672, 80, 64, 8)
 
-# sizes, training p-t-d, generation p_g, t_g: Fig. 14 and 15 of the paper, the example of section 5.3, and pipelines
+# sizes, training p-t-d, generation t_g: Fig. 14 and 15 of the paper, the example of section 5.3, and a pipeline
 PAPER = [
-    (LLAMA_7B, (1, 8, 2), 1, 2),
-    (LLAMA_13B, (1, 8, 2), 1, 4),
-    (LLAMA_34B, (4, 8, 1), 1, 8),
-    (LLAMA_70B, (8, 8, 2), 1, 8),
-    (LLAMA_7B, (1, 8, 2), 1, 1),
-    (LLAMA_13B, (1, 8, 2), 1, 8),
-    (LLAMA_7B, (1, 4, 2), 1, 2),
-    (LLAMA_7B, (4, 4, 1), 2, 2),
+    (LLAMA_7B, (1, 8, 2), 2),
+    (LLAMA_13B, (1, 8, 2), 4),
+    (LLAMA_34B, (4, 8, 1), 8),
+    (LLAMA_70B, (8, 8, 2), 8),
+    (LLAMA_7B, (1, 8, 2), 1),
+    (LLAMA_13B, (1, 8, 2), 8),
+    (LLAMA_7B, (1, 4, 2), 2),
+    (LLAMA_7B, (4, 4, 1), 2),
 ]
-
-
-def rollout_of(training, t_g, p_g, layers, hosts=None):
-    stages = (layers // p_g,) * p_g if p_g > 1 else ()
-    return RolloutLayout(interval_engines(training, t_g, p_g, hosts), layers_per_stage=stages)
 
 
 def nonzero(sums):
@@ -60,9 +55,9 @@ def problems(draw):
     }[kind]
     t_g = draw(st.sampled_from([n for n in (1, 2, 4) if len(ranks) % n == 0]))
     hosts = {rank: draw(st.integers(0, 1)) for rank in range(count + 4)} if draw(st.booleans()) else None
-    groups = interval_engines(training, t_g, 1, hosts) if kind == "interval" else consecutive_engines(ranks, t_g)
+    groups = interval_engines(training, t_g, hosts) if kind == "interval" else consecutive_engines(ranks, t_g)
     experts = consecutive_engines(ranks, 2) if len(ranks) % 2 == 0 and draw(st.booleans()) else ()
-    rollout = RolloutLayout(groups, tuple(group[0] for group in experts))
+    rollout = RolloutLayout(groups, experts)
     chosen = draw(st.lists(tensors(), min_size=2, max_size=3))
     return [replace(t, name=f"{i}") for i, t in enumerate(chosen)], training, rollout, hosts
 
@@ -137,12 +132,12 @@ def test_a_choice_makes_up_for_what_is_forced():
     """Only rank 0 has the first tensor; the second, which rank 1 has too, then comes from rank 1."""
     model = [Tensor("both", (10,), layers=(-1, 1)), Tensor("first", (10,), layers=(0,))]
     training = TrainingLayout(Mesh.grid(range(2), pp=2), layers_per_stage=(1, 1))
-    plan = make_plan(model, training, RolloutLayout((((2,),),)))
+    plan = make_plan(model, training, RolloutLayout(((2,),)))
     assert [(m.tensor, m.source) for m in plan.moves] == [("both", 1), ("first", 0)]
 
 
-@pytest.mark.parametrize(("sizes", "train", "p_g", "t_g"), PAPER)
-def test_table_2(sizes, train, p_g, t_g):
+@pytest.mark.parametrize(("sizes", "train", "t_g"), PAPER)
+def test_table_2(sizes, train, t_g):
     """(d_g - 1)/(t p) M per GPU for divided tensors; for norms, which all tensor parallel ranks hold, only p counts."""
     p, t, d = train
     layers = 2 * p
@@ -151,12 +146,12 @@ def test_table_2(sizes, train, p_g, t_g):
     split, whole = [[x for x in model if (x.tensor_dim is not None) == s] for s in (True, False)]
     training = ptd(p, t, d, layers)
     hosts = {rank: rank // 8 for rank in training.ranks}
-    rollout = rollout_of(training, t_g, p_g, layers, hosts)
-    count, d_g = len(training.ranks), p * t // (p_g * t_g)
+    rollout = RolloutLayout(interval_engines(training, t_g, hosts))
+    count, d_g = len(training.ranks), p * t // t_g
     plan = make_plan(split, training, rollout, hosts)
     assert plan.total_bytes * t * p == (d_g - 1) * bytes_of(split) * count
     assert plan.received_bytes == nonzero(lower_bound(split, training, rollout))
-    assert make_plan(whole, training, rollout, hosts).total_bytes * p == bytes_of(whole) * count * (p // p_g - 1)
+    assert make_plan(whole, training, rollout, hosts).total_bytes * p == bytes_of(whole) * count * (p - 1)
     if p == 1:  # every GPU alike; with a pipeline the first and last stages also have the embeddings
         assert set(plan.received_bytes.values()) <= {plan.total_bytes // count}
     # the other columns: less than a replica's gather, which is less than the gather over all GPUs
@@ -164,10 +159,8 @@ def test_table_2(sizes, train, p_g, t_g):
     everything = make_plan(model, training, rollout, hosts).total_bytes / bytes_of(model) / count
     assert everything == pytest.approx(table[0], rel=2e-3)
     assert everything <= table[1] <= table[2]
-    if t_g * p_g < t * p:
-        consecutive = RolloutLayout(
-            consecutive_engines(training.ranks, t_g, p_g), layers_per_stage=rollout.layers_per_stage
-        )
+    if t_g < t * p:
+        consecutive = RolloutLayout(consecutive_engines(training.ranks, t_g))
         assert plan.total_bytes <= make_plan(split, training, consecutive, hosts).total_bytes
 
 
@@ -175,7 +168,7 @@ def test_numbers_of_the_paper():
     """70B on 128 GPUs: each receives 7/64 of about 140 GB, where the gathers bring all but a little of it."""
     layers = LLAMA_70B[2]
     model, training = llama(*LLAMA_70B), ptd(8, 8, 2, layers)
-    rollout = rollout_of(training, 8, 1, layers, {rank: rank // 8 for rank in training.ranks})
+    rollout = RolloutLayout(interval_engines(training, 8, {rank: rank // 8 for rank in training.ranks}))
     bound = lower_bound(model[:12], training, rollout)  # a layer and a bit, for speed
     assert sum(bound.values()) / 128 == pytest.approx(7 / 64 * bytes_of(model[:12]), rel=1e-3)
     assert bytes_of(model) == pytest.approx(138e9, rel=0.01)
@@ -185,7 +178,7 @@ def test_consecutive_groups_cost_more():
     """Training 1-4-2 to generation 1-2-2-2: at intervals a GPU receives M/4, with neighbours M/2 where nothing overlaps."""
     model = [t for t in llama(*LLAMA_7B[:2], 2, 32, 32) if t.tensor_dim is not None]
     training, size = ptd(1, 4, 2, 2), bytes_of(model)
-    interval = make_plan(model, training, rollout_of(training, 2, 1, 2))
+    interval = make_plan(model, training, RolloutLayout(interval_engines(training, 2)))
     consecutive = make_plan(model, training, RolloutLayout(consecutive_engines(range(8), 2)))
     assert set(interval.received_bytes.values()) == {size // 4}
     assert consecutive.received_bytes == {r: size // (2 if r in (1, 2, 5, 6) else 4) for r in range(8)}
@@ -240,7 +233,7 @@ def test_bytes_between_hosts_are_few():
     training = TrainingLayout(Mesh.grid(range(8), replicate=2, tp=4))
     hosts = {rank: rank // 4 for rank in range(8)}
     model = llama(64, 96, 2, 4, 4, vocabulary=128)
-    plan = make_plan(model, training, rollout_of(training, 2, 1, 2, hosts), hosts)
+    plan = make_plan(model, training, RolloutLayout(interval_engines(training, 2, hosts)), hosts)
     assert plan.total_bytes > 0
     assert all(hosts[move.source] == hosts[move.destination] for move in plan.moves)
 
@@ -255,13 +248,13 @@ def test_something_that_nobody_holds():
         part = training.part
 
     with pytest.raises(ConfigError, match="Rollout rank 5 needs 4 elements of late that no training rank holds"):
-        make_plan(model, Half(), RolloutLayout((((5,),),)))
+        make_plan(model, Half(), RolloutLayout(((5,),)))
 
 
 def test_plans_of_large_models_are_made_quickly():
     """Layers are alike, so the geometry is worked out once: moves come at microseconds each."""
     layers = LLAMA_34B[2]
     model, training = llama(*LLAMA_34B), ptd(4, 8, 1, layers)
-    plan = make_plan(model, training, rollout_of(training, 8, 1, layers))
+    plan = make_plan(model, training, RolloutLayout(interval_engines(training, 8)))
     assert len(plan.moves) == 32 * len(model)
     assert math.isclose(plan.total_bytes, 32 * 3 / 32 * bytes_of(model), rel_tol=1e-3)

@@ -33,10 +33,7 @@ def copy_of(path, size, dtype):
 
 def planned(engine, replica, size, **training):
     copies = consecutive_engines(range(2), size)
-    both = (
-        layouts.TrainingLayout(engine.groups.mesh, **training),
-        layouts.RolloutLayout(copies, expert_groups=tuple(group for copy in copies for group in copy)),
-    )
+    both = layouts.TrainingLayout(engine.groups.mesh, **training), layouts.RolloutLayout(copies, copies)
     return plan_update(together(), *both, engine=engine, replica=replica, device=CPU)
 
 

@@ -6,13 +6,13 @@
 
 Training (p-t-d of HybridFlow, arXiv:2409.19256, and more): pipeline stages hold layers; tensor parallel ranks shard one
 dimension; expert parallel ranks divide the experts; FSDP ranks shard the rest along dimension 0; replicas repeat it.
-Generation (p_g-t_g-d_g): each engine is a pipeline of tensor parallel groups; experts are divided by the tensor parallel
-ranks, or lie whole on the ranks of separate groups.
+Generation (t_g-d_g): each engine is a tensor parallel group; experts are divided by the tensor parallel ranks, or lie whole on
+the ranks of separate groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -129,7 +129,11 @@ class TrainingLayout:
     layers_per_stage: tuple[int, ...] = ()  # needed with a pipeline only
 
     def __post_init__(self) -> None:
-        _check_stages(self.num_stages, self.layers_per_stage)
+        if max(self.num_stages, len(self.layers_per_stage)) > 1 and self.num_stages != len(self.layers_per_stage):
+            raise ConfigError(
+                f"layers_per_stage={list(self.layers_per_stage)} must give the number of layers of each of the "
+                f"{self.num_stages} pipeline stages."
+            )
         over = self.num_fsdp if self.num_fsdp > 1 else self._size("replicate")
         if self.expert_parallel < 1 or over % self.expert_parallel:
             raise ConfigError(
@@ -196,76 +200,60 @@ class TrainingLayout:
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """`engines[engine][stage][index]` is the world rank that generates there: DP' engines of PP' stages of TP' ranks. Every
-    engine has a whole copy of the model.
+    """`engines[engine][index]` is the world rank that generates there: DP' engines of TP' ranks. Every engine has a whole copy
+    of the model.
 
     Experts are divided like other tensors, or, where `expert_groups` are given, by whole experts over the ranks of each
     group. Raises ConfigError when a rank appears twice, or engines differ in size.
     """
 
-    engines: tuple[tuple[tuple[int, ...], ...], ...]
+    engines: tuple[tuple[int, ...], ...]
     expert_groups: tuple[tuple[int, ...], ...] = ()
-    layers_per_stage: tuple[int, ...] = ()  # needed with a pipeline only
 
     def __post_init__(self) -> None:
-        if len({tuple(map(len, engine)) for engine in self.engines}) != 1 or len(set(map(len, self.engines[0]))) != 1:
+        if len(set(map(len, self.engines))) != 1:
             raise ConfigError(f"The rollout engines {self.engines} differ in size; give each as many ranks.")
         for places in (self.ranks, tuple(rank for group in self.expert_groups for rank in group)):
             if len(set(places)) != len(places):
                 raise ConfigError(
                     f"The rollout places {sorted(places)} contain a rank twice; give each rank one place."
                 )
-        _check_stages(len(self.engines[0]), self.layers_per_stage)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(rank for engine in self.engines for stage in engine for rank in stage))
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Ranks of a tensor parallel group."""
-        return len(self.engines[0][0])
+        return tuple(sorted(rank for engine in self.engines for rank in engine))
 
     def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
-        return stages_of_layers(tensor.layers, self.layers_per_stage)
+        return (0,)
 
     def part(self, tensor: Tensor, rank: int) -> Part | None:
-        place = self._places.get(rank)
-        if place is None or place[0] not in self.stages_of(tensor):
+        if rank not in self._places:
             return None
         spans: list[tuple[Span, ...]] = [((0, size),) for size in tensor.shape]
         if tensor.is_expert and rank in self._expert_places:
             spans[0] = (even_span(tensor.shape[0], *self._expert_places[rank]),)
         elif tensor.tensor_dim is not None:
-            spans[tensor.tensor_dim] = tensor.tensor_spans(self.tensor_parallel, place[1])
+            spans[tensor.tensor_dim] = tensor.tensor_spans(*self._places[rank])
         return part_of(spans)
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
-        return {
-            rank: (stage, index)
-            for engine in self.engines
-            for stage, group in enumerate(engine)
-            for index, rank in enumerate(group)
-        }
+        return _places(self.engines)
 
     @cached_property
-    def _expert_places(self) -> Mapping[int, tuple[int, int]]:
-        return {rank: (len(group), index) for group in self.expert_groups for index, rank in enumerate(group)}
+    def _expert_places(self) -> dict[int, tuple[int, int]]:
+        return _places(self.expert_groups)
+
+
+def _places(groups: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, int]]:
+    """Rank -> (size of its group, place in it)."""
+    return {rank: (len(group), index) for group in groups for index, rank in enumerate(group)}
 
 
 def part_of(spans: Sequence[tuple[Span, ...]]) -> Part | None:
     """The product of `spans`; None where it is empty."""
     part = Part(tuple(tuple(span for span in dim if span[0] < span[1]) for dim in spans))
     return part if part.numel else None
-
-
-def _check_stages(num_stages: int, layers_per_stage: tuple[int, ...]) -> None:
-    if max(num_stages, len(layers_per_stage)) > 1 and num_stages != len(layers_per_stage):
-        raise ConfigError(
-            f"layers_per_stage={list(layers_per_stage)} must give the number of layers of each of the {num_stages} pipeline "
-            "stages."
-        )
 
 
 def stages_of_layers(layers: tuple[int, ...], layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:

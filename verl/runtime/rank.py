@@ -99,7 +99,7 @@ class RankContext:
         nodes = {rank: rank // self.placement.devices_per_node for rank in plan.ranks}
         layout = self.training_layout(POLICY)
         copies = interval_engines(layout, plan.sizes.tensor, hosts=nodes, by_experts=layout.expert_parallel > 1)
-        order = [rank for (group,) in copies for rank in sorted(group)]  # as process groups number theirs
+        order = [rank for group in copies for rank in sorted(group)]  # as process groups number theirs
         return EnginePlan.of(self.rollout, self.placement, order)
 
     def rollout_mesh(self) -> Mesh:

@@ -251,7 +251,4 @@ def layouts(context: RankContext) -> tuple[TrainingLayout, RolloutLayout]:
     """Layouts of the policy in training, and in the rollout replicas, whose ranks divide the experts."""
     copies = context.rollout_mesh()
     engines = consecutive_engines(copies.ranks, dict(copies.axes)["tp"])
-    return (
-        context.training_layout(POLICY),
-        RolloutLayout(engines, expert_groups=tuple(group for copy in engines for group in copy)),
-    )
+    return context.training_layout(POLICY), RolloutLayout(engines, expert_groups=engines)
