@@ -18,9 +18,10 @@ from verl.reshard import layout as layouts  # not its classes: what has `ranks` 
 from verl.reshard.grouping import consecutive_engines
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.reshard.update import plan_update
+from verl.reshard.weight_files import read_folder, write_folder
 from verl.rollout.rollout_model import Replica, copy_group
 from verl.rollout.weight_version import checked
-from verl.runtime.weight_sync import KeptBuckets, read_folder, write_folder
+from verl.runtime.weight_sync import KeptBuckets
 
 
 def same(actual, expected, what):

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ModelError
 from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.reshard.shared_memory import SharedBuckets, bucketed, read_shared_bucket
+from verl.reshard.weight_files import read_folder, write_folder
 from verl.rollout.api import WeightTransfer
 from verl.rollout.hf import eager_view
 from verl.rollout.requests import StopRules
@@ -18,7 +20,6 @@ from verl.rollout.uniforms import sample_keys, uniforms_at
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.weights import Manifest
 from verl.runtime import weight_sync
-from verl.runtime.weight_sync import read_folder, write_folder
 
 
 def weight_transfer(path="model", bucket_bytes=1 << 14):
@@ -29,8 +30,8 @@ def weight_transfer(path="model", bucket_bytes=1 << 14):
         dtype=torch.float32,
         write_buckets=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
         reader="verl.reshard.shared_memory:read_shared_bucket",
-        write_folder=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
-        folder_reader="verl.runtime.weight_sync:read_folder",
+        write_folder=partial(write_folder, bucket_bytes=bucket_bytes),
+        folder_reader="verl.reshard.weight_files:read_folder",
         start_timeout_s=10.0,
         call_timeout_s=5.0,
         in_process=False,

@@ -19,11 +19,11 @@ from verl.config import RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, UnreachableError
+from verl.reshard.weight_files import read_folder
 from verl.rollout.api import ENGINES, RolloutEngine
 from verl.rollout.http import client
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.vllm.sample import draw_arguments
-from verl.runtime.weight_sync import read_folder
 
 pytestmark = pytest.mark.seed("B5")
 

@@ -1,7 +1,7 @@
-"""New weights as files, for engines that can only read a folder: safetensors with an index, and a manifest of digests.
+"""New weights as files, for engines that can only read a folder: safetensors with an index, and a description with digests.
 
-folder = write_files(run / "weights", 3, weights, 1 << 30)      # .../version-3, atomically
-for name, tensor in read_files(run / "weights", 3): ...
+description = write_folder(run / "weights", 3, weights, 1 << 30)      # of .../version-3, which appears atomically
+for name, tensor in read_folder(description): ...
 """
 
 from __future__ import annotations
@@ -21,56 +21,44 @@ from verl.errors import ModelError
 from verl.reshard.digest import digest
 from verl.reshard.shared_memory import Named, bucketed
 
-MANIFEST = "weights.json"
 _INDEX = "model.safetensors.index.json"
 
 
-def write_files(folder: Path, version: int, tensors: Iterable[Named], bucket_bytes: int) -> Path:
-    """Write `tensors` [any shape, any device] to a new folder under `folder`, and return it. Files have at most `bucket_bytes`
-    (a larger tensor gets its own), and one is in memory at a time. Other versions are removed afterwards.
+def write_folder(folder: Path, number: int, tensors: Iterable[Named], bucket_bytes: int) -> dict[str, Any]:
+    """Write `tensors` [any shape, any device] of update `number` to a new folder under `folder`, and describe it in JSON:
+    `folder`, and `entries` with name, file and digest. Files have at most `bucket_bytes` (a larger tensor gets its own), and
+    one is in memory at a time. Folders of other updates are removed afterwards.
 
     Raises ModelError when the folder cannot be written.
     """
-    done, draft = folder / f"version-{version}", folder / f".draft-{version}-{os.getpid()}"
+    done, draft = folder / f"version-{number}", folder / f".draft-{number}-{os.getpid()}"
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        _write(draft, version, tensors, bucket_bytes)
+        entries = _write(draft, tensors, bucket_bytes)
         shutil.rmtree(done, ignore_errors=True)
         draft.rename(done)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise ModelError(
-            f"Version {version} of the weights could not be written to {folder}: {error}. Free some space, or choose another "
+            f"Version {number} of the weights could not be written to {folder}: {error}. Free some space, or choose another "
             "folder."
         ) from error
     for other in folder.glob("version-*"):
         if other != done:
             shutil.rmtree(other, ignore_errors=True)
-    return done
+    return {"folder": str(done), "entries": entries}
 
 
-def read_files(folder: Path, version: int) -> Iterator[Named]:
-    """The tensors of a version, in the order in which they were written, each verified before it is yielded.
-
-    Raises ModelError when the version is missing, or a tensor is missing or does not match its digest.
-    """
-    place = folder / f"version-{version}"
-    try:
-        manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        there = ", ".join(sorted(path.name for path in folder.glob("version-*"))) or "none"
-        raise ModelError(
-            f"Version {version} of the weights is not in {folder} (present: {there}); write it again, or request another."
-        ) from error
-    if manifest["version"] != version:
-        raise ModelError(f"{place} holds version {manifest['version']} of the weights: write version {version} again.")
-    for entry in manifest["tensors"]:
-        yield entry["name"], _read(place, entry)
+def read_folder(description: dict[str, Any]) -> Iterator[Named]:
+    """The tensors of a described folder, in the order in which they were written, each verified before it is yielded. Raises
+    ModelError when a tensor is missing or does not match its digest."""
+    for entry in description["entries"]:
+        yield entry["name"], _read(Path(description["folder"]), entry)
 
 
-def _write(draft: Path, version: int, tensors: Iterable[Named], bucket_bytes: int) -> None:
-    entries: list[dict[str, object]] = []
+def _write(draft: Path, tensors: Iterable[Named], bucket_bytes: int) -> list[dict[str, str]]:
+    entries: list[dict[str, str]] = []
     num_bytes = 0
     for number, some in enumerate(bucketed(tensors, bucket_bytes)):
         file = f"model-{number:05d}.safetensors"
@@ -81,7 +69,7 @@ def _write(draft: Path, version: int, tensors: Iterable[Named], bucket_bytes: in
     weight_map = {entry["name"]: entry["file"] for entry in entries}
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (draft / _INDEX).write_text(json.dumps(index), encoding="utf-8")
-    (draft / MANIFEST).write_text(json.dumps({"version": version, "tensors": entries}), encoding="utf-8")
+    return entries
 
 
 def _read(place: Path, entry: dict[str, Any]) -> torch.Tensor:

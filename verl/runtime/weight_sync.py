@@ -6,13 +6,12 @@ end_generation()    the rollout keeps the weights that it was sent; the rank ret
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from verl.reshard.grouping import consecutive_engines
 from verl.reshard.layout import RolloutLayout, TrainingLayout
 from verl.reshard.shared_memory import Named, SharedBuckets, bucketed
 from verl.reshard.update import PlannedUpdate, plan_update
-from verl.reshard.weight_files import MANIFEST, read_files, write_files
+from verl.reshard.weight_files import write_folder
 from verl.roles.rollout import RolloutWorker
 from verl.rollout.api import Weights, WeightTransfer
 from verl.rollout.rollout_model import Replica
@@ -45,7 +44,7 @@ from verl.specs import RolloutSpec, RunSpec
 
 _READER = "verl.reshard.shared_memory:read_shared_bucket"
 _DEVICE_READER = "verl.reshard.device_memory:read_device_bucket"  # and of the host's memory
-_FOLDER_READER = "verl.runtime.weight_sync:read_folder"
+_FOLDER_READER = "verl.reshard.weight_files:read_folder"
 
 
 def weight_transfer(
@@ -70,7 +69,7 @@ def weight_transfer(
         write_buckets=on_device or (lambda weights: map(place, count(), bucketed(weights, bucket_bytes))),
         probe=on_device.probe if on_device else None,
         reader=_DEVICE_READER if on_device else _READER,
-        write_folder=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
+        write_folder=partial(write_folder, bucket_bytes=bucket_bytes),
         folder_reader=_FOLDER_READER,
         start_timeout_s=run.start_timeout_s,
         call_timeout_s=run.collective_timeout_s,
@@ -100,18 +99,6 @@ class KeptBuckets:
 def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, object]]:
     buckets = SharedBuckets(bucket_bytes)
     return lambda index, some: buckets.write(some)
-
-
-def write_folder(folder: Path, number: int, weights: Weights, bucket_bytes: int) -> dict[str, object]:
-    """Write update `number` under `folder`; the result is what `read_folder` takes, with an entry for each tensor."""
-    place = write_files(folder, number, weights, bucket_bytes)
-    manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    return {"folder": str(place), "number": number, "entries": manifest["tensors"]}
-
-
-def read_folder(description: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a described folder. Raises ModelError when a tensor is missing or differs from the written one."""
-    return read_files(Path(description["folder"]).parent, description["number"])
 
 
 def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGroup | None) -> Replica:

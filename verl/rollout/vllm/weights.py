@@ -27,7 +27,7 @@ from verl.rollout.vllm.weight_check import HeldWeights
 Description = dict[str, Any]  # of a bucket: JSON, whose "entries" begin with the names
 
 # a message names one of them; over HTTP any client of the server can send one, so nothing else is called
-_READERS = ("verl.reshard.shared_memory:read_shared_bucket", "verl.runtime.weight_sync:read_folder")
+_READERS = ("verl.reshard.shared_memory:read_shared_bucket", "verl.reshard.weight_files:read_folder")
 _OWN_READERS = (*_READERS, "verl.reshard.device_memory:read_device_bucket")
 ELSEWHERE = "Another worker of the rollout engine did not take the new weights."
 _SAME_HEAD = 0.05  # relative; a packed product in bfloat16 is within 0.01, another weight is not
