@@ -28,17 +28,9 @@ class Dimensions:
 
     @classmethod
     def of(cls, config: FSDPConfig) -> Dimensions:
-        """The dimensions of a `fsdp_config` section. Raises ConfigError for a size below 1."""
+        """The dimensions of a `fsdp_config` section."""
         if not config.use_3d_hybrid:
             return cls()
-        sizes = {
-            "layer_per_group": config.layer_per_group,
-            "chunk_size": config.chunk_size,
-            "batch_group_size": config.batch_group_size,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"fsdp_config.{name}={size} must be at least 1.")
         chunk_tokens = config.chunk_size if config.enable_chunked_attention else None
         return cls(config.layer_per_group, chunk_tokens, config.batch_group_size)
 

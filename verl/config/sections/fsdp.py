@@ -100,6 +100,7 @@ class FSDPConfig(Section):
         "during a run",
         when=".use_3d_hybrid",
         strict=OURS,
+        ge=1,
     )
     enable_chunked_attention: bool = used(
         False,
@@ -108,13 +109,14 @@ class FSDPConfig(Section):
         when=".use_3d_hybrid",
         strict=OURS,
     )
-    chunk_size: int = used(512, "tokens of such a chunk", when=".use_3d_hybrid", strict=OURS)
+    chunk_size: int = used(512, "tokens of such a chunk", when=".use_3d_hybrid", strict=OURS, ge=1)
     batch_group_size: int = used(
         1,
         "micro-batches for which several devices gather parameters and add up gradients once: less communication, more "
         "memory",
         when=".use_3d_hybrid",
         strict=OURS,
+        ge=1,
     )
 
     def describe_dimensions(self) -> list[str]:
