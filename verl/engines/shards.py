@@ -16,6 +16,7 @@ from verl.engines.state import Parameters
 from verl.models.optim import local
 from verl.models.parallel.collectives import even_sizes, gather_rows, own_range
 from verl.models.rounding import Region
+from verl.parallel.slices import chunk_span
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Shard:
             first[self.tensor_dim] += own_range(self.shape[self.tensor_dim], groups.tensor)[0]
         if self.is_expert and groups.expert is not None:
             first[0] += own_range(self.shape[0], groups.expert)[0]
-        first[0] += sum(_chunks(rows, self.fsdp_group.size())[: self.fsdp_group.rank()])
+        first[0] += chunk_span(rows, self.fsdp_group.size(), self.fsdp_group.rank())[0]
         return Region(tuple(self.shape), tuple(first))
 
     def whole(
@@ -62,8 +63,9 @@ class Shard:
     ) -> torch.Tensor:
         """The tensor of which `value` (this parameter, or what lies as it does) is a part, in `dtype`. Collective; every
         rank gets it."""
-        rows = self.parameter.shape[0]
-        out = gather_rows(local(value).to(device, dtype), _chunks(rows, self.fsdp_group.size()), self.fsdp_group)
+        rows, size = self.parameter.shape[0], self.fsdp_group.size()
+        chunks = [stop - first for first, stop in (chunk_span(rows, size, rank) for rank in range(size))]
+        out = gather_rows(local(value).to(device, dtype), chunks, self.fsdp_group)
         if self.is_expert and groups.expert is not None:
             out = _gather(out, 0, self.shape[0], groups.expert)
         if self.tensor_dim is not None:
@@ -81,8 +83,8 @@ class Shard:
     def put(self, groups: ProcessGroups, target: torch.Tensor, whole: torch.Tensor) -> None:
         """Write this rank's part of `whole` into `target`."""
         part = self.own_part(groups, whole)
-        sizes, rank = _chunks(part.shape[0], self.fsdp_group.size()), self.fsdp_group.rank()
-        local(target).copy_(part.narrow(0, sum(sizes[:rank]), sizes[rank]))
+        first, stop = chunk_span(part.shape[0], self.fsdp_group.size(), self.fsdp_group.rank())
+        local(target).copy_(part[first:stop])
 
 
 class ShardedParameters(Parameters):
@@ -151,12 +153,6 @@ def add_up_partial_gradients(shards: Mapping[str, Shard], groups: ProcessGroups,
         flat = all_reduce_(torch.cat([g.flatten() for g in grads]).to(device), [groups.tensor])
         for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(total.view_as(grad))
-
-
-def _chunks(rows: int, num_ranks: int) -> list[int]:
-    """Rows of each rank as FSDP cuts dimension 0: equal chunks, the last ones shorter or empty."""
-    size = -(-rows // num_ranks)
-    return [max(0, min(size, rows - rank * size)) for rank in range(num_ranks)]
 
 
 def _gather(tensor: torch.Tensor, dim: int, total: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verl.models.hf_module import AutogradContext
+from verl.parallel.slices import even_span
 
 Group = dist.ProcessGroup
 # its newer name where there is one: the older one warns there
@@ -20,13 +21,14 @@ gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def even_sizes(total: int, num_ranks: int) -> list[int]:
     """`total` rows, columns or tokens over ranks: the first ones get one more where it does not divide."""
-    return [total // num_ranks + (rank < total % num_ranks) for rank in range(num_ranks)]
+    spans = (even_span(total, num_ranks, rank) for rank in range(num_ranks))
+    return [stop - first for first, stop in spans]
 
 
 def own_range(total: int, group: Group) -> tuple[int, int]:
     """First index and number of the rows, columns or tokens that `even_sizes` gives to this rank."""
-    sizes = even_sizes(total, group.size())
-    return sum(sizes[: group.rank()]), sizes[group.rank()]
+    first, stop = even_span(total, group.size(), group.rank())
+    return first, stop - first
 
 
 class _Enter(torch.autograd.Function):
