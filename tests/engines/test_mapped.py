@@ -192,6 +192,7 @@ def test_other_engines_of_several_devices_are_refused():
     context = RankContext(specs, specs.place(None), 0, torch.device("cpu"), 1, [])
     assert replace(context.spec("reference"), memory_map=False) != context.spec("reference")
     with pytest.raises(
-        ConfigError, match="maps weights of strategy=fsdp, and the reference on 2 devices has deepspeed"
+        ConfigError,
+        match="memory_map=True works with strategy=fsdp2 on several devices, and the reference on 2 has deepspeed",
     ):
         _engine(context, context.spec("reference"))

@@ -95,11 +95,6 @@ def _join_groups(context: RankContext, spec: RoleSpec) -> None:
 def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
     """The local engine where one device holds the model, else the engine of the spec's strategy."""
     mesh = context.mesh(spec.name)
-    if mesh is not None and spec.memory_map and spec.strategy not in _FSDP:
-        raise ConfigError(
-            f"{full_key('ref.memory_map')}=True maps weights of strategy=fsdp, and the reference on {mesh.size} "
-            f"devices has {spec.strategy}. Set {full_key('ref.strategy')}=fsdp, or memory_map=False."
-        )
     settings: dict[str, object] = {
         "model": spec.model,
         "engine": spec.engine,
@@ -107,16 +102,19 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         "head": spec.head,
         "device": context.device,
         "total_steps": context.total_steps,
-        **({"memory_map": True} if spec.memory_map else {}),
     }
+    of_fsdp = {"memory_map": spec.memory_map, "freezes_vision_tower": spec.freezes_vision_tower}
     if mesh is None:
-        engine = TRAIN_ENGINES.get("local")(
-            **settings, build=spec.build, freezes_vision_tower=spec.freezes_vision_tower
-        )
+        engine = TRAIN_ENGINES.get("local")(**settings, **of_fsdp, build=spec.build)
     else:
-        if spec.freezes_vision_tower:
-            _require_fsdp(spec)
-            settings["freezes_vision_tower"] = True
+        if spec.strategy in _FSDP:
+            settings |= of_fsdp
+        elif any(of_fsdp.values()):
+            key = "ref.memory_map" if spec.memory_map else "actor.freeze_vision_tower"
+            raise ConfigError(
+                f"{full_key(key)}=True works with strategy=fsdp2 on several devices, and the {spec.name} on {mesh.size} "
+                f"has {spec.strategy}. Set {full_key(key.partition('.')[0])}.strategy=fsdp2, or the key to False."
+            )
         if spec.settings is not None:
             settings["section"] = spec.settings
         engine = TRAIN_ENGINES.get(spec.strategy)(
@@ -128,14 +126,6 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         engine.map_weights(folder, file_system_of(folder))
     train_engine: TrainEngine = engine
     return train_engine
-
-
-def _require_fsdp(spec: RoleSpec) -> None:
-    if spec.strategy not in _FSDP:
-        raise ConfigError(
-            f"{full_key('actor.freeze_vision_tower')}=True works with strategy=fsdp2 on several devices, not with "
-            f"{spec.strategy}. Set {full_key('actor.strategy')}=fsdp2."
-        )
 
 
 def _hf_files(module: HFModule, model: ModelConfig, folder: Path) -> None:
