@@ -30,6 +30,11 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the text of an error, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
 class ConfigError(VerlError):
     """A key is unknown, unread, of the wrong type, or contradicts another one."""
 
@@ -118,6 +123,14 @@ class InterruptedRun(VerlError):
     """The run was interrupted and saved; the message says how to resume."""
 
     exit_code = 130
+
+
+def error_of(kind: str, text: str, other: type[Exception] = VerlError) -> Exception:
+    """The error that another process had: of the class `kind` of this module, or of `other` where it has none."""
+    cls = globals().get(kind)
+    error = Exception.__new__(cls if isinstance(cls, type) and issubclass(cls, VerlError) else other)
+    Exception.__init__(error, text)
+    return error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config import full_key
-from verl.errors import ConfigError, DeadlineError, WorkerLostError
+from verl.errors import ConfigError, DeadlineError, WorkerLostError, first_line
 from verl.parallel.rank_status import RankStatus
 from verl.parallel.stack_dump import Reporter, calls
 from verl.parallel.traffic import TRAFFIC
@@ -129,7 +129,7 @@ class Collectives:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=call_timeout_s))
         except RuntimeError as error:
             raise WorkerLostError(
-                f"Rank {peer.rank} could not connect to the other ranks ({_first_line(error)}). Look at the first rank "
+                f"Rank {peer.rank} could not connect to the other ranks ({first_line(error)}). Look at the first rank "
                 "that failed, and check that the nodes reach each other (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
             ) from error
         assert group is not None
@@ -184,7 +184,7 @@ class Collectives:
             with self._naming("the other ranks"), calls(call):
                 yield
         except BaseException as error:
-            self._post(call, f"{type(error).__name__}: {_first_line(error)}")
+            self._post(call, f"{type(error).__name__}: {first_line(error)}")
             raise
 
     def close(self) -> None:
@@ -269,10 +269,6 @@ def is_communication_failure(error: BaseException) -> bool:
     return any(sign in text for sign in signs)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
 def _meet(peer: Peer, timeout_s: float) -> dist.Store:
     """The store of the rendezvous, after every rank has signed in."""
     serves = peer.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -350,7 +346,7 @@ def _no_store(peer: Peer, error: BaseException, serves: bool, elapsed_s: float) 
         )
     if serves:
         return ConfigError(
-            f"Rank 0 cannot serve the rendezvous at {place} ({_first_line(error)}). Set MASTER_ADDR to an address of this "
+            f"Rank 0 cannot serve the rendezvous at {place} ({first_line(error)}). Set MASTER_ADDR to an address of this "
             "machine and MASTER_PORT to a free port."
         )
     return DeadlineError(

@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import verl.errors
 from verl.config import full_key
-from verl.errors import DeadlineError, VerlError, WorkerLostError
+from verl.errors import DeadlineError, WorkerLostError, error_of
 from verl.parallel.child_processes import blocked_sigterm, python_command
 from verl.parallel.framing import ChannelClosed, ChannelCorrupt, receive_bytes, send
 from verl.parallel.serialize import from_bytes, to_bytes
@@ -154,7 +153,7 @@ class EngineProcess:
                 "not used; start the run again, which resumes from the last checkpoint."
             ) from None
         if error is not None:
-            raise _as_error(*error)
+            raise error_of(*error)
         return result
 
     def _stack(self) -> str:
@@ -170,10 +169,3 @@ def _environment(added: dict[str, str]) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     path = package_root + (os.pathsep + inherited if inherited else "")
     return {**variables, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **added}
-
-
-def _as_error(kind: str, sentence: str) -> VerlError:
-    cls: Any = getattr(verl.errors, kind, None)
-    known = isinstance(cls, type) and issubclass(cls, VerlError) and cls.__init__ is Exception.__init__
-    error: VerlError = cls(sentence) if known else VerlError(sentence)
-    return error

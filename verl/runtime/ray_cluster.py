@@ -22,11 +22,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.data_proto.media import StoredTensors, images_in, row_media_of
 from verl.data_proto.proto import DataProto
-from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
+from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError, first_line
 from verl.parallel.device import resolve_device, visible_devices
 from verl.parallel.dispatch import CallPlan, MethodCall
 from verl.runtime import ray_node
-from verl.runtime.ray_process import Packed, Process, first_line, last_lines, open_answer, pack, unpack
+from verl.runtime.ray_process import Packed, Process, last_lines, open_answer, pack, unpack
 from verl.runtime.ray_request import Request, ask_for_token, is_short, passed_environment
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-import verl.errors
-from verl.errors import VerlError
+from verl.errors import VerlError, error_of
 from verl.parallel.child_processes import unblock_sigterm
 from verl.parallel.serialize import StoredBuffers, decode, encode
 
@@ -48,12 +47,8 @@ def open_answer(answer: object, place: str) -> Any:
     if not isinstance(answer, dict) or "error" not in answer:
         return answer
     kind, text = answer["error"], answer["text"]
-    cls = getattr(verl.errors, kind, None)
-    if isinstance(cls, type) and issubclass(cls, VerlError):
-        error = VerlError.__new__(cls)
-        Exception.__init__(error, f"{text} [{place}]")
-        raise error
-    raise RuntimeError(f"{place} failed:\n{text}")
+    error = error_of(kind, f"{text} [{place}]", RuntimeError)
+    raise error if isinstance(error, VerlError) else RuntimeError(f"{place} failed:\n{text}")
 
 
 def last_lines(process: Process) -> str:
@@ -62,11 +57,6 @@ def last_lines(process: Process) -> str:
         return ""
     lines = process.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
     return f"The end of its log: {' | '.join(lines)}. " if lines else ""
-
-
-def first_line(error: BaseException) -> str:
-    """Of the text of an error, or its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def pack(value: object, *, is_answer: bool = False) -> Packed:

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl.errors import ConfigError, VerlError, WorkerLostError
+from verl.errors import ConfigError, VerlError, WorkerLostError, first_line
 from verl.parallel.mesh import Mesh
 from verl.roles.api import Roles
 from verl.runtime.rank import POLICY
 from verl.runtime.ray_cluster import Pending
-from verl.runtime.ray_process import Process, first_line, pack, unpack
+from verl.runtime.ray_process import Process, pack, unpack
 from verl.runtime.worker_group import WorkerGroup
 from verl.specs import RolloutSpec
 from verl.tracking.heartbeat import ROLES, read_role_sizes, write_role_sizes
