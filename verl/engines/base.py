@@ -23,7 +23,7 @@ from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
 from verl.engines.micro_batches import batch_totals, images_of, plan_micro_batches, rows_of, select_rows, sizes_of
 from verl.engines.routing import EngineRouting
 from verl.engines.state import TrainedState
-from verl.engines.step_check import PendingGradients, random_state, restore_random_state, whole_batch_metrics
+from verl.engines.step_check import PendingGradients, whole_batch_metrics
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import with_noise
@@ -109,17 +109,17 @@ class TrainedEngine(ABC):
     ) -> dict[str, Metric]:
         """See TrainEngine. `num_skipped_updates` is added when the step was not taken."""
         assert self._pending is None, "gradients of forward_backward wait for optim_step"
-        before = random_state(self.device)
+        pending = PendingGradients.of(self.device)
         with self._ready(trains=True):
             metrics, totals = self._gradients(batch, loss, outputs, micro, temperature, rows, unit)
             self._complete_gradients(totals)
-            return self._step(metrics, check, before)
+            return self._step(metrics, check, pending)
 
     def forward_backward(
         self, batch: DataProto, loss: LossFn, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Metric]:
         if self._pending is None:
-            self._pending = PendingGradients(random_state(self.device))
+            self._pending = PendingGradients.of(self.device)
         elif not self.accumulates_calls:
             raise ConfigError("This engine takes one forward_backward a step; set strategy=fsdp2 for several.")
         with self._ready(trains=True):
@@ -133,7 +133,7 @@ class TrainedEngine(ABC):
         pending, self._pending = self._pending, None
         with self._ready(trains=True):
             self._complete_gradients(pending.total())
-            return self._step([{}], None, pending.random_state, learning_rate)
+            return self._step([{}], None, pending, learning_rate)
 
     def forget_gradients(self) -> None:
         if self._pending is not None and self.optimizer is not None:
@@ -368,11 +368,11 @@ class TrainedEngine(ABC):
         self,
         parts: Sequence[dict[str, Metric]],
         check: StepCheck | None,
-        before: list[torch.Tensor],
+        pending: PendingGradients,
         learning_rate: float | AdamStep | None = None,
     ) -> dict[str, Metric]:
         """The optimizer step on the gathered gradients, at the schedule's rate by default; returns the metrics of the
-        micro-batches and of the step. A step that is not taken restores the random state `before`."""
+        micro-batches and of the step. A step that is not taken restores the random state before its gradients."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         metrics = merge_metrics(list(parts))
         accept = None if check is None else partial(self._accepts, check, metrics)
@@ -384,7 +384,7 @@ class TrainedEngine(ABC):
             metrics["grad_norm"] = Metric.last(result.grad_norm)
         if not result.taken:
             metrics["num_skipped_updates"] = Metric.last(1.0)
-            restore_random_state(before, self.device)
+            pending.random_state.restore(self.device)
         return metrics
 
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:

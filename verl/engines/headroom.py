@@ -18,7 +18,7 @@ import torch
 
 from verl.engines.api import MicroBatching
 from verl.parallel import memory
-from verl.parallel.device import reset_peak_memory
+from verl.parallel.device import peak_memory, start_peak
 
 log = logging.getLogger(__name__)
 
@@ -53,23 +53,13 @@ class Headroom:
     @contextmanager
     def measuring(self, num_tokens: int) -> Iterator[None]:
         """Measures a micro-batch of so many computed tokens."""
-        before = self._start()
+        before = start_peak(self._device)
+        if before is not None and self._device.type == "cpu":
+            before = self._resting = before if self._resting is None else self._resting
         yield
         if num_tokens and before is not None:
-            self._bytes_per_token = max(self._bytes_per_token, max(0, self._peak() - before) / num_tokens)
-
-    def _start(self) -> int | None:
-        if self._device.type == "cuda":
-            reset_peak_memory(self._device)
-            return torch.cuda.memory_allocated(self._device)
-        if not memory.reset_peak():
-            return None
-        if self._resting is None:
-            self._resting = memory.resident_bytes()
-        return self._resting
-
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else memory.peak_bytes()
+            most = max(0, peak_memory(self._device) - before)
+            self._bytes_per_token = max(self._bytes_per_token, most / num_tokens)
 
     def _free_bytes(self) -> int:
         """Bytes for a micro-batch: free memory, and memory that the allocator keeps from former micro-batches."""

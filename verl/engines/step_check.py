@@ -1,4 +1,4 @@
-"""Metrics of a mini-batch before its optimizer step is taken, and the random state to restore when it is not."""
+"""Metrics of a mini-batch before its optimizer step is taken, and gradients that wait for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from verl.data_proto.metrics import Metric
 from verl.engines.api import BatchTotals
+from verl.models.randomness import RandomState
 
 
 def whole_batch_metrics(
@@ -44,26 +45,18 @@ def _weight(metric: Metric) -> float:
     return sum(float(weight) for _, weight in metric.observations)
 
 
-def random_state(device: torch.device) -> list[torch.Tensor]:
-    """State of torch's generators on the CPU and on `device`."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def restore_random_state(states: list[torch.Tensor], device: torch.device) -> None:
-    """The inverse of `random_state`."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)
-
-
 @dataclass
 class PendingGradients:
-    """Gradients of `forward_backward` before their `optim_step`: torch's random state before the first call, and the sizes of
-    each call."""
+    """Gradients of `forward_backward` before their `optim_step`: the random state before the first call, and the sizes of each
+    call."""
 
-    random_state: list[torch.Tensor]
+    random_state: RandomState
     totals: list[BatchTotals] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, device: torch.device) -> PendingGradients:
+        """Before the first call of an engine on `device`."""
+        return cls(RandomState.of(device))
 
     def total(self) -> BatchTotals:
         """The sizes of all calls together."""

@@ -1,14 +1,42 @@
-"""A forward without randomness: training computes exactly the same values as sampling did."""
+"""A forward without randomness, so that training computes exactly the same values as sampling did, and the state of random
+generators."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from verl.errors import ModelError
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of the random generators that training uses: torch's, on the device too, numpy's and Python's."""
+
+    torch_cpu: torch.Tensor
+    torch_cuda: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def of(cls, device: torch.device) -> RandomState:
+        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), on_gpu, np.random.get_state(), random.getstate())
+
+    def restore(self, device: torch.device) -> None:
+        """Continue every generator from this state."""
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda is not None:
+            torch.cuda.set_rng_state(self.torch_cuda, device)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
 
 
 def turn_off(module: nn.Module) -> dict[str, float]:

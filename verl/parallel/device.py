@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from verl.errors import ConfigError, nearest
+from verl.parallel import memory
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,20 @@ def most_memory_allocated(device: torch.device | int) -> int:
     """Peak bytes of this process's allocator on a GPU since its start, resets included."""
     index = torch.cuda._utils._get_device_index(device, optional=True)
     return max(_PEAKS.get(index, 0), torch.cuda.max_memory_allocated(device))
+
+
+def start_peak(device: torch.device) -> int | None:
+    """Memory of this process on `device` now, with the record of `peak_memory` started again; None where the system keeps no
+    record that can be reset."""
+    if device.type == "cuda":
+        reset_peak_memory(device)
+        return torch.cuda.memory_allocated(device)
+    return memory.resident_bytes() if memory.reset_peak() else None
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory of this process on `device` since `start_peak`."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak_bytes()
 
 
 def device_kind(name: str) -> str:
@@ -206,17 +221,17 @@ def move_module(module: torch.nn.Module, device: torch.device | str) -> None:
     module._apply(lambda tensor: moved(tensor, device))
 
 
-def page_lock(memory: torch.Tensor) -> Callable[[], None]:
-    """Pin `memory` of the host that torch did not allocate, in a process that uses a GPU. Returns the call that unpins it, due
-    before the memory is freed. A failure is only a warning, since it only makes copies slower."""
-    if not torch.cuda.is_initialized() or not memory.numel():
+def page_lock(block: torch.Tensor) -> Callable[[], None]:
+    """Pin `block`, memory of the host that torch did not allocate, in a process that uses a GPU. Returns the call that unpins
+    it, due before the memory is freed. A failure is only a warning, since it only makes copies slower."""
+    if not torch.cuda.is_initialized() or not block.numel():
         return lambda: None
     runtime = torch.cuda.cudart()
-    if code := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+    if code := int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)):
         log.warning("%d bytes of host memory cannot be pinned (CUDA error %d); copies to and from the GPU are slower.",
-                    memory.nbytes, code)  # fmt: skip
+                    block.nbytes, code)  # fmt: skip
         return lambda: None
-    return lambda: runtime.cudaHostUnregister(memory.data_ptr())
+    return lambda: runtime.cudaHostUnregister(block.data_ptr())
 
 
 def write_at(target: torch.Tensor, dim: int, places: torch.Tensor, values: torch.Tensor) -> None:

@@ -13,21 +13,18 @@ time (other tensors the next time), or by a checksum of all. With a copy they ar
 from __future__ import annotations
 
 import logging
-import random
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 
 from verl.config import RolloutConfig, full_key
 from verl.engines.api import TrainEngine
 from verl.errors import ModelError
-from verl.parallel import memory
-from verl.parallel.device import give_back_cache, reset_peak_memory
+from verl.models.randomness import RandomState
+from verl.parallel.device import give_back_cache, peak_memory, start_peak
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +43,10 @@ class SwitchMemory:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measures what runs inside."""
-        before = self._start()
+        before = start_peak(self._device)
         yield
         if before is not None:
-            self.extra_bytes = max(0, self._peak() - before)
+            self.extra_bytes = max(0, peak_memory(self._device) - before)
             self._report(self.extra_bytes)
 
     def metrics(self) -> dict[str, float]:
@@ -74,42 +71,9 @@ class SwitchMemory:
         else:
             log.info(words + ".", extra / 1e6, ratio)
 
-    def _start(self) -> int | None:
-        """Memory now, with the record of its peak started again."""
-        if self._device.type == "cuda":
-            reset_peak_memory(self._device)
-            return torch.cuda.memory_allocated(self._device)
-        return memory.resident_bytes() if memory.reset_peak() else None
-
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else memory.peak_bytes()
-
 
 MOST_DRIFT = 1e-5  # relative to the largest of the values that are compared
 _TENSORS, _VALUES = 32, 16  # of a sampled check: tensors, and values of each
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """State of the random generators that training uses: torch's, on the device too, numpy's and Python's."""
-
-    torch_cpu: torch.Tensor
-    torch_cuda: torch.Tensor | None
-    numpy: Any
-    python: Any
-
-    @classmethod
-    def of(cls, device: torch.device) -> RandomState:
-        on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), on_gpu, np.random.get_state(), random.getstate())
-
-    def restore(self, device: torch.device) -> None:
-        """Continue every generator from this state."""
-        torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda is not None:
-            torch.cuda.set_rng_state(self.torch_cuda, device)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
 
 
 @dataclass

@@ -9,7 +9,6 @@ import itertools
 import json
 import logging
 import os
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ import torch
 from verl.config import full_key
 from verl.data_proto.media import Clip
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams
-from verl.errors import MissingExtraError, ModelError
+from verl.errors import MissingExtraError, ModelError, first_line
+from verl.models.randomness import RandomState
 from verl.rollout.api import Stats
 from verl.rollout.engine_names import IN_PROCESS, require_names
 from verl.rollout.requests import StopRules, random_keys
@@ -76,7 +76,7 @@ class Core:
                 self._llm = library.LLM(**{"async_scheduling": None if in_slots else False, **setup.llm})
             except Exception as error:  # vLLM may raise anything from here, and other versions differ
                 raise ModelError(
-                    f"vLLM could not start with {setup.llm['model']}: {type(error).__name__}: {_first_line(error)} ({WORKING})."
+                    f"vLLM could not start with {setup.llm['model']}: {type(error).__name__}: {first_line(error)} ({WORKING})."
                 ) from error
         self._library = library
 
@@ -281,7 +281,7 @@ def undisturbed(environment: dict[str, str]) -> Iterator[None]:
     """With `environment` set; afterwards the environment, random generators and torch's thread setting are as they were,
     which vLLM's start changes for the whole process."""
     before, set_num_threads = dict(os.environ), torch.set_num_threads
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_host = RandomState.of(torch.device("cpu"))
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     os.environ.update(environment)
     try:
@@ -290,9 +290,7 @@ def undisturbed(environment: dict[str, str]) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(before)
         torch.set_num_threads = set_num_threads
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        on_host.restore(torch.device("cpu"))
         if on_gpus is not None:
             torch.cuda.set_rng_state_all(on_gpus)
 
@@ -302,7 +300,3 @@ def _tokenizer(setup: Setup) -> Any:
 
     source = setup.llm.get("tokenizer") or setup.llm["model"]
     return AutoTokenizer.from_pretrained(source, trust_remote_code=bool(setup.llm.get("trust_remote_code")))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")
