@@ -1,5 +1,8 @@
-"""The switch between training and generation: its order, the random state, and weights that must not change meanwhile."""
+"""The switch between training and generation: its order, the random state, weights that must not change
+meanwhile, and the memory held in addition to everything else."""
 
+import logging
+import mmap
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,12 +14,14 @@ import torch
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl.engines.local import LocalEngine
 from verl.errors import ModelError
-from verl.runtime.mode_switch import ModeSwitch
+from verl.parallel.memory import resident_bytes
+from verl.runtime.mode_switch import ModeSwitch, SwitchMemory
 from verl.runtime.weight_sync import RankWeightSync
 
-pytestmark = pytest.mark.seed("C2", "C4")
+pytestmark = pytest.mark.seed("C2", "C3", "C4")
 
 CPU = torch.device("cpu")
+MODEL = 400 << 20
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +166,37 @@ def test_training_during_generation_is_no_drift(engine):
 
     switched(engine, meddles)
     engine.optimizer.round_masters()
+
+
+def held_in_a_switch(memory, held):
+    """The metrics of a switch that holds `held` bytes for a while."""
+    with memory.measuring():
+        np.frombuffer(mmap.mmap(-1, held), dtype=np.uint8)[:] = 1  # fresh pages: the allocator may have kept others
+    return memory.metrics()
+
+
+@pytest.mark.parametrize(("held", "level"), [(20 << 20, "INFO"), (200 << 20, "WARNING")])
+def test_the_peak_is_measured_and_said_once(held, level, caplog):
+    caplog.set_level(logging.INFO)
+    memory = SwitchMemory(CPU, MODEL)
+    metrics = held_in_a_switch(memory, held)
+    assert metrics["switch_peak_gb"] == pytest.approx(held / 1e9, rel=0.1)
+    assert metrics["switch_peak_ratio"] == pytest.approx(1 + held / MODEL, abs=0.05)
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert f"{metrics['switch_peak_ratio']:.2f} times the weights" in record.getMessage()
+    held_in_a_switch(memory, held // 2)
+    assert len(caplog.records) == 1
+
+
+def test_what_was_there_before_does_not_count():
+    there = np.frombuffer(mmap.mmap(-1, 100 << 20), dtype=np.uint8)
+    there[:] = 1
+    metrics = held_in_a_switch(SwitchMemory(CPU, MODEL), 1 << 20)
+    assert metrics["switch_peak_ratio"] < 1.1
+    assert resident_bytes() > there.nbytes
+
+
+def test_a_system_that_does_not_tell(monkeypatch, tmp_path):
+    monkeypatch.setattr("verl.parallel.memory.CLEAR_REFS", tmp_path / "none" / "clear_refs")
+    assert held_in_a_switch(SwitchMemory(CPU, MODEL), 1 << 20) == {}
