@@ -16,8 +16,7 @@ from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
 from verl.engines.api import BatchTotals, require_library
 from verl.engines.base import TrainedEngine
 from verl.engines.deepspeed.library import load_deepspeed, start_deepspeed
-from verl.engines.deepspeed.zero import ZeroOptimizer, partition, partition_slice, whole_shape
-from verl.engines.flat_shards import FlatShards
+from verl.engines.deepspeed.zero import FlatShards, ZeroOptimizer, partition, partition_slice, whole_shape
 from verl.engines.loading import build_module
 from verl.engines.state import Parameters, TrainedState
 from verl.errors import ConfigError
