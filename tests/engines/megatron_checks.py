@@ -26,7 +26,7 @@ from verl.models.lora import own_names
 from verl.models.routing import COLUMN, expert_counts
 from verl.parallel.mesh import Mesh
 from verl.reshard.hf_sharding import decoder_tensors
-from verl.reshard.megatron_layout import MegatronLayout, replicas
+from verl.reshard.layout import MegatronLayout, replicas
 
 MICRO = MicroBatching(max_tokens=24)
 LOSSES = {"lm": policy_loss, "token_value": value_loss}

@@ -166,6 +166,10 @@ class TrainingLayout:
         if at is None or at.stage not in self.stages_of(tensor):
             return None
         spans: list[tuple[Span, ...]] = [((0, size),) for size in tensor.shape]
+        self._divide(spans, tensor, at)
+        return part_of(spans)
+
+    def _divide(self, spans: list[tuple[Span, ...]], tensor: Tensor, at: Coordinates) -> None:
         by_expert = tensor.is_expert and self.expert_parallel > 1
         if by_expert:
             spans[0] = (even_span(tensor.shape[0], self.expert_parallel, at.expert),)
@@ -176,7 +180,6 @@ class TrainingLayout:
             rows = sum(stop - first for first, stop in spans[0])
             shard = chunk_span(rows, num_shards, at.expert_fsdp if by_expert else at.fsdp)
             spans[0] = take(spans[0], *shard)
-        return part_of(spans)
 
     @property
     def _num_expert_fsdp(self) -> int:
@@ -243,6 +246,41 @@ class RolloutLayout:
     @cached_property
     def _expert_places(self) -> dict[int, tuple[int, int]]:
         return _places(self.expert_groups)
+
+
+@dataclass(frozen=True)
+class MegatronLayout(TrainingLayout):
+    """Weights that Megatron trains. `mesh` has the axes pp, replicate, tp, as Megatron numbers ranks. `layers_per_stage` has an
+    entry for each virtual stage; stage i is on the ranks of pp coordinate i % pp. Each expert is divided over
+    `expert_tensor_parallel` neighbours of a stage, and the experts over `expert_parallel` such groups. The vocabulary is
+    divided as if padded to equal parts."""
+
+    expert_tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        assert len(self.layers_per_stage) % self.num_stages == 0, self  # sizes come from a section `megatron`
+
+    def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(sorted({i % self.num_stages for i in stages_of_layers(tensor.layers, self.layers_per_stage)}))
+
+    def _divide(self, spans: list[tuple[Span, ...]], tensor: Tensor, at: Coordinates) -> None:
+        num_tensor = self._size("tp")
+        if tensor.is_expert:
+            group, index = divmod(at.replicate * num_tensor + at.tensor, self.expert_tensor_parallel)
+            spans[0] = (even_span(tensor.shape[0], self.expert_parallel, group % self.expert_parallel),)
+            if tensor.tensor_dim is not None:
+                spans[tensor.tensor_dim] = tensor.tensor_spans(self.expert_tensor_parallel, index)
+        elif tensor.tensor_dim is not None and tensor.blocks:
+            spans[tensor.tensor_dim] = tensor.tensor_spans(num_tensor, at.tensor)
+        elif tensor.tensor_dim is not None:
+            spans[tensor.tensor_dim] = (chunk_span(tensor.shape[tensor.tensor_dim], num_tensor, at.tensor),)
+
+
+def replicas(mesh: Mesh) -> Mesh:
+    """`mesh` with the axes pp, replicate, tp: ranks that share the tokens of a micro-batch have the same weights."""
+    sizes = dict(mesh.axes)
+    num_copies = mesh.size // (sizes["pp"] * sizes["tp"])
+    return Mesh.grid(mesh.ranks, pp=sizes["pp"], replicate=num_copies, tp=sizes["tp"])
 
 
 def _places(groups: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, int]]:

@@ -18,8 +18,7 @@ from verl.parallel.engine_plan import EnginePlan
 from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 from verl.reshard.grouping import interval_engines
-from verl.reshard.layout import TrainingLayout
-from verl.reshard.megatron_layout import MegatronLayout, replicas
+from verl.reshard.layout import MegatronLayout, TrainingLayout, replicas
 from verl.roles.api import RoleSpec, RoleSpecs
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.rollout.api import holds_weights
