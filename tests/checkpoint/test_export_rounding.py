@@ -9,12 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.engines.test_contract import make_batch, policy_loss
+from tests.engines.tiny import make_engine
 from verl.checkpoint.export import compare, export
 from verl.checkpoint.role import ALL_CONTENTS, read_role
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.api import MicroBatching, whole
-from verl.engines.local import LocalEngine
 from verl.errors import CheckpointError
 from verl.models.tiny import make_tiny_model
 
@@ -26,14 +25,7 @@ RUN = {
 
 def trained(path, rounding, lora_rank=0):
     """An engine in bfloat16 after three steps."""
-    engine = LocalEngine(
-        model=ModelConfig(path=str(path), lora_rank=lora_rank),
-        engine=FSDPConfig(dtype="bfloat16", master_rounding=rounding),
-        optim=OptimConfig(lr=1e-2),
-        head="lm",
-        device=torch.device("cpu"),
-        total_steps=10,
-    )
+    engine = make_engine(path, dtype="bfloat16", model={"lora_rank": lora_rank}, engine={"master_rounding": rounding})
     for seed in range(3):
         batch = make_batch(seed, (3, 1, 4, 2))
         engine.train_batch(batch, policy_loss, ("log_probs", "entropy"), MicroBatching(max_tokens=24), 1.2)

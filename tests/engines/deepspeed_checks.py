@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.engines.parallel_checks import OUTPUTS, imitation_loss, load, model_folder, num_different, on, save
 from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from tests.engines.tiny import make_engine
 from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.engines.api import MicroBatching, TrainEngine, whole
 from verl.engines.deepspeed.engine import DeepSpeedEngine
@@ -22,15 +22,8 @@ LOSSES = {"lm": policy_loss, "token_value": value_loss}
 
 def make(cls, path, *, head="lm", dtype="float32", trainable=True, **section):
     settings = {"section": DeepSpeedConfig(**section)} if cls is DeepSpeedEngine else {}
-    return cls(
-        model=ModelConfig(path=str(path), enable_gradient_checkpointing=False),
-        engine=FSDPConfig(dtype=dtype),
-        optim=OptimConfig(lr=1e-2) if trainable else None,
-        head=head,
-        device=torch.device("cpu"),
-        total_steps=10,
-        **settings,
-    )
+    model = {"enable_gradient_checkpointing": False}
+    return make_engine(path, cls, head=head, dtype=dtype, trainable=trainable, model=model, **settings)
 
 
 def own_rows(batch):

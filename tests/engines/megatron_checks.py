@@ -15,7 +15,7 @@ from tests.engines.parallel_checks import (
     whole_state,
 )
 from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from tests.engines.tiny import make_engine
 from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.merge import object_array
 from verl.engines.api import MicroBatching, TrainEngine, whole
@@ -38,15 +38,12 @@ TENSOR, PIPELINE, EXPERT = ("tensor_model_parallel_size", "pipeline_model_parall
 
 def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, lora=0, dora=False, **section):
     settings = {"section": MegatronConfig(**section)} if cls is MegatronEngine else {}
-    return cls(
-        model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora, use_dora=dora),
-        engine=FSDPConfig(dtype=dtype),
-        optim=OptimConfig(lr=5e-4) if trainable else None,  # Adam scales first gradients near zero, noise, up to lr
-        head=head,
-        device=torch.device("cpu"),
-        total_steps=10,
+    return make_engine(
+        path, cls, head=head, dtype=dtype, trainable=trainable,
+        model={"enable_gradient_checkpointing": checkpointing, "lora_rank": lora, "use_dora": dora},
+        optim={"lr": 5e-4},  # Adam scales first gradients near zero, noise, up to lr
         **settings,
-    )
+    )  # fmt: skip
 
 
 def rows_of(engine, num_rows):

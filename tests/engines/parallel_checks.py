@@ -13,10 +13,11 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
+from tests.engines.tiny import make_engine
 from tests.models.reference import make_columns, random_rows, rounded_by_rows, widen_norms
 from verl.checkpoint.role import ALL_CONTENTS, read_role
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
-from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
+from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.config.sections.distillation import DistillationLossConfig
 from verl.config.sections.fsdp import WrapPolicyConfig
 from verl.data_proto.merge import object_array
@@ -63,14 +64,8 @@ def one_layer(folder, family="qwen3"):
 
 
 def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, **engine):
-    built = cls(
-        model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora),
-        engine=FSDPConfig(dtype=dtype, **(engine if cls is FSDPEngine else {})),
-        optim=OptimConfig(lr=1e-2),
-        head=head,
-        device=torch.device("cpu"),
-        total_steps=10,
-    )
+    model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora}
+    built = make_engine(path, cls, head=head, dtype=dtype, model=model, engine=engine if cls is FSDPEngine else {})
     if dtype == "float64":
         widen_norms(built.module)
     return built

@@ -1,13 +1,11 @@
 """The peak memory of an optimizer step with activation checkpointing and without."""
 
 import pytest
-import torch
 
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import make_batch, policy_loss
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from tests.engines.tiny import make_engine
 from verl.engines.api import MicroBatching
-from verl.engines.local import LocalEngine
 from verl.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.seed("B8", "F4", "G7")
@@ -18,10 +16,7 @@ def test_checkpointing_saves_memory_and_changes_no_loss(tmp_path):
     folder = make_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=256, num_hidden_layers=8)
     measured = {}
     for checkpointing in (False, True):
-        engine = LocalEngine(
-            model=ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing), head="lm",
-            engine=FSDPConfig(dtype="float32"), optim=OptimConfig(lr=1e-3), device=torch.device("cpu"), total_steps=10,
-        )  # fmt: skip
+        engine = make_engine(folder, model={"enable_gradient_checkpointing": checkpointing}, optim={"lr": 1e-3})
 
         def step(engine=engine):
             batch = make_batch(0, (1,) * 256)

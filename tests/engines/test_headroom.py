@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.engines.test_contract import folder, make_batch, policy_loss  # noqa: F401 - folder is a fixture
+from tests.engines.tiny import make_engine
 from tests.models.reference import widen_norms
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
-from verl.engines.api import ENGINES, MicroBatching
+from verl.engines.api import MicroBatching
 from verl.engines.headroom import Headroom
 
 pytestmark = pytest.mark.seed("G9")
@@ -86,10 +86,8 @@ def test_losses_and_weights_match_any_split(folder, free):  # noqa: F811
     """The limit shrinks to a token and grows again; float64 shows no difference but rounding."""
     runs = []
     for adapts in (False, True):
-        engine = ENGINES.get("local")(
-            model=ModelConfig(path=str(folder)), engine=FSDPConfig(dtype="float64", adapt_micro_batches=adapts),
-            optim=OptimConfig(lr=0.05, optimizer="SGD"), head="lm", device=CPU, total_steps=10,
-        )  # fmt: skip
+        optim = {"lr": 0.05, "optimizer": "SGD"}
+        engine = make_engine(folder, dtype="float64", engine={"adapt_micro_batches": adapts}, optim=optim)
         widen_norms(engine.module)  # they round to float32, which shows the order of sums
         losses, limits = [], []
         for step, available in enumerate((10**9, 2 * KB, 64 * KB, 10**9)):

@@ -7,11 +7,12 @@ import torch
 
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import folder, make_batch  # noqa: F401 - folder is a fixture
+from tests.engines.tiny import make_engine
 from tests.forked import Forked
 from tests.letters_task import overrides, write_task
 from tests.slow import slow
-from verl.config import FSDPConfig, ModelConfig, load_config
-from verl.engines.api import ENGINES, MicroBatching
+from verl.config import load_config
+from verl.engines.api import MicroBatching
 from verl.engines.streamed import StreamedWeights
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
@@ -70,10 +71,7 @@ if int(num_ranks) > 1:
 
 
 def engine_of(folder, dtype, device="cpu"):  # noqa: F811
-    return ENGINES.get("local")(
-        model=ModelConfig(path=str(folder)), engine=FSDPConfig(dtype=dtype), optim=None, head="lm",
-        device=torch.device(device), total_steps=1, memory_map=True,
-    )  # fmt: skip
+    return make_engine(folder, dtype=dtype, trainable=False, device=torch.device(device), memory_map=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.engines.test_contract import make_batch, policy_loss
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from tests.engines.tiny import make_engine
+from verl.config import ModelConfig
 from verl.engines.api import MicroBatching, whole
-from verl.engines.local import LocalEngine
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, LoRALinear, LoRASpec, adapters_off, add_adapters, lora_layers
 from verl.models.tiny import make_tiny_model
@@ -31,14 +31,8 @@ def plain(folder):
 
 
 def engine(folder, *, head="lm", dtype="float32", trainable=True, **model):
-    return LocalEngine(
-        model=ModelConfig(**{"path": str(folder), "lora_rank": 4, "lora_alpha": 8, **model}),
-        engine=FSDPConfig(dtype=dtype),
-        optim=OptimConfig(lr=1e-2) if trainable else None,
-        head=head,
-        device=torch.device("cpu"),
-        total_steps=10,
-    )
+    model = {"lora_rank": 4, "lora_alpha": 8, **model}
+    return make_engine(folder, head=head, dtype=dtype, trainable=trainable, model=model)
 
 
 def train(trained, steps=2):

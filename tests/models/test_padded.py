@@ -9,12 +9,11 @@ import pytest
 import torch
 import transformers
 
+from tests.engines.tiny import make_engine
 from tests.models.reference import make_columns
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.engines.api import MicroBatching
-from verl.engines.local import LocalEngine
 from verl.engines.micro_batches import plan_micro_batches
 from verl.errors import ConfigError, ModelError
 from verl.models.forward import packed_outputs
@@ -171,10 +170,7 @@ def test_a_value_model_of_such_a_family(tmp_path):
 
 def test_an_engine_trains_one(tmp_path):
     make(tmp_path, "bloom")
-    engine = LocalEngine(
-        model=ModelConfig(path=str(tmp_path)), engine=FSDPConfig(dtype="float32"), optim=OptimConfig(lr=1e-2), head="lm",
-        device=torch.device("cpu"), total_steps=3,
-    )  # fmt: skip
+    engine = make_engine(tmp_path)
     assert not engine.share_prompts
     batch = DataProto.from_dict(columns())
     micro = MicroBatching(max_tokens=12)
@@ -246,10 +242,7 @@ def test_a_module_of_a_user_that_fails(tmp_path):
 )
 def test_two_forwards_of_a_training_engine_are_equal(tmp_path, family, rates):
     make(tmp_path, family, **rates)
-    engine = LocalEngine(
-        model=ModelConfig(path=str(tmp_path), enable_gradient_checkpointing=True), engine=FSDPConfig(dtype="float32"),
-        optim=OptimConfig(), head="lm", device=torch.device("cpu"), total_steps=3,
-    )  # fmt: skip
+    engine = make_engine(tmp_path, model={"enable_gradient_checkpointing": True})
     assert engine.module.is_gradient_checkpointing
     batch = pack_rows(columns())
     first, second = (packed_outputs(engine.module, batch, ("log_probs",))["log_probs"] for _ in range(2))

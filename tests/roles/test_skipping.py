@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engines import tiny
 from tests.models.reference import make_columns, random_rows
 from tests.slow import each_value
 from verl.algorithms.policy_losses import POLICY_LOSSES
@@ -13,7 +14,6 @@ from verl.algorithms.reduce import LOSS_AGG_MODES
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
-from verl.engines.local import LocalEngine
 from verl.models.tiny import make_tiny_model
 from verl.roles.api import RoleSpec
 from verl.roles.model import ModelRole
@@ -32,14 +32,7 @@ def folder(tmp_path_factory):
 
 
 def make_engine(folder, **optim):
-    return LocalEngine(
-        model=ModelConfig(path=str(folder), enable_gradient_checkpointing=False),
-        engine=FSDPConfig(dtype="float32"),
-        optim=OptimConfig(**{"lr": 1e-2, "clip_grad": 0.0, **optim}),
-        head="lm",
-        device=torch.device("cpu"),
-        total_steps=10,
-    )
+    return tiny.make_engine(folder, model={"enable_gradient_checkpointing": False}, optim={"clip_grad": 0.0, **optim})
 
 
 @pytest.fixture(scope="module")

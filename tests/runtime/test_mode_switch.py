@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
-from verl.engines.local import LocalEngine
+from tests.engines.tiny import make_engine
+from verl.config import RolloutConfig
 from verl.errors import ModelError
 from verl.parallel.memory import resident_bytes
 from verl.runtime.mode_switch import ModeSwitch, SwitchMemory
@@ -26,14 +26,7 @@ MODEL = 400 << 20
 
 @pytest.fixture(scope="module")
 def engine(tiny_llama):
-    return LocalEngine(
-        model=ModelConfig(path=str(tiny_llama)),
-        engine=FSDPConfig(dtype="bfloat16"),
-        optim=OptimConfig(lr=1e-2),
-        head="lm",
-        device=CPU,
-        total_steps=10,
-    )
+    return make_engine(tiny_llama, dtype="bfloat16")
 
 
 def switched(engine, meddles=lambda: None, **settings):
@@ -120,8 +113,7 @@ def test_a_weight_that_changed_meanwhile_stops_the_run(engine, check):
 
 def test_a_changed_weight_in_float64_is_noticed(tiny_llama):
     """The compared weights must be a copy, also where no dtype changes on the way."""
-    settings = {"model": ModelConfig(path=str(tiny_llama)), "optim": OptimConfig(), "head": "lm", "device": CPU}
-    wide = LocalEngine(engine=FSDPConfig(dtype="float64"), total_steps=1, **settings)
+    wide = make_engine(tiny_llama, dtype="float64")
     with pytest.raises(ModelError, match="changed during generation"):
         switched(wide, lambda: [p.data.add_(1.0) for p in wide.module.parameters()])
 
