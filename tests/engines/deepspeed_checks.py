@@ -5,7 +5,16 @@ import json
 import torch
 import torch.distributed as dist
 
-from tests.engines.parallel_checks import OUTPUTS, imitation_loss, load, model_folder, num_different, on, save
+from tests.engines.parallel_checks import (
+    OUTPUTS,
+    load,
+    model_folder,
+    num_different,
+    on,
+    refused_steps,
+    save,
+    whole_state,
+)
 from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
 from tests.engines.tiny import make_engine
 from verl.config.sections.deepspeed import DeepSpeedConfig
@@ -60,11 +69,7 @@ def compare(folder, family="llama", head="lm", **section):
         expected, actual = step(one, seed, head), step(many, seed, head)
         gaps["loss"] = max(gaps["loss"], abs(summed(actual["loss"]) / expected["loss"].value - 1))
         gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"].value / expected["grad_norm"].value - 1))
-    states = [
-        {**{n: whole(t) for n, t in s.model.items()}, **{n: whole(t) for n, t in s.optimizer.items()}}
-        for s in (many.state(), one.state())
-    ]
-    gaps["state"] = largest_gap(*states)
+    gaps["state"] = largest_gap(whole_state(many), whole_state(one))
     gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
     return gaps
 
@@ -158,45 +163,15 @@ def check_declared_weights(folder):
 
 @on(2)
 def check_refused_steps(folder):
-    """A step that a check refuses, and one whose gradient is not finite, change nothing; the next one is as without them."""
-    path, different = model_folder(folder, "llama"), {}
-
-    class Refuse:
-        names = {"loss": "sum"}
-
-        def __call__(self, metrics):
-            self.metrics = dict(metrics)
-            return False
+    path = model_folder(folder, "llama")
 
     def broken(outputs, part, totals):
         return outputs["log_probs"].sum() * float("nan"), {}
 
-    for stage in (1, 2, 3):
-        ours = make(DeepSpeedEngine, path, zero_stage=stage)
-        plain = make(DeepSpeedEngine, path, zero_stage=stage)
-        check = Refuse()
-        batch = make_batch(5, (2, 2))
-        for engine in (ours, plain):
-            step(engine, 0)
-        refused = ours.train_batch(batch, imitation_loss, ("log_probs",), MICRO, check=check)
-        assert refused["num_skipped_updates"].value == 1
-        assert check.metrics["grad_norm"] == refused["grad_norm"].value > 0
-        assert ours.train_batch(batch, broken, ("log_probs",), MICRO)["num_skipped_updates"].value == 1
-        nothing = batch.select_idxs(torch.arange(len(batch)))
-        nothing.batch["response_mask"] = torch.zeros_like(nothing.batch["response_mask"])
-        ours.train_batch(nothing, lambda o, b, t: (o["log_probs"].sum(), {}), ("log_probs",), MICRO)
-        assert ours.num_steps == plain.num_steps == 1
-        for engine in (ours, plain):
-            step(engine, 1)
-        different[stage] = num_different(whole_state(ours), whole_state(plain))
-    return different
+    def different(stage):
+        return refused_steps(*(make(DeepSpeedEngine, path, zero_stage=stage) for _ in range(2)), step, broken)
 
-
-def whole_state(engine):
-    state = engine.state()
-    return {
-        n: whole(t) for n, t in {**state.model, **{f"optimizer/{k}": v for k, v in state.optimizer.items()}}.items()
-    }
+    return {stage: different(stage) for stage in (1, 2, 3)}
 
 
 @on(2)

@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 from tests.engines.parallel_checks import (
     OUTPUTS,
-    imitation_loss,
     load,
     model_folder,
     num_different,
     on,
+    refused_steps,
     save,
     whole_state,
 )
@@ -279,32 +279,12 @@ def check_declared_weights(folder):
 
 @on(2)
 def check_refused_steps(folder):
-    path, different = model_folder(folder, "llama", num_hidden_layers=4), {}
+    path = model_folder(folder, "llama", num_hidden_layers=4)
 
-    class Refuse:
-        names = {"loss": "sum"}
+    def different(**section):
+        return refused_steps(*(make(MegatronEngine, path, **section) for _ in range(2)), step)
 
-        def __call__(self, metrics):
-            self.metrics = dict(metrics)
-            return False
-
-    for number, section in enumerate(({}, {PIPELINE: 2})):
-        ours, plain = (make(MegatronEngine, path, **section) for _ in range(2))
-        check, batch = Refuse(), make_batch(5, (2, 2))
-        for engine in (ours, plain):
-            step(engine, 0)
-        refused = ours.train_batch(batch, imitation_loss, ("log_probs",), MICRO, check=check)
-        assert refused["num_skipped_updates"].value == 1
-        assert check.metrics["grad_norm"] == refused["grad_norm"].value > 0
-        nothing = batch.select_idxs(torch.arange(len(batch)))
-        nothing.batch["response_mask"] = torch.zeros_like(nothing.batch["response_mask"])
-        ours.train_batch(nothing, lambda o, b, t: (o["log_probs"].sum(), {}), ("log_probs",), MICRO)
-        assert ours.num_steps == plain.num_steps == 1
-        for engine in (ours, plain):
-            step(engine, 1)
-        different[number] = num_different(whole_state(ours), whole_state(plain))
-        del ours, plain, engine
-    return different
+    return {"data": different(), "pipeline": different(**{PIPELINE: 2})}
 
 
 def continue_adapters(folder, **adapters):

@@ -478,6 +478,34 @@ def whole_state(engine):
     return parts | {f"optimizer/{n}": whole(t) for n, t in state.optimizer.items()}
 
 
+def refused_steps(ours, plain, step, *losses):
+    """Differences between the states of two engines after two steps, where `ours` is asked for more between them: a step that a
+    check refuses, one with each of `losses`, whose gradient is not finite, and one without a token."""
+    checked, batch, micro = {}, make_batch(5, (2, 2)), MicroBatching(max_tokens=24)
+
+    class Refuse:
+        names = {"loss": "sum"}
+
+        def __call__(self, metrics):
+            checked.update(metrics)
+            return False
+
+    for engine in (ours, plain):
+        step(engine, 0)
+    refused = ours.train_batch(batch, imitation_loss, ("log_probs",), micro, check=Refuse())
+    assert refused["num_skipped_updates"].value == 1
+    assert checked["grad_norm"] == refused["grad_norm"].value > 0
+    for loss in losses:
+        assert ours.train_batch(batch, loss, ("log_probs",), micro)["num_skipped_updates"].value == 1
+    nothing = batch.select_idxs(torch.arange(len(batch)))
+    nothing.batch["response_mask"] = torch.zeros_like(nothing.batch["response_mask"])
+    ours.train_batch(nothing, lambda o, b, t: (o["log_probs"].sum(), {}), ("log_probs",), micro)
+    assert ours.num_steps == plain.num_steps == 1
+    for engine in (ours, plain):
+        step(engine, 1)
+    return num_different(whole_state(ours), whole_state(plain))
+
+
 def num_different(a, b):
     assert a.keys() == b.keys()
     return sum(not torch.equal(a[n].cpu(), b[n].cpu()) for n in a)
