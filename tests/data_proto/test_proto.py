@@ -124,6 +124,14 @@ class TestRows:
         batch[:2].meta_info["step"] = 2
         assert batch.meta_info == {"step": 1}
 
+    def test_a_slice_of_all_rows_gets_no_later_columns(self):
+        batch = make(4)
+        part = batch.slice()
+        batch.batch["later"] = torch.zeros(4)
+        part.batch["ids"][0] = 7
+        assert set(part.batch.keys()) == {"ids", "score"}
+        assert batch.batch["ids"][0].tolist() == [7, 7]
+
     def test_reorder_in_place(self):
         batch = make(4)
         assert batch.reorder(torch.tensor([3, 1, 0, 2])) is None

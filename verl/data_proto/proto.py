@@ -281,8 +281,8 @@ class DataProto:
         return DataProto(batch, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows start:end:step; tensors are views."""
-        rows = slice(start, end, step)
+        """Rows start:end:step; tensors are views, and columns that the batch gets later are not in the result."""
+        rows = slice(0 if start is None and (step is None or step > 0) else start, end, step)
         if step is not None and step < 0:
             return self.select_idxs(np.arange(len(self))[rows])
         batch = None if self.batch is None else self.batch[rows]
