@@ -9,6 +9,7 @@ import tempfile
 import threading
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from verl.data_proto.trajectory import Trajectory, to_columns
 from verl.errors import CheckpointError, DeadlineError
 from verl.foreign_text import valid_utf8
 from verl.tracking.ledger import file as ledger_file
+from verl.tracking.ledger import records
 from verl.tracking.ledger import writer as ledger_writer
 from verl.tracking.ledger.file import NAME, holds, write_open
 from verl.tracking.ledger.reader import Ledger, read_counts
@@ -105,14 +107,37 @@ def test_pieces_of_a_response_keep_their_versions(path, tracker):
     assert sample.finish_reason == "stop"
 
 
+def test_segments_that_refuse_writes_are_made_again_for_the_file(path, tracker):
+    """As in Ray's store. Nothing of them waits in memory for the file."""
+    calls = []
+
+    def stored(num_tokens, piece):
+        calls.append(num_tokens((0, 0)))
+        piece.tokens.flags.writeable = piece.log_probs.flags.writeable = False
+        return [piece]
+
+    for _ in range(2):  # attempts
+        issue(tracker, 1, [0], n=1)
+    tracker.generate(1, partial(stored, piece=segment(0, 0, count=2, reason="length")))
+    tracker.generate(2, partial(stored, piece=segment(0, 0, version=1, first=2, count=1)))
+    tracker.score(2, [scored(0, 0)])
+    tracker.train(2, [(0, 0)])
+    tracker.close()
+    assert sorted(calls) == [0, 0, 2, 2]
+    with Ledger.open(path) as ledger:
+        (sample,) = ledger.trained(2)
+    assert (sample.tokens.tolist(), sample.token_versions.tolist()) == ([0, 1, 2], [0, 0, 1])
+
+
 def test_the_digest_is_of_the_content_and_not_of_the_pieces():
     whole, parts, other = SampleDigest(), SampleDigest(), SampleDigest()
     whole.add(segment(1, 0, count=3))
     parts.add(segment(1, 0, count=1))
     parts.add(segment(1, 0, first=1, count=2))
     other.add(segment(1, 0, count=3, version=1))
-    assert whole.with_reward(0.5) == parts.with_reward(0.5)
-    assert len({whole.with_reward(0.5), whole.with_reward(0.25), other.with_reward(0.5)}) == 3
+    assert whole.content() == parts.content()
+    contents = ((whole.content(), 0.5), (whole.content(), 0.25), (other.content(), 0.5))
+    assert len({records.digest_with_reward(*content) for content in contents}) == 3
 
 
 def test_samples_end_in_the_order_of_their_prompts():
@@ -145,6 +170,9 @@ def test_nothing_is_lost_or_trains_twice_unseen():
     tracker.score(2, [scored(2, s) for s in (0, 1)])
     with pytest.raises(CheckpointError, match="Sample 5 of prompt 2 trained in step 2"):
         tracker.train(2, [(2, 5)])
+    tracker.generate(2, [segment(2, 0)])  # which had ended
+    with pytest.raises(CheckpointError, match="Sample 0 of prompt 2 was generated, and it is not open"):
+        tracker.num_open_tokens()
 
 
 def test_what_is_sampled_anew_is_another_attempt(path, tracker):
@@ -461,7 +489,7 @@ def test_segments_keep_their_source_and_skip_known_tokens():
     columns = to_columns([trajectory], pad_token_id=0, prompt_width=3, response_width=8)
     columns["rollout_rank"] = torch.tensor([6])
     rows = DataProto.from_dict(columns, {"finish_reason": np.array(["stop"], dtype=object)})
-    answer, last = segments_of([4], rows, lambda key: {(4, 1): 2}[key])
+    answer, last = segments_of(np.array([4]), rows, lambda key: {(4, 1): 2}[key])
     assert (answer.tokens.tolist(), answer.log_probs, answer.source) == ([20, 21], None, ENVIRONMENT)
     assert (last.tokens.tolist(), last.log_probs.tolist(), last.version, last.rank) == ([12], [-2.0], 3, 6)
 

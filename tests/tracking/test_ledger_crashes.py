@@ -88,7 +88,7 @@ class Program:
         for ordinal, sample in arriving:
             self.event()
             done = self.tracker.num_tokens((ordinal, sample))
-            self.tracker.generate(step, [segment(ordinal, sample, version=step - 1, first=done)])
+            self.tracker.generate(step, [segment(ordinal, sample, version=step - 1, first=done, reason="length")])
 
     def score(self, step, batch):
         arriving = keys(batch)

@@ -106,7 +106,7 @@ class Collector:
         sampled = self.roles.rollout.generate(asked, step=step, split="train", params=params).get()
         batch = prompts.repeat(params.n, interleave=True).union(sampled)
         # on a thread: of a batch that gets no further columns meanwhile
-        self.samples.generate(step, partial(segments_of, batch.batch["ordinal"].tolist(), batch.slice()))
+        self.samples.generate(step, partial(segments_of, batch.batch["ordinal"].numpy(), batch.slice()))
         return batch
 
     def scored(self, batch: DataProto, step: int) -> DataProto:

@@ -34,7 +34,6 @@ from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.data_proto.stored_column import LazyColumn
 from verl.data_proto.trajectory import Segment, Source, Status, Trajectory, response_lengths, to_columns
 from verl.roles.api import RewardHandle, RolloutHandle
 from verl.roles.rollout import episode_columns, sample_names
@@ -69,7 +68,7 @@ class Batch:
             ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), group_size)
             if self.rows is not None:
                 ordinals = ordinals[self.resumed]
-            self.samples.generate(self.advanced, partial(segments_of, ordinals.tolist(), rows.slice()))
+            self.samples.generate(self.advanced, partial(segments_of, ordinals, rows.slice()))
             if self.rows is None:
                 self.rows = rows
             else:
@@ -308,14 +307,10 @@ def _trajectory(sample: OpenSample, prompt_ids: Sequence[int]) -> Trajectory:
 
 
 def _replace_rows(rows: DataProto, chosen: np.ndarray, extended: DataProto) -> None:
-    """Replace the rows `chosen` by `extended`, the same samples with more tokens."""
-    at, order = torch.from_numpy(chosen), torch.arange(len(rows))
-    order[at] = torch.arange(len(chosen)) + len(rows)
+    """Replace the rows `chosen` by `extended`, the same samples with more tokens. The ledger may still read earlier columns."""
+    order = torch.arange(len(rows))
+    order[torch.from_numpy(chosen)] = torch.arange(len(chosen)) + len(rows)
     for name, values in extended.batch.items():
-        column = rows.batch[name]
-        if isinstance(column, LazyColumn):
-            rows.batch[name] = torch.cat([column, values])[order]
-        else:
-            column[at] = values
+        rows.batch[name] = torch.cat([rows.batch[name], values])[order]
     for name, objects in extended.non_tensor_batch.items():
-        rows.non_tensor_batch[name][chosen] = objects
+        rows.non_tensor_batch[name] = np.concatenate([rows.non_tensor_batch[name], objects])[order.numpy()]

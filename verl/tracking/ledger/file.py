@@ -279,7 +279,8 @@ def holds(path: Path, offset: Offset, num_verified: int = _VERIFIED) -> bool:
                 "SELECT ordinal, sample, uses, digest FROM samples WHERE ended_step = ? AND fate = ? "
                 "AND max(issued_step, scored_step) <= ended_step ORDER BY ordinal, sample", (step, TRAINED),
             ).fetchall()  # fmt: skip
-            digest, num_trained = chained_digest(digest, step, trained), num_trained + len(trained)
+            number, digest = chained_digest(digest, step, trained)
+            num_trained += number
         first = -(1 << 62) if start is None else before.step  # a changed file may name any step
         (counted,) = db.execute(
             "SELECT count(*) FROM samples WHERE fate = ? AND (ended_step IS NULL OR ended_step > ? AND ended_step <= ?)",

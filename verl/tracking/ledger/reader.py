@@ -173,7 +173,7 @@ class Ledger:
             content = records.SampleDigest()
             for segment in segments:
                 content.add(segment)
-            if digest is not None and content.with_reward(reward) != digest:
+            if digest is not None and records.digest_with_reward(content.content(), reward).hex() != digest:
                 raise ValueError(f"sample {sample} of prompt {ordinal} does not have the content that was written")
         log_probs = [np.full(len(s.tokens), np.nan, "<f4") if s.log_probs is None else s.log_probs for s in segments]
         return TrainedSample(

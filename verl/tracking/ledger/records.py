@@ -27,7 +27,7 @@ TRAINED, DROPPED, EVICTED = "trained", "dropped", "evicted"
 POLICY, ENVIRONMENT = "policy", "environment"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt of the run: its ordinal, epoch and row of the data, and a digest of its tokens."""
 
@@ -55,7 +55,7 @@ class SegmentRecord:
     source: str = POLICY
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scored:
     """A reward with its parts. `error` is why the reward is the default one, or None."""
 
@@ -103,7 +103,7 @@ class Snapshot:
 
 
 class SampleDigest:
-    """Digest of a sample's tokens, log-probs and reward; independent of how the response was cut into segments."""
+    """Digest of a sample's tokens and log-probs; independent of how the response was cut into segments."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -118,10 +118,14 @@ class SampleDigest:
         self._log_probs.update(log_probs or b"")
         return tokens, log_probs
 
-    def with_reward(self, reward: float) -> str:
-        """32 hexadecimal digits."""
-        parts = self._tokens.digest() + self._log_probs.digest() + struct.pack("<d", float(reward))
-        return hashlib.blake2b(parts, digest_size=16).hexdigest()
+    def content(self) -> bytes:
+        """The digests of tokens and log-probs, 16 bytes each."""
+        return self._tokens.digest() + self._log_probs.digest()
+
+
+def digest_with_reward(content: bytes, reward: float) -> bytes:
+    """16 bytes, of the `SampleDigest.content` and the reward of a sample."""
+    return hashlib.blake2b(content + struct.pack("<d", float(reward)), digest_size=16).digest()
 
 
 def segment_bytes(values: np.ndarray) -> bytes:
@@ -140,13 +144,15 @@ def prompt_digest(token_ids: Sequence[int], media: Media | None) -> str:
     return hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids) + images, digest_size=8).hexdigest()
 
 
-def chained_digest(before: str, step: int, trained: Iterable[tuple[int, int, int, str | None]]) -> str:
-    """Digest of all samples that trained up to the end of `step`. It hashes the digest at the start of the step, and (ordinal,
-    sample, uses, digest) of the samples that trained in the step, in order."""
-    chain = hashlib.blake2b(json.dumps([before, step]).encode(), digest_size=16)
-    # the lists without commas between them
-    chain.update(json.dumps(list(trained))[1:-1].replace("], [", "][").encode())
-    return chain.hexdigest()
+def chained_digest(before: str, step: int, trained: Iterable[tuple[int, int, int, str | None]]) -> tuple[int, str]:
+    """(number, digest) of all samples that trained in `step`. It hashes the digest at the start of the step, and (ordinal,
+    sample, uses, digest) of the samples, in order."""
+    chain, rows, num_trained = hashlib.blake2b(json.dumps([before, step]).encode(), digest_size=16), iter(trained), 0
+    while part := list(itertools.islice(rows, _ROWS)):
+        # the lists without commas between them
+        chain.update(json.dumps(part)[1:-1].replace("], [", "][").encode())
+        num_trained += len(part)
+    return num_trained, chain.hexdigest()
 
 
 class Order(Protocol):
@@ -172,38 +178,39 @@ def issued_prompts(prompts: DataProto, order: Order) -> list[Prompt]:
     ]
 
 
-def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[Key], int]) -> Iterator[SegmentRecord]:
+def segments_of(ordinals: np.ndarray, rows: DataProto, num_known: Callable[[Key], int]) -> Iterator[SegmentRecord]:
     """The segments of the rollout's output after the first `num_known((ordinal, sample))` tokens of each row."""
     from verl.data_proto.stored_column import row_arrays
     from verl.data_proto.trajectory import response_lengths, row_cuts
 
-    columns = rows.batch
-    cuts_of_rows = (cuts for at in range(0, len(rows), _ROWS) for cuts in row_cuts(columns[at : at + _ROWS]))
     names = ("responses", "rollout_log_probs", "response_mask", "token_weight_version")
-    lengths = response_lengths(columns).tolist()
-    ids, log_probs, sampled, versions = (row_arrays(columns[name], lengths) for name in names)
-    samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
-    reasons = rows.non_tensor_batch["finish_reason"]
-    for i, (ordinal, sample, rank, cuts) in enumerate(zip(ordinals, samples, ranks, cuts_of_rows, strict=True)):
-        known = num_known((ordinal, sample))
-        for start, end in itertools.pairwise(cuts):
-            part = slice(max(start, known), end)
-            if part.start < end:
-                is_policy = bool(sampled[i][start])
-                facts = (int(versions[i][start]), str(reasons[i]), rank, POLICY if is_policy else ENVIRONMENT)
-                yield SegmentRecord(ordinal, sample, ids[i][part], log_probs[i][part] if is_policy else None, *facts)
+    for at in range(0, len(rows), _ROWS):
+        part = rows.slice(at, at + _ROWS)
+        columns, reasons = part.batch, part.non_tensor_batch["finish_reason"]
+        lengths = response_lengths(columns).tolist()
+        ids, log_probs, sampled, versions = (row_arrays(columns[name], lengths) for name in names)
+        samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
+        keys = zip(ordinals[at : at + _ROWS].tolist(), samples, ranks, row_cuts(columns), strict=True)
+        for i, (ordinal, sample, rank, cuts) in enumerate(keys):
+            known = num_known((ordinal, sample))
+            for start, end in itertools.pairwise(cuts):
+                own = slice(max(start, known), end)
+                if own.start < end:
+                    is_policy = bool(sampled[i][start])
+                    facts = (int(versions[i][start]), str(reasons[i]), rank, POLICY if is_policy else ENVIRONMENT)
+                    yield SegmentRecord(ordinal, sample, ids[i][own], log_probs[i][own] if is_policy else None, *facts)
 
 
-def scores_of(batch: DataProto) -> list[Scored]:
+def scores_of(batch: DataProto) -> Iterator[Scored]:
     """The reward columns of a batch, one record per row."""
     from verl.data_proto.span_column import sums_of_rows
 
     objects, rewards = batch.non_tensor_batch, sums_of_rows(batch.batch["token_level_scores"]).tolist()
     rows = zip(keys_of(batch), rewards, objects["reward_parts"], objects["reward_error"], strict=True)
-    return [Scored(*key, reward, dict(parts or {}), error) for key, reward, parts, error in rows]
+    return (Scored(*key, reward, parts or {}, error) for key, reward, parts, error in rows)
 
 
-def keys_of(batch: DataProto) -> list[Key]:
+def keys_of(batch: DataProto) -> Iterator[Key]:
     """(ordinal, sample) of every row."""
     columns = batch.batch
-    return list(zip(columns["ordinal"].tolist(), columns["sample_index"].tolist(), strict=True))
+    return zip(columns["ordinal"].tolist(), columns["sample_index"].tolist(), strict=True)

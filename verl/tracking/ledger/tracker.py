@@ -11,39 +11,32 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from verl.errors import CheckpointError
-from verl.tracking.files import Json
+from verl.tracking.files import Json, json_text
 from verl.tracking.ledger import records
 from verl.tracking.ledger.file import FIX, NAME, copy, create, holds, rewind, run_of
 from verl.tracking.ledger.lengths import ResponseLengths, packed
 from verl.tracking.ledger.reader import open_rows, snapshot
+from verl.tracking.ledger.rows import SAMPLE, Issued, by_sample, is_stored, row_of_segment, rows_of_ends, rows_of_stored
 from verl.tracking.ledger.writer import LedgerWriter
 
 log = logging.getLogger(__name__)
 
 Segments = Sequence[records.SegmentRecord] | Callable[[Callable[[records.Key], int]], Iterable[records.SegmentRecord]]
 IN_CHECKPOINT = Path("samples") / NAME
-
-
-@dataclass
-class _Issued:
-    """The open samples of a prompt."""
-
-    attempt: int
-    step: int
-    row: int  # of the data
-    contents: dict[int, records.SampleDigest]
-    scored: int = 0  # the step in which they were scored
-    digests: dict[int, str] = field(default_factory=dict)
+_SCORE = struct.Struct("<dqqq16s")  # reward, ordinal, sample, attempt, digest
 
 
 class SampleTracker:
@@ -54,7 +47,7 @@ class SampleTracker:
 
     def __init__(self) -> None:
         self._writer: LedgerWriter | None = None
-        self._open: dict[int, _Issued] = {}
+        self._open: dict[int, Issued] = {}
         self._digesting = ThreadPoolExecutor(1, "sample digests")
         self._digested: Future[object] = self._digesting.submit(bool)
         self._skipped_to = 0  # prompts before this one are skipped from the next step on
@@ -66,11 +59,15 @@ class SampleTracker:
         """Continue from `snapshot`."""
         self.run, self.offset, self._writer = snapshot.run, snapshot.offset, writer
         self._open, self._skipped_to, self.lengths = {}, 0, ResponseLengths(snapshot.lengths)
+        waiting_of: dict[int, list[records.OpenSample]] = {}
         for sample in snapshot.waiting:
-            issued = self._open.setdefault(sample.ordinal, _Issued(sample.attempt, sample.step, sample.row, {}))
-            content = issued.contents.setdefault(sample.sample, records.SampleDigest())
-            for segment in sample.segments:
-                content.add(segment)
+            waiting_of.setdefault(sample.ordinal, []).append(sample)
+        for ordinal, waiting in waiting_of.items():
+            numbers = [sample.sample for sample in waiting]
+            first, table = waiting[0], np.zeros(len(waiting), SAMPLE)
+            issued = self._open[ordinal] = Issued(first.attempt, first.step, first.row, first.limit, numbers, table)
+            for segment in chain.from_iterable(sample.segments for sample in waiting):
+                issued.add(segment)
 
     @property
     def path(self) -> Path | None:
@@ -84,23 +81,24 @@ class SampleTracker:
 
     def num_open(self) -> int:
         """Number of samples that were issued and have not ended."""
-        return sum(len(issued.contents) for issued in self._open.values())
+        return sum(len(issued.samples) for issued in self._open.values())
 
     def num_open_tokens(self) -> int:
         """Number of tokens generated for open samples."""
         self._digested.result()
-        return sum(content.num_tokens for issued in self._open.values() for content in issued.contents.values())
+        return sum(issued.num_tokens() for issued in self._open.values())
 
     def num_tokens(self, key: records.Key) -> int:
         """Number of tokens generated for the open sample `key`."""
-        return self._sample(key, "is continued").num_tokens
+        return int(self._issued(key, "is continued").entry(key[1])["num_tokens"])
 
     def issue(self, step: int, prompts: Iterable[records.Prompt], *, num_samples: int, split: str, limit: int) -> None:
         """Record a request for `num_samples` samples of at most `limit` tokens per prompt. Open samples of the same prompts
         end as evicted."""
-        evicted, issued = [], []
         self._digested.result()
-        for prompt in prompts:
+        prompts, samples, evicted = list(prompts), range(num_samples), list[tuple[int, Issued]]()
+        tables, issued = np.zeros((len(prompts), num_samples), SAMPLE), list[tuple[records.Prompt, int]]()
+        for prompt, table in zip(prompts, tables, strict=True):
             ordinal = prompt.ordinal
             if ordinal < self.cursor:
                 raise CheckpointError(
@@ -109,85 +107,103 @@ class SampleTracker:
                 )
             before = self._open.get(ordinal)
             if before is not None:
-                evicted += [(step, records.EVICTED, 0, ordinal, sample, before.attempt) for sample in before.contents]
+                evicted.append((ordinal, before))
             attempt = 0 if before is None else before.attempt + 1
-            self._open[ordinal] = _Issued(
-                attempt, step, prompt.row, {sample: records.SampleDigest() for sample in range(num_samples)}
-            )
-            issued += [
-                (ordinal, sample, attempt, prompt.epoch, prompt.row, prompt.digest, step, split, limit)
-                for sample in range(num_samples)
-            ]
-        self._write("end", evicted)
-        self._write("issue", issued)
+            self._open[ordinal] = Issued(attempt, step, prompt.row, limit, samples, table)
+            issued.append((prompt, attempt))
+        if evicted:
+            self._write("end", rows_of_ends(step, evicted, records.EVICTED))
+        rows = (
+            (prompt.ordinal, sample, attempt, prompt.epoch, prompt.row, prompt.digest, step, split, limit)
+            for prompt, attempt in issued
+            for sample in samples
+        )
+        self._write("issue", rows)
 
     def generate(self, step: int, segments: Segments) -> None:
         """Record tokens that were added to open samples: segments, or a function that makes them from the number of tokens that
-        a sample has. It runs on a thread, because a step may have gigabytes; later calls wait for it and raise its errors."""
+        a sample has. It runs on a thread, because a step may have gigabytes; later calls wait for it and raise its errors. It
+        runs again where the file is written, if its arrays refuse writes, as in Ray's store: nothing of them is held here."""
         self._digested.result()
         self._digested = self._digesting.submit(self._digest, step, segments)
 
     def _digest(self, step: int, segments: Segments) -> None:
-        rows = []
-        for segment in segments(self.num_tokens) if callable(segments) else segments:
-            content = self._sample((segment.ordinal, segment.sample), "was generated")
-            first, attempt = content.num_tokens, self._open[segment.ordinal].attempt
-            # arrays that refuse writes, such as in Ray's store, are read again in place of a copy
-            tokens, log_probs = (
-                array if array is not None and not array.flags.writeable else data
-                for array, data in zip((segment.tokens, segment.log_probs), content.add(segment), strict=True)
-            )
-            facts = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank, segment.source)
-            rows.append((segment.ordinal, segment.sample, attempt, first, *facts))
-        if self._writer is not None and rows:
-            self._writer.write("generate", rows)
+        rows, known, attempts = list[tuple[object, ...]](), dict[records.Key, int](), dict[int, int]()
+        num_stored = 0
+        for key, own in by_sample(segments(self.num_tokens) if callable(segments) else segments):
+            (ordinal, sample), issued = key, self._issued(key, "was generated")
+            if issued.is_finished(sample):
+                self._reject(key, "was generated")
+            if first := int(issued.entry(sample)["num_tokens"]):
+                known[key] = first
+            if issued.attempt:
+                attempts[ordinal] = issued.attempt
+            for segment in own:
+                content = issued.add(segment)
+                if callable(segments) and is_stored(segment):
+                    num_stored += 1
+                else:
+                    rows.append(row_of_segment(step, segment, content, issued.attempt, first))
+                first += len(segment.tokens)
+            issued.end_call(sample, segment.finish_reason)
+        self._put("generate", rows)
+        if callable(segments) and num_stored:
+            self._put("generate", rows_of_stored(step, segments(lambda key: known.get(key, 0)), known, attempts))
 
-    def score(self, step: int, scores: Sequence[records.Scored]) -> None:
+    def score(self, step: int, scores: Iterable[records.Scored]) -> None:
         """Record the rewards of samples; they end when the step succeeds."""
-        rows = []
         self._digested.result()
-        for scored in scores:
-            content = self._sample((scored.ordinal, scored.sample), "was scored")
-            issued, digest = self._open[scored.ordinal], content.with_reward(scored.reward)
-            issued.scored, issued.digests[scored.sample] = step, digest
-            key = (scored.ordinal, scored.sample, issued.attempt)
-            rows.append((step, scored.reward, scored.parts, scored.error, digest, *key))
+        facts, texts, errors, parts = bytearray(), list[str](), dict[int, str](), None
+        for number, scored in enumerate(scores):
+            key = (scored.ordinal, scored.sample)
+            issued = self._issued(key, "was scored")
+            digest = records.digest_with_reward(issued.content(scored.sample), scored.reward)
+            issued.scored, issued.entry(scored.sample)["digest"] = step, np.void(digest)
+            facts += _SCORE.pack(scored.reward, *key, issued.attempt, digest)
+            if scored.parts is not parts:
+                parts, text = scored.parts, json_text(scored.parts)
+            texts.append(text)
+            if scored.error is not None:
+                errors[number] = scored.error
+        rows = (
+            (step, reward, text, errors.get(number), digest.hex(), *key)
+            for number, ((reward, *key, digest), text) in enumerate(zip(_SCORE.iter_unpack(facts), texts, strict=True))
+        )
         self._write("score", rows)
 
     def train(self, step: int, keys: Iterable[records.Key]) -> None:
         """Record a step that succeeded. Of the samples scored in it, the samples of `keys` trained and the others were dropped.
         A key occurs several times where the algorithm resamples rows."""
-        uses = Counter(keys)
+        uses: dict[int, list[int]] = {}
+        for ordinal, sample in keys:
+            uses.setdefault(ordinal, []).append(sample)
         self._digested.result()
-        ending = sorted(ordinal for ordinal, issued in self._open.items() if issued.scored == step)
-        if ending != list(range(self.cursor, self.cursor + len(ending))):
-            lost = next(o for o in range(self.cursor, self.cursor + len(ending) + 1) if o not in ending)
+        scored = {ordinal for ordinal, issued in self._open.items() if issued.scored == step}
+        ending = range(self.cursor, self.cursor + len(scored))
+        if not scored.issuperset(ending):
+            lost = next(ordinal for ordinal in ending if ordinal not in scored)
             raise CheckpointError(
                 f"Step {step} skipped prompt {lost}, which would be lost. This is a fault of the program; stop the run and "
                 "report it."
             )
-        rows, trained, lengths = [], [], []
-        for ordinal in ending:
-            issued = self._open[ordinal]
-            num_tokens = sum(content.num_tokens for content in issued.contents.values())
-            lengths.append((issued.row, num_tokens / len(issued.contents)))
-            for sample in sorted(issued.contents):
-                times = uses.pop((ordinal, sample), 0)
-                rows.append(
-                    (step, records.TRAINED if times else records.DROPPED, times, ordinal, sample, issued.attempt)
-                )
-                if times:
-                    trained.append((ordinal, sample, times, issued.digests.get(sample)))
-        if uses:
-            self._reject(next(iter(uses)), f"trained in step {step}")
-        for ordinal in ending:
-            del self._open[ordinal]
-        num_trained = self.offset.num_trained + len(trained)
-        digest = records.chained_digest(self.offset.digest, step, trained)
-        self.offset = records.Offset(step, self.cursor + len(ending), num_trained, digest)
-        self.lengths.add(ended := packed(lengths))
-        self._write("end", rows)
-        self._write("lengths", [(step, ended)])
+        for ordinal, samples in uses.items():
+            for sample in set(samples):
+                if ordinal not in ending or sample not in self._open[ordinal].samples:
+                    self._reject((ordinal, sample), f"trained in step {step}")
+        ended = [(ordinal, self._open.pop(ordinal)) for ordinal in ending]
+        trained = (
+            (ordinal, sample, times, digest.hex() if any(digest) else None)
+            for ordinal, issued in ended
+            for sample, times in sorted(Counter(uses.get(ordinal, ())).items())
+            for digest in (issued.entry(sample)["digest"].tobytes(),)  # zeros without a score
+        )
+        num_trained, digest = records.chained_digest(self.offset.digest, step, trained)
+        self.offset = records.Offset(step, self.cursor + len(ending), self.offset.num_trained + num_trained, digest)
+        lengths = packed((issued.row, issued.num_tokens() / len(issued.samples)) for _, issued in ended)
+        self.lengths.add(lengths)
+        if ended:
+            self._write("end", rows_of_ends(step, ended, records.DROPPED, uses))
+        self._write("lengths", [(step, lengths)])
         self._write("step", [tuple(vars(self.offset).values())])
 
     def skip_prompts(self, step: int, next_ordinal: int) -> None:
@@ -195,15 +211,11 @@ class SampleTracker:
         `step`, behind them."""
         self._digested.result()
         first, self._skipped_to = self.cursor, max(self.cursor, next_ordinal)
-        ended = [ordinal for ordinal in self._open if ordinal < self._skipped_to]
-        rows = [
-            (step, records.DROPPED, 0, o, sample, self._open[o].attempt)
-            for o in ended
-            for sample in self._open[o].contents
-        ]
-        for ordinal in ended:
+        ended = [(ordinal, issued) for ordinal, issued in self._open.items() if ordinal < self._skipped_to]
+        for ordinal, _ in ended:
             del self._open[ordinal]
-        self._write("end", rows)
+        if ended:
+            self._write("end", rows_of_ends(step, ended, records.DROPPED))
         self._write("skip", [(step, first, self._skipped_to)])
 
     def commit(self) -> dict[str, object]:
@@ -226,12 +238,12 @@ class SampleTracker:
         if writer is not None:
             writer.close()
 
-    def _sample(self, key: records.Key, event: str) -> records.SampleDigest:
+    def _issued(self, key: records.Key, event: str) -> Issued:
         ordinal, sample = key
         issued = self._open.get(ordinal)
-        if issued is None or sample not in issued.contents:
+        if issued is None or sample not in issued.samples:
             self._reject(key, event)
-        return issued.contents[sample]
+        return issued
 
     def _reject(self, key: records.Key, event: str) -> NoReturn:
         raise CheckpointError(
@@ -239,8 +251,11 @@ class SampleTracker:
             "fault of the program; stop the run and report it."
         )
 
-    def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+    def _write(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         self._digested.result()  # tokens are written before what follows them
+        self._put(statement, rows)
+
+    def _put(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         if self._writer is not None and rows:
             self._writer.write(statement, rows)
 

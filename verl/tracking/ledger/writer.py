@@ -6,7 +6,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ _MAX_QUEUED = 32  # calls, each with the rows of a batch; a step makes about fiv
 _DEADLINE_S = 300.0
 _POLL_S = 0.5  # between two checks whether the writing thread has failed
 
-_Rows = tuple[str, Sequence[tuple[object, ...]]]
+_Rows = tuple[str, Iterable[tuple[object, ...]]]
 
 
 @dataclass
@@ -52,8 +52,9 @@ class LedgerWriter:
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
 
-    def write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
-        """Queue rows for one of STATEMENTS; returns at once unless too many are queued. Any text is accepted."""
+    def write(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
+        """Queue rows for one of STATEMENTS, which may be made later; returns at once unless too many are queued. Any text is
+        accepted."""
         self._put((statement, rows), "accepted no rows")
 
     def flush(self) -> None:
