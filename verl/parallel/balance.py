@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from verl.parallel.process_settings import without_collection
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
+
+_EVEN = 1.01  # times the mean cost: of the costliest share, below which no other division is made
 
 Rows = list[int]
 Part = tuple[float, Rows]  # -cost, rows
@@ -233,7 +235,7 @@ def balanced_shares(
     batch: DataProto,
     num_parts: int,
     cost: TokenCost,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
     computed: Set[int] | None = None,
     unit: str = "row",
 ) -> list[Rows]:
@@ -241,22 +243,25 @@ def balanced_shares(
     `unit` are in one part; with fewer units than parts the last parts are empty. Rows that are not `computed` (default:
     all are) cost nothing.
 
-    The samples of a prompt stay together unless parting them makes the costliest share cheaper, the prompts that are then
-    computed twice counted.
+    The samples of a prompt stay together unless parting them could make the costliest share cheaper by more than a hundredth,
+    and does so, the prompts that are then computed twice counted.
     """
     if num_parts == 1:
         return [list(range(len(batch))) if rows is None else [int(row) for row in rows]]  # in the given order
-    ids = unit_ids(batch, unit)
-    whole: dict[int, Rows] = {}
-    for row in range(len(batch)) if rows is None else map(int, rows):
-        whole.setdefault(ids[row], []).append(row)
-    units = list(whole.values())
-    if len(units) <= num_parts:
-        return [sorted(rows) for rows in units] + [[] for _ in range(num_parts - len(units))]
+    chosen = range(len(batch)) if rows is None else np.asarray(rows, np.int64).data
+    units: Callable[[], Iterable[Rows]] = lambda: ([row] for row in chosen)  # noqa: E731 - made twice rather than held
+    num_units = len(chosen)
+    if unit != "row":
+        ids, whole = unit_ids(batch, unit), dict[int, Rows]()
+        for row in chosen:
+            whole.setdefault(ids[row], []).append(row)
+        units, num_units = whole.values, len(whole)
+    if num_units <= num_parts:
+        return [sorted(rows) for rows in units()] + [[] for _ in range(num_parts - num_units)]
     prompts, responses = _lengths(batch)
     names = _prompt_names(batch)
     groups: dict[object, Rows] = {}
-    for members in units:
+    for members in units():
         groups.setdefault(names[members[0]], []).extend(members)
 
     def share_cost(part: Rows) -> float:
@@ -266,17 +271,23 @@ def balanced_shares(
             cost(prompts[r] + responses[r]) - cost(prompts[r]) for r in part
         )
 
-    divided = [list(groups.values()), units] if len(groups) >= num_parts else [units]
-    candidates = [_partition(items, num_parts, share_cost) for items in divided]
-    return min(candidates, key=lambda parts: max(map(share_cost, parts)))  # the first of equals: whole groups
+    if len(groups) < num_parts:
+        return _partition(units(), num_parts, share_cost)
+    together = _partition(groups.values(), num_parts, share_cost)
+    costs = list(map(share_cost, together))
+    if max(costs) * num_parts <= _EVEN * sum(costs):  # so many rows need half a kilobyte each for the other division
+        return together
+    parted = _partition(units(), num_parts, share_cost)
+    return parted if max(map(share_cost, parted)) < max(costs) else together
 
 
-def _partition(units: list[Rows], num_parts: int, share_cost: Callable[[Rows], float]) -> list[Rows]:
+def _partition(units: Iterable[Rows], num_parts: int, share_cost: Callable[[Rows], float]) -> list[Rows]:
+    units = list(units)
     parts = partition_by_cost([share_cost(unit) for unit in units], num_parts, equal_size=False)
     return sorted(sorted(row for unit in part for row in units[unit]) for part in parts)
 
 
-def _lengths(batch: DataProto) -> tuple[list[int], list[int]]:
+def _lengths(batch: DataProto) -> tuple[Sequence[int], Sequence[int]]:
     """Prompt and response tokens of each row; a batch without masks has rows of equal length."""
     columns = {} if batch.batch is None else batch.batch
     names = set(columns.keys())
@@ -284,13 +295,14 @@ def _lengths(batch: DataProto) -> tuple[list[int], list[int]]:
         return [0] * len(batch), [1] * len(batch)
     total = columns["attention_mask"].sum(dim=1)
     prompts = columns["prompt_mask"].sum(dim=1) if "prompt_mask" in names else total.new_zeros(total.shape)
-    return prompts.tolist(), (total - prompts).tolist()
+    return prompts.cpu().numpy().data, (total - prompts).cpu().numpy().data  # as Python's numbers, one at a time
 
 
-def _prompt_names(batch: DataProto) -> list[object]:
+def _prompt_names(batch: DataProto) -> Sequence[object]:
     """A name for each row, equal for rows of one prompt: the ordinal or the uid; else every row is its own."""
     if batch.batch is not None and "ordinal" in batch.batch.keys():
-        return list(batch.batch["ordinal"].tolist())
+        ordinals: Sequence[object] = batch.batch["ordinal"].cpu().numpy().data
+        return ordinals
     if "uid" in batch.non_tensor_batch:
         return list(batch.non_tensor_batch["uid"])
-    return list(range(len(batch)))
+    return range(len(batch))

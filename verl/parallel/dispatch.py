@@ -8,7 +8,7 @@ value = plan.collect(results of plan.answering, in that order)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ from verl.data_proto.proto import DataProto
 from verl.parallel.balance import Rows, TokenCost, balanced_shares, contiguous_shares, shares_by_cost
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Execute, Registered
+
+Shares = Sequence[Rows | np.ndarray]
 
 
 class MethodCall(NamedTuple):
@@ -60,7 +62,7 @@ class Schedule(Protocol):
 
     def rows(self, batch: DataProto, step: int) -> list[np.ndarray]: ...
 
-    def computed(self, batch: DataProto) -> list[int]: ...
+    def computed(self, batch: DataProto) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class CallPlan:
     calls: Sequence[MethodCall | None]
     answering: list[int]
     collect: Callable[[list[Any]], Any]
-    rows: list[Rows] = field(default_factory=list)  # of the ND modes: the rows of each share
+    rows: Shares = ()  # of the ND modes: the rows of each share
 
     def ranks(self) -> list[int]:
         """Indices of the ranks that run."""
@@ -209,8 +211,8 @@ def _nd_owner(declared: Registered, group: GroupShape, call: MethodCall) -> Call
     if not group.beside_rollout:
         return _nd_scatter(declared, group, call)
     # rows of a rank that the group has no longer are scored by another
-    owner = (call.batch.batch["rollout_rank"] % group.mesh.dp_size).tolist()
-    shares: list[Rows] = [[i for i, rank in enumerate(owner) if rank == part] for part in range(group.mesh.dp_size)]
+    owner = (call.batch.batch["rollout_rank"] % group.mesh.dp_size).numpy()
+    shares = [np.flatnonzero(owner == part).astype(np.int32) for part in range(group.mesh.dp_size)]
     return _scattered(declared, group, call, shares)
 
 
@@ -219,22 +221,23 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, call: MethodCall) 
     assert group.schedule is not None, "a group with training calls has a schedule"
     batch, step = call.batch, call.args[1]
     cost, parts, unit = group.cost, group.mesh.dp_size, group.schedule.unit
-    computed = set(group.schedule.computed(batch))
+    numbers = group.schedule.computed(batch)
+    computed = None if len(numbers) == len(batch) else set(numbers)
     cut = [
-        balanced_shares(batch, parts, cost, rows.tolist(), computed, unit) for rows in group.schedule.rows(batch, step)
+        [np.array(share, np.int32) for share in balanced_shares(batch, parts, cost, rows, computed, unit)]
+        for rows in group.schedule.rows(batch, step)
     ]
-    shares: list[Rows] = [sorted({row for mini in cut for row in mini[part]}) for part in range(parts)]
-    sent = _lean(batch, declared)
-    calls: list[MethodCall] = []
-    for part, rows in enumerate(shares):
-        position = {row: i for i, row in enumerate(rows)}
-        minis = [[position[row] for row in mini[part]] for mini in cut]
+    sent, calls, shares = _lean(batch, declared), list[MethodCall](), list[Rows | np.ndarray]()
+    for part in range(parts):
+        rows = np.unique(np.concatenate([mini[part] for mini in cut])) if cut else np.empty(0, np.int32)
+        shares.append(rows)
+        minis = [np.searchsorted(rows, mini[part]) for mini in cut]
         calls.append(call.with_batch(_select(sent, rows), mini_batches=minis))
     return _replicated(group, calls, shares, lambda results: results[0].merge(results[1:]))
 
 
 def _scattered(
-    declared: Registered, group: GroupShape, call: MethodCall, shares: list[Rows], row_counts: list[int] | None = None
+    declared: Registered, group: GroupShape, call: MethodCall, shares: Shares, row_counts: list[int] | None = None
 ) -> CallPlan:
     sent = _lean(call.batch, declared)
     calls = [call.with_batch(_select(sent, rows)) for rows in shares]
@@ -247,7 +250,7 @@ def _scattered(
 
 
 def _replicated(
-    group: GroupShape, calls: list[MethodCall], shares: list[Rows], collect: Callable[[list[Any]], Any]
+    group: GroupShape, calls: list[MethodCall], shares: Shares, collect: Callable[[list[Any]], Any]
 ) -> CallPlan:
     """The call of a share for every rank of its model-parallel group."""
     mesh = group.mesh
@@ -261,13 +264,12 @@ def _lean(batch: DataProto, declared: Registered) -> DataProto:
     return batch.select(columns, declared.objects)
 
 
-def _select(batch: DataProto, rows: Rows) -> DataProto:
-    if rows == list(range(len(batch))):
-        return batch
-    return batch.select_idxs(np.array(rows, dtype=np.int64))
+def _select(batch: DataProto, rows: Rows | np.ndarray) -> DataProto:
+    numbers = np.asarray(rows, np.int64)
+    return batch if np.array_equal(numbers, np.arange(len(batch))) else batch.select_idxs(numbers)
 
 
-def join_rows(results: Sequence[Any], shares: Sequence[Rows]) -> object:
+def join_rows(results: Sequence[Any], shares: Shares) -> object:
     """One result out of the shares' results. DataProtos: rows in the order of the whole batch, where result rows
     `k * i ... k * i + k - 1` of a share belong to its i-th row; surplus result rows are dropped. Dicts of Metrics
     are merged; anything else is a list."""
@@ -278,10 +280,10 @@ def join_rows(results: Sequence[Any], shares: Sequence[Rows]) -> object:
     return list(results)
 
 
-def _join_batches(results: list[DataProto], shares: Sequence[Rows]) -> DataProto:
-    factor = next((len(r) // len(rows) for r, rows in zip(results, shares, strict=True) if rows and len(r)), 1)
+def _join_batches(results: list[DataProto], shares: Shares) -> DataProto:
+    factor = next((len(r) // len(rows) for r, rows in zip(results, shares, strict=True) if len(rows) and len(r)), 1)
     trimmed = [r.slice(0, factor * len(rows)) for r, rows in zip(results, shares, strict=True)]
-    used = [(r, rows) for r, rows in zip(trimmed, shares, strict=True) if rows]
+    used = [(r, rows) for r, rows in zip(trimmed, shares, strict=True) if len(rows)]
     if not used:
         return results[0]
     joined = DataProto.concat([r for r, _ in used]) if len(used) > 1 else used[0][0]

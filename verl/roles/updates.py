@@ -36,20 +36,23 @@ class MiniBatchSchedule:
         """The rows of each optimizer step of trainer step `step`; the rows of a unit are adjacent. The order of a shuffled pass
         depends only on (seed, step, pass). Unshuffled, the samples of a prompt stay together and share its computation."""
         units: dict[int, list[int]] = {}
-        for row, unit in enumerate(unit_ids(batch, self.unit)):
+        for row, unit in enumerate(unit_ids(batch, self.unit) if self.unit != "row" else ()):
             units.setdefault(unit, []).append(row)
         members, size = list(units.values()), self.size or max(1, len(batch))
-        mini_batches = []
+        mini_batches, num_units = [], len(batch) if self.unit == "row" else len(members)
         for epoch in range(self.epochs):
-            order: Sequence[int] | np.ndarray = range(len(members))
+            order = np.arange(num_units)
             if self.shuffle:
-                order = np.random.Generator(np.random.Philox(key=[self.seed + step, epoch])).permutation(len(members))
-            mini_batches += _filled([members[number] for number in order], size)
+                order = np.random.Generator(np.random.Philox(key=[self.seed + step, epoch])).permutation(num_units)
+            if self.unit == "row":
+                mini_batches += [order[at : at + size] for at in range(0, num_units, size)]
+            else:
+                mini_batches += _filled([members[number] for number in order], size)
         return mini_batches
 
-    def computed(self, batch: DataProto) -> list[int]:
+    def computed(self, batch: DataProto) -> Sequence[int]:
         """The rows of `batch` that are computed."""
-        return list(range(len(batch))) if self.needed is None else self.needed(batch)
+        return range(len(batch)) if self.needed is None else self.needed(batch)
 
 
 def _filled(units: Sequence[list[int]], size: int) -> list[np.ndarray]:

@@ -63,9 +63,13 @@ class WorkerGroup:
     def _call(self, method: str, declared: Registered, *args: object, **kwargs: object) -> object:
         if declared.materialize_futures:
             args, kwargs = tuple(map(resolve, args)), {k: resolve(v) for k, v in kwargs.items()}
+        # without a name, which would hold the plan's rows as long as the runner waits
+        return self._runner(self, method, self._plan(method, declared, args, kwargs), declared.blocking)
+
+    def _plan(self, method: str, declared: Registered, args: tuple[object, ...], kwargs: dict[str, object]) -> CallPlan:
         plan = plan_call(declared, self, args, kwargs)
         log.debug("%s.%s on %d ranks, rows %s", self.name, method, self.world_size, plan.rows or "all")
-        return self._runner(self, method, plan, declared.blocking)
+        return plan
 
 
 def resolve(argument: object) -> object:
