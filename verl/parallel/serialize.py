@@ -39,6 +39,7 @@ _PLAIN_TYPES = {type(None), str, bool, int}
 _STORED_BYTES = (
     1 << 17
 )  # from which on a tensor stays in the store; above the 100 KB up to which Ray sends a value itself
+_LOOKED_AT = 256  # rows of a column of plain values: whether they share objects
 _PLAIN = (str, bool, int)  # float is apart: JSON has no NaN that every reader takes
 
 
@@ -167,13 +168,14 @@ def _pack_stored(value: StoredTensors, buffers: list[object], place: str) -> obj
 def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> object:
     if value.dtype == object:
         values, head = value.ravel().tolist(), {"!": "objects", "s": list(value.shape)}
-        if _PLAIN_TYPES.issuperset(map(type, values)):
+        some = values[:_LOOKED_AT]
+        if 2 * len(set(map(id, some))) >= len(some) and _PLAIN_TYPES.issuperset(map(type, values)):
             return {**head, "v": values}
         first: dict[int, int] = {}
-        rows = [first.setdefault(id(v), i) for i, v in enumerate(values)]
-        number = {row: i for i, row in enumerate(first.values())}
-        objects = [_pack(values[row], buffers, f"{place}[{row}]") for row in number]
-        return {**head, "v": objects, "n": [number[row] for row in rows]}
+        numbers = np.fromiter((first.setdefault(id(v), len(first)) for v in values), np.int32, len(values))
+        rows = np.unique(numbers, return_index=True)[1].tolist()
+        objects = [_pack(values[row], buffers, f"{place}[{row}]") for row in rows]
+        return {**head, "v": objects, "n": _pack_array(numbers, buffers, place)}
     if value.dtype.kind not in "biufcSU":
         raise TypeError(f"{place} is an array of {value.dtype}, which cannot be sent to another process.")
     buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
@@ -256,8 +258,9 @@ def _unpack_array(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.n
 
 def _unpack_objects(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
     objects = _unpack(packed["v"], buffers)
-    rows = [objects[number] for number in packed["n"]] if "n" in packed else objects  # rows share objects again
-    values: np.ndarray = object_array(rows).reshape(packed["s"])
+    if "n" in packed:  # rows share objects again
+        objects = [objects[number] for number in _unpack_array(packed["n"], buffers).tolist()]
+    values: np.ndarray = object_array(objects).reshape(packed["s"])
     return values
 
 
