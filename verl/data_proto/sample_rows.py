@@ -17,7 +17,7 @@ from verl.data_proto.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
-_DECODED_ROWS = 256
+_DECODED_ROWS, _TOKENS = 256, 1 << 15  # whose values are in memory at once
 
 # per-row columns that are copied under the same name, if present
 _COPIED = "uid data_source finish_reason reward_parts reward_error ordinal sample_index weight_version".split()
@@ -82,8 +82,9 @@ def observed_rows(
 ) -> Iterator[dict[str, object]]:
     """`sample_rows` with the values of `add_observed`; some rows are in memory at a time."""
     places = token_places(batch, observed[2:4] if compared_log_probs(observed) else ())
-    for at in range(0, len(batch), _DECODED_ROWS):
-        part = slice(at, at + _DECODED_ROWS)
+    num_rows = max(1, min(_DECODED_ROWS, _TOKENS // batch.batch["responses"].shape[1]))
+    for at in range(0, len(batch), num_rows):
+        part = slice(at, at + num_rows)
         yield from sample_rows(add_observed(batch.slice(at, part.stop), observed, places[:, part]), tokenizer)
 
 
