@@ -5,7 +5,8 @@
 
 Host, program, dispatch, ledger and files are the same as in `verl train`. The second step is measured: seconds of the main
 thread without the stand-ins; seconds until ledger and samples are on the disk after it; the growth of the process's own memory
-at its highest, without the object store of Ray; bytes on the disk. In one process the memory includes the columns of the ranks.
+at its highest, without the object store of Ray; bytes on the disk. A line through several sizes tells the cost of a further
+sample from what is there whatever their number. In one process the memory includes the columns of the ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from verl.parallel.process_settings import imports_stay
 with imports_stay():  # collections of garbage pass over what is imported here, as in `verl train`
     import verl.run.host  # noqa: F401
 
+import numpy as np
 import torch
 
 from benchmarks.scale import Costs, assigned, overrides, timed
@@ -112,6 +114,8 @@ def measure(folder: Path, samples: int, tokens: int, ranks: int) -> dict[str, fl
         "data.train_batch_size": samples // GROUP, "data.max_prompt_length": PROMPT, "data.max_response_length": tokens,
         "trainer.total_training_steps": 4, "trainer.default_local_dir": folder / "run", "trainer.n_gpus_per_node": ranks,
     }  # fmt: skip
+    if ranks > 1:  # without spilling to the disk
+        changes["+ray_kwargs.ray_init.object_store_memory"] = max(1 << 30, 48 * samples * tokens)
     keys = (*overrides(make_tiny_model(folder / "model"), folder, folder / "rows.jsonl"), *assigned(changes))
     with SteppedRun(load_config(keys)) as run:
         run.step()
@@ -162,6 +166,9 @@ def main() -> None:
             row = measure(Path(folder), size, arguments.tokens, arguments.ranks)
         costs.add(size, {f"{name} a sample": cost / size for name, cost in row.items()})
     print(costs.table(), flush=True)
+    for name in ("driver_s", "peak_bytes") if len(sizes) > 1 else ():
+        slope, constant = np.polyfit(sizes, np.multiply(costs.rows[f"{name} a sample"], sizes), 1)
+        print(f"{name}: {slope:.3g} a further sample, and {constant:.3g} whatever their number", flush=True)
 
 
 if __name__ == "__main__":
