@@ -35,6 +35,7 @@ _ROOT_CAUSE_S = 3.0  # grace for naming the rank that died, once another rank ha
 _END_S = 5.0
 _STACK_S = 5.0  # for the stack of a process that is late
 _INLINE_BYTES = 64 * 1024  # below the 100 KB from which on Ray itself stores an argument
+_FEW = 32  # answers that are looked at one by one, so that an error is raised at once
 _FIRST_LOOK_S, _LOOK_S = 0.01, 0.5  # from one look at the answers of a call to the next
 # the keys with the deadline of a call, and of starting the processes
 CALL_LIMIT, START_LIMIT = "trainer.call_timeout_s", "trainer.ray_wait_register_center_timeout"
@@ -243,8 +244,9 @@ class Pending:
             left = self._started + self.timeout_s - time.monotonic()
             if left <= 0:
                 raise DeadlineError(self._late([self.refs[index][0] for index in waiting.values()]))
-            # until all are there: a look costs as much as it has references, so one for each answer would be quadratic
-            arrived, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, patience_s))
+            # of many until all are there: a look costs as much as it has references, so one for each answer would be quadratic
+            count = 1 if len(waiting) <= _FEW else len(waiting)
+            arrived, _ = ray.wait(list(waiting), num_returns=count, timeout=min(left, patience_s))
             patience_s = min(2 * patience_s, _LOOK_S)
             if not arrived:
                 ray_node.require(self.call)
