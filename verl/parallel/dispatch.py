@@ -266,7 +266,9 @@ def _lean(batch: DataProto, declared: Registered) -> DataProto:
 
 def _select(batch: DataProto, rows: Rows | np.ndarray) -> DataProto:
     numbers = np.asarray(rows, np.int64)
-    return batch if np.array_equal(numbers, np.arange(len(batch))) else batch.select_idxs(numbers)
+    if len(numbers) and np.array_equal(numbers, np.arange(numbers[0], numbers[0] + len(numbers))):
+        return batch if len(numbers) == len(batch) else batch.slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return batch.select_idxs(numbers) if len(batch) else batch
 
 
 def join_rows(results: Sequence[Any], shares: Shares) -> object:
