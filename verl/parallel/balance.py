@@ -301,8 +301,7 @@ def _lengths(batch: DataProto) -> tuple[Sequence[int], Sequence[int]]:
 def _prompt_names(batch: DataProto) -> Sequence[object]:
     """A name for each row, equal for rows of one prompt: the ordinal or the uid; else every row is its own."""
     if batch.batch is not None and "ordinal" in batch.batch.keys():
-        ordinals: Sequence[object] = batch.batch["ordinal"].cpu().numpy().data
-        return ordinals
+        return batch.batch["ordinal"].cpu().numpy().data  # type: ignore[no-any-return]
     if "uid" in batch.non_tensor_batch:
         return list(batch.non_tensor_batch["uid"])
     return range(len(batch))
