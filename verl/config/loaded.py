@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
-from verl.config.schema import Problem, R, Schema, value_at
+from verl.config.schema import Problem, R, Schema
 from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
 from verl.config.values import escape_path
@@ -53,20 +54,31 @@ class LoadedConfig(Generic[R]):
     def to_yaml(self) -> str:
         """Every key with its value, secrets masked; where that is not the default, a comment names its origin."""
         lines = ["# Every key of this run. A comment says where a value comes from; without one it is the default."]
-        open_sections: list[str] = []
-        for path, leaf in self.schema.leaves.items():
-            *parents, name = path.split(".")
-            shared = sum(
-                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parents, open_sections, strict=False))
-            )
-            lines += ["  " * depth + f"{parents[depth]}:" for depth in range(shared, len(parents))]
-            open_sections = parents
-            comment = "" if self.origins[path] == "default" else f"  # {self.origins[path]}"
-            value = hide_values(value_at(self.config, path), name)
-            if leaf.names_files and self.origins[path] != "default":
+        for path, value in self.schema.flatten(self.config).items():
+            leaf, origin, (head, default) = self.schema.leaves[path], self.origins[path], _lines(self.schema)[path]
+            if origin == "default" and value is leaf.default:
+                lines.append(default)
+                continue
+            value = hide_values(value, path.rpartition(".")[2])
+            if leaf.names_files and origin != "default":
                 value = escape_path(value)
-            lines.append("  " * len(parents) + f"{name}: {scalar(_escaped(value))}{comment}")
+            lines.append(f"{head}: {scalar(_escaped(value))}" + (origin != "default") * f"  # {origin}")
         return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def _lines(schema: Schema[Any]) -> dict[str, tuple[str, str]]:
+    """By key: the lines that open its sections, with its name; and the same with its default value."""
+    lines: dict[str, tuple[str, str]] = {}
+    open_sections: list[str] = []
+    for path, leaf in schema.leaves.items():
+        *parents, name = path.split(".")
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parents, open_sections, strict=False)))
+        opened = [*parents[shared:], name]
+        head = ":\n".join("  " * (shared + depth) + part for depth, part in enumerate(opened))
+        lines[path] = head, f"{head}: {scalar(_escaped(leaf.default))}"
+        open_sections = parents
+    return lines
 
 
 def _escaped(value: object) -> object:

@@ -161,12 +161,18 @@ class Schema(Generic[R]):
 
     def flatten(self, config: object) -> dict[str, object]:
         """The value of every key; the inverse of `build`."""
-        return {path: value_at(config, path) for path in self.leaves}
+        nodes = {section: value_at(config, section) for section in {section for _, section, _ in self._places}}
+        return {path: getattr(nodes[section], name) for path, section, name in self._places}
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[str, str, str]]:
+        """Path, section and name of every key."""
+        return [(path, *path.rpartition(".")[::2]) for path in self.leaves]
 
     def problems(self, config: object, set_keys: set[str]) -> Iterator[Problem]:
         """Values out of their bounds, and keys that contradict one another."""
-        for path, leaf in self.leaves.items():
-            value = value_at(config, path)
+        for path, value in self.flatten(config).items():
+            leaf = self.leaves[path]
             bounds = leaf.key.bounds or Bounds()
             if not leaf.inert and not bounds.hold(value):
                 words = bounds.words() if is_in_range(value) else "finite and fit in 64 bits"

@@ -71,7 +71,8 @@ def _secrets_in(value: object, named_so: bool) -> Iterator[str]:
         yield from _IN_URL.findall(value)
         yield from _OF_HEADER.findall(value)
     for name, inner in _entries(value):
-        yield from _secrets_in(inner, named_so or is_secret_name(name))
+        if not isinstance(inner, int | float | None):
+            yield from _secrets_in(inner, named_so or is_secret_name(name))
 
 
 def _entries(value: object) -> Iterator[tuple[str, object]]:
