@@ -73,6 +73,7 @@ def pytest_collection(session):
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000)  # looking for garbage as often as by default takes 2% of the suite
         gc.enable()
 
 

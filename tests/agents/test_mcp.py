@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
+from tests.processes import wait_until
 from verl.errors import ConfigError, MissingExtraError
 from verl.tools import mcp_client
 from verl.tools.tool_registry import load_all_tools
@@ -193,7 +194,4 @@ def test_a_server_ends_with_its_run(tools):
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     server = int(done.stdout)
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{server}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert wait_until(lambda: not os.path.exists(f"/proc/{server}"))

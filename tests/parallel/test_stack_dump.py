@@ -2,10 +2,10 @@
 
 import os
 import threading
-import time
 
 import pytest
 
+from tests.processes import wait_until
 from verl.parallel.stack_dump import (
     Reporter,
     all_stacks,
@@ -57,11 +57,8 @@ def test_nothing_runs():
 def test_a_reporter_repeats_itself_until_it_is_closed(stuck):
     heard = []
     reporter = Reporter(0.04, heard.append)
-    until = time.monotonic() + 5
-    while len(heard) < 2 and time.monotonic() < until:
-        time.sleep(0.01)
+    assert wait_until(lambda: len(heard) >= 2)
     reporter.close()
-    assert len(heard) >= 2
     assert "deep (test_stack_dump.py:" in heard[0]
 
 

@@ -143,12 +143,8 @@ def family(*processes):
 
 def still_there(members, grace_s=10.0):
     """The processes of a `family` that have not ended after `grace_s` seconds."""
-    until = time.monotonic() + grace_s
-    while True:
-        left = [p for p in members if _runs(p)]
-        if not left or time.monotonic() > until:
-            return left
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(_runs, members)), grace_s)
+    return [p for p in members if _runs(p)]
 
 
 def _runs(process):

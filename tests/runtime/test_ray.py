@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from types import SimpleNamespace
 
@@ -14,12 +13,12 @@ import psutil
 import pytest
 import torch
 
+from tests.processes import wait_until
+from tests.runtime.adder import Adder
 from tests.runtime.conftest import EVERY_SECOND, PPO, assert_same, assert_same_weights, assert_versions, train_here
 from tests.runtime.ranks import ROOT, end_tree, environment, survivors, wait_for_steps
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DeadlineError, WorkerLostError
-from verl.single_controller.base import Dispatch, Execute, Worker, register
-from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn
 
 pytestmark = pytest.mark.seed("A3")
 
@@ -146,37 +145,6 @@ def test_more_devices_than_the_cluster_has(driven, jobs):
         train_here(jobs, "large", "trainer.n_gpus_per_node=64")
 
 
-class Adder(Worker):
-    def __init__(self, amount):
-        self.amount = amount
-        self._register_dispatch_collect_info("model", dp_rank=self.rank // 2, is_collect=self.rank % 2 == 0)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def add(self, batch):
-        return DataProto.from_dict({"x": batch.batch["x"] + self.amount})
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("model"))
-    def add_by_mesh(self, batch, more):
-        return DataProto.from_dict({"x": batch.batch["x"] + more, "rank": torch.full((len(batch),), self.rank)})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def place(self):
-        return self.rank, self.world_size
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def first(self):
-        return self.rank
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fail(self, rank, how):
-        if self.rank == rank and how == "raise":
-            raise ValueError("no such luck")
-        if self.rank == rank and how == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.rank == rank and how == "hang":
-            time.sleep(60)
-
-
 class TestUserGroups:
     @pytest.fixture(scope="class")
     def pool(self, cluster):
@@ -223,7 +191,7 @@ class TestUserGroups:
 
     def test_processes_that_hang_and_die_are_named(self, group):
         group.timeout_s = 2
-        stack = r"its stack: \w+.fail for \d+ s, in fail \(test_ray.py:\d+\)"
+        stack = r"its stack: \w+.fail for \d+ s, in fail \(adder.py:\d+\)"
         with pytest.raises(DeadlineError, match=rf"rank 1 .*{stack}.* did not finish .*fail within 2 s"):
             group.fail(1, "hang")
         with pytest.raises(WorkerLostError, match=r"Rank 0 .*died in .*fail after"):
@@ -280,10 +248,7 @@ def test_a_process_is_killed_while_training(jobs, target, words):
     finally:
         end_tree(driver.pid)
     assert re.search(words, text), text[-3000:]
-    until = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in mine) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert not any(psutil.pid_exists(pid) for pid in mine)
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in mine))
     assert survivors(str(jobs.root)) == []
 
 

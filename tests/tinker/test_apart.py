@@ -4,7 +4,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import psutil
@@ -12,6 +11,7 @@ import pytest
 
 tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
+from tests.processes import wait_until  # noqa: E402
 from tests.runtime.ranks import ROOT, end_tree, environment  # noqa: E402
 from tests.tinker.served import running, workers  # noqa: E402
 from tests.tinker.test_kills import compare, run  # noqa: E402
@@ -148,7 +148,5 @@ def test_processes_of_ray_take_the_bits_of_one_through_kills(here, tiny_llama, t
 
 
 def wait_for_steps(folder, count):
-    until = time.monotonic() + 90
-    while sum(len(list(read_metrics(file))) for file in folder.glob("models/*/metrics.jsonl")) < count:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    pattern = "models/*/metrics.jsonl"
+    assert wait_until(lambda: sum(len(list(read_metrics(f))) for f in folder.glob(pattern)) >= count, 90)
