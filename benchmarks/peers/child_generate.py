@@ -41,13 +41,6 @@ class HuggingFace:
         rows = output[:, ids.shape[1] :].tolist()
         return time.perf_counter() - started, rows
 
-    def greedy(self, step: int) -> dict[str, Any]:
-        """One greedy sample of each prompt of a step, with how close the best two tokens ever were."""
-        output = self._generate(self._ids(step), do_sample=False, output_scores=True, return_dict_in_generate=True)
-        tokens = output.sequences[:, -len(output.scores) :].tolist()
-        gaps = [(top[:, 0] - top[:, 1]).tolist() for top in (s.float().topk(2).values for s in output.scores)]
-        return {"tokens": tokens, "gaps": [list(row) for row in zip(*gaps, strict=True)]}
-
     def _ids(self, step: int) -> Any:
         texts = list(self.work.of_step(step))
         return self.tokenizer(texts, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -104,10 +97,7 @@ class Child:
         seconds, rows = self.side.generate(step)
         return {"generate_s": seconds, "lengths": sorted({len(row) for row in rows}), "num_sequences": len(rows)}
 
-    def greedy(self, step: int) -> dict[str, Any]:
-        return self.side.greedy(step)
-
 
 if __name__ == "__main__":  # vLLM's engine process imports this file again
     child = Child()
-    serve({name: getattr(child, name) for name in ("build", "generate", "greedy")})
+    serve({name: getattr(child, name) for name in ("build", "generate")})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,10 @@ class VerlChild:
         seconds, lengths = time.perf_counter() - started, {len(c.token_ids) for c in completions}
         return {"generate_s": seconds, "lengths": sorted(lengths), "num_sequences": len(completions)}
 
-    def greedy(self, step: int) -> dict[str, Any]:
-        """One greedy sample of each prompt of a step: its token ids."""
-        params = replace(self.side.params(), n=1, temperature=0.0)
-        return {"tokens": [c.token_ids for c in self.side.generate(self.side.requests(step), params, step)]}
-
 
 def main(arguments: list[str]) -> int:
     child = VerlChild()
-    names = ("nothing", "build", "build_run", "step", "step_of_run", "log_prob_gap", "generate", "greedy")
+    names = ("nothing", "build", "build_run", "step", "step_of_run", "log_prob_gap", "generate")
     serve({name: getattr(child, name) for name in names})
     return 0
 

@@ -3,8 +3,8 @@
     python benchmarks/peers/rollout_cpu.py                       # 8 prompts x 8 samples, 64 + 128 tokens, against generate
     python benchmarks/peers/rollout_cpu.py --vllm --dtype bfloat16 --json results.json
 
-Rounds are as in peers_cpu.py; every sample has the full length. Further results: whether greedy tokens equal the tokens of
-`generate`, and the distance of sampled log-probs from the training forward.
+Rounds are as in peers_cpu.py; every sample has the full length. A further result is the distance of sampled log-probs from
+the training forward.
 """
 
 from __future__ import annotations
@@ -70,18 +70,6 @@ def alternate(peers: list[Peer], work: Workload, rounds: int, limit_s: float) ->
     return generations
 
 
-def compare_greedy(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Number of equal greedy samples, and for each other sample the gap between the reference's best two tokens at the first
-    difference."""
-    equal, gaps = 0, []
-    for mine, reference, gap in zip(ours["tokens"], theirs["tokens"], theirs["gaps"], strict=True):
-        differ = [i for i, (a, b) in enumerate(zip(mine, reference, strict=True)) if a != b]
-        equal += not differ
-        if differ:
-            gaps.append(gap[differ[0]])
-    return {"num_samples": len(ours["tokens"]), "num_equal": equal, "logit_gaps_where_different": gaps}
-
-
 def fill(report: Report, work: Workload, generations: dict[str, list[dict[str, Any]]]) -> None:
     """Tokens per second of each engine and how many times as fast ours is."""
     rates = {name: series_of(rounds, "tokens_per_s") for name, rounds in generations.items()}
@@ -95,20 +83,6 @@ def fill(report: Report, work: Workload, generations: dict[str, list[dict[str, A
     report.results["ratios"] = {name: ratio(ours, rate) for name, rate in rates.items() if name != OURS}
 
 
-def check(report: Report, peers: list[Peer], limit_s: float) -> None:
-    """Greedy tokens against `generate`, log-probs against the training forward."""
-    ours, reference = peers[0], peers[1]
-    greedy = compare_greedy(ours.ask("greedy", limit_s, step=0), reference.ask("greedy", limit_s, step=0))
-    gap = ours.ask("log_prob_gap", limit_s)["log_prob_gap"]
-    report.results.update(greedy=greedy, log_prob_gap=gap)
-    differences = ", ".join(number(g) for g in greedy["logit_gaps_where_different"])
-    report.notes.append(
-        f"Greedy samples equal to those of generate: {greedy['num_equal']} of {greedy['num_samples']}"
-        + (f"; where they part, generate's best two logits differed by {differences}." if differences else ".")
-    )
-    report.notes.append(f"Sampled log-probs against the training forward, largest difference: {number(gap)}.")
-
-
 def main(argv: list[str] | None = None) -> Report:
     options = parse(argv)
     work = make_workload(options, num_steps=options.rounds + 1)
@@ -120,9 +94,10 @@ def main(argv: list[str] | None = None) -> Report:
         report.facts = {"workload": describe(work), **{peer.name: peer.facts for peer in peers}}
         fill(report, work, generations)
         idle = {peer.name: peer.idle_share for peer in peers}
-        check(report, peers, options.limit_s)
-    report.results["idle_processor_share"] = idle
+        gap = peers[0].ask("log_prob_gap", options.limit_s)["log_prob_gap"]
+    report.results |= {"idle_processor_share": idle, "log_prob_gap": gap}
     report.notes.append("Processor time while another engine computed, share of one core: " + shares(idle) + ".")
+    report.notes.append(f"Sampled log-probs against the training forward, largest difference: {number(gap)}.")
     report.finish(options.json)
     return report
 

@@ -72,16 +72,6 @@ def test_rollout_rounds_take_a_step_s_prompts_and_check_lengths():
         rollout_cpu.alternate([FakePeer("verl", log, **good | {"lengths": [5, 6]})], work, 1, 10.0)
 
 
-def test_greedy_samples_are_compared_token_by_token():
-    ours = {"tokens": [[1, 2, 3], [1, 2, 4]]}
-    theirs = {"tokens": [[1, 2, 3], [1, 5, 4]], "gaps": [[9.0, 9.0, 9.0], [9.0, 0.25, 9.0]]}
-    assert rollout_cpu.compare_greedy(ours, theirs) == {
-        "num_samples": 2,
-        "num_equal": 1,
-        "logit_gaps_where_different": [0.25],
-    }
-
-
 def test_vllm_gets_every_core(monkeypatch):
     monkeypatch.setattr(rollout_cpu.os, "cpu_count", lambda: 8)
     assert rollout_cpu.vllm_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "0-7"

@@ -30,7 +30,6 @@ def test_peers_cpu(tiny_work, tmp_path):
 def test_rollout_cpu(tiny_work, tmp_path):
     report = rollout_cpu.main([*tiny_work, "--json", str(tmp_path / "r.json"), "--logs", str(tmp_path)])
     assert set(report.results["tokens_per_s"]) == {"verl", "generate"}
-    assert report.results["greedy"] == {"num_samples": 2, "num_equal": 2, "logit_gaps_where_different": []}
     assert report.results["log_prob_gap"] < 1e-4
     assert saved(tmp_path)["results"]["ratios"]["generate"] == pytest.approx(
         report.results["tokens_per_s"]["verl"]["median"] / report.results["tokens_per_s"]["generate"]["median"]
