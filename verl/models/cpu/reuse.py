@@ -25,6 +25,8 @@ from verl.models.packing import PackedBatch
 
 log = logging.getLogger(__name__)
 
+_MOST_TOKENS = 1 << 16  # listing more slots in each step takes longer than the forward of a tiny model
+
 
 class LayerActivations(NamedTuple):
     """Of tokens in one layer, or of slots in all layers [layers, slots, ...]; bfloat16 but for `lse`."""
@@ -42,7 +44,7 @@ class ActivationStore:
 
     def __init__(self, decoder: DenseDecoder, num_bytes: int):
         widths = _widths(decoder)
-        self.capacity, layers = num_bytes // bytes_per_token(decoder), len(decoder.layers)
+        self.capacity, layers = min(num_bytes // bytes_per_token(decoder), _MOST_TOKENS), len(decoder.layers)
         halves = [
             torch.empty(layers + (name == "x"), self.capacity, width, dtype=torch.bfloat16)
             for name, width in widths.items()
