@@ -1,12 +1,15 @@
 """A save killed at any moment, or refused any operation: the newest complete checkpoint always loads.
 
-pytest -m slow tests/checkpoint/test_attack.py     every operation of every scene
+pytest -m slow tests/checkpoint/test_attack.py     every operation of every scene, and kills of real processes
 """
 
 import errno
 import logging
 import os
 import shutil
+import signal
+import sys
+import threading
 
 import pytest
 
@@ -251,3 +254,53 @@ def test_a_checkpoint_that_was_taken_away_is_missed(tmp_path, caplog):
     shutil.rmtree(tmp_path / "global_step_1")
     with pytest.raises(CheckpointError, match=r"there is no global_step_2\)\. To start over"):
         CheckpointStore(tmp_path).find()
+
+
+def killed_at(action, root, number):
+    """Run `action` in a child that kills itself at the `number`-th call that can touch a file; return whether it did."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+        lock = threading.Lock()
+
+        def event(frame, kind, function):
+            nonlocal count
+            if kind != "c_call" or (getattr(function, "__module__", "") or "") not in ("posix", "io", "_io"):
+                return
+            with lock:
+                count += 1
+                if count > number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            threading.setprofile(event)
+            sys.setprofile(event)
+            action(root)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def kill_processes(scene, action, tmp_path, every):
+    content, phases = expected(scene, tmp_path)
+    root, kills = tmp_path / "run", 0
+    while killed_at(action, put(content, root), kills * every):
+        assert identity(root) in phases
+        assert not leftovers(root), kills * every
+        kills += 1
+    assert identity(root) == phases[-1]
+    assert not leftovers(root)
+    return kills
+
+
+def test_processes_killed_while_they_save(tmp_path):
+    assert kill_processes("after_others", attacked_save, tmp_path, every=40) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("action", [attacked_save, attacked_background_save], ids=["plain", "background"])
+def test_processes_killed_at_every_call(scene, action, tmp_path):
+    """pytest -m slow tests/checkpoint/test_attack.py -k every_call"""
+    assert kill_processes(scene, action, tmp_path, every=1) > 100
