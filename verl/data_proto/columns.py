@@ -71,8 +71,8 @@ COLUMNS: dict[str, Column] = {
         _B,
         "float32",
         "rollout",
-        "tokens that a sample will likely have: by a prompt's newest ended samples, the order in which prompts begin; of "
-        "an unfinished sample yet in this part, which shares out its resumption",
+        "tokens that a sample will likely get. New sample: mean of the newest ended samples of its prompt, for the order of "
+        "prompts. Unfinished sample: in this part, for its division over ranks",
     ),
     "__num_turns__": Column(_B, "object", "rollout", "turns of an episode, those of tools and users included"),
     "tool_call_counts": Column(_B, "object", "rollout", "tool calls of an episode"),

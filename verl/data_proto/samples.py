@@ -53,7 +53,7 @@ class PromptRequest:
     media: Media | None = None  # images of the prompt
     spans: Spans = ()  # images at their places, of an episode
     adapter: str | None = None  # name of one of NativeRollout.adapters
-    expected_tokens: float = 0.0  # of a new sample: prompts of longer ones begin first
+    expected_tokens: float = 0.0  # that a new sample will likely get; prompts with more begin first, 0 is unknown
     random_ordinal: int | None = None  # keys the random numbers in place of `ordinal`
     random_step: int | None = None  # in place of the generation's step: the step in which a resumed sample began
 

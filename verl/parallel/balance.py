@@ -16,7 +16,7 @@ from verl.parallel.process_settings import without_collection
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
-_EVEN = 1.01  # times the mean cost: of the costliest share, below which no other division is made
+_EVEN = 1.01  # costliest share over mean share, up to which prompts stay whole
 
 Rows = list[int]
 Part = tuple[float, Rows]  # -cost, rows
@@ -243,13 +243,14 @@ def balanced_shares(
     `unit` are in one part; with fewer units than parts the last parts are empty. Rows that are not `computed` (default:
     all are) cost nothing.
 
-    The samples of a prompt stay together unless parting them could make the costliest share cheaper by more than a hundredth,
-    and does so, the prompts that are then computed twice counted.
+    The samples of a prompt stay together if the costliest share is at most a hundredth above the mean, or if dividing single
+    rows does not make it cheaper. Prompts that are then computed twice count twice.
     """
     if num_parts == 1:
         return [list(range(len(batch))) if rows is None else [int(row) for row in rows]]  # in the given order
     chosen = range(len(batch)) if rows is None else np.asarray(rows, np.int64).data
-    units: Callable[[], Iterable[Rows]] = lambda: ([row] for row in chosen)  # noqa: E731 - made twice rather than held
+    # made at each use: a list for each row takes more memory than the rows
+    units: Callable[[], Iterable[Rows]] = lambda: ([row] for row in chosen)  # noqa: E731
     num_units = len(chosen)
     if unit != "row":
         ids, whole = unit_ids(batch, unit), dict[int, Rows]()
@@ -275,7 +276,7 @@ def balanced_shares(
         return _partition(units(), num_parts, share_cost)
     together = _partition(groups.values(), num_parts, share_cost)
     costs = list(map(share_cost, together))
-    if max(costs) * num_parts <= _EVEN * sum(costs):  # so many rows need half a kilobyte each for the other division
+    if max(costs) * num_parts <= _EVEN * sum(costs):  # dividing single rows takes half a kilobyte a row
         return together
     parted = _partition(units(), num_parts, share_cost)
     return parted if max(map(share_cost, parted)) < max(costs) else together
