@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 
+from tests.forked import fork
 from tests.letters_task import write_task
 from tests.page.folders import make_run
 from tests.processes import is_alive, wait_until
@@ -23,6 +24,7 @@ import httpx
 from verl.cli.main import main
 from verl.cli.view import page_of
 from verl.config import load_config
+from verl.parallel import child_processes
 
 _PARENT = """
 import sys, time
@@ -155,9 +157,7 @@ def trained(model, task, folder, *, kill):
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def test_the_supervisor_spares_the_page():
-    from verl.parallel import child_processes
-
+def spare_one_descendant():
     page_process = subprocess.Popen(["sleep", "60"])
     ended = subprocess.Popen(["sleep", "60"])
     try:
@@ -168,7 +168,13 @@ def test_the_supervisor_spares_the_page():
     finally:
         page_process.kill()
         page_process.wait()
-        child_processes._spared.clear()
+
+
+def test_the_supervisor_spares_the_page():
+    """In another process: the descendants of this one include the server that later tests fork."""
+    process = fork(spare_one_descendant)
+    process.join(2 * _DEADLINE_S)
+    assert process.exitcode == 0
 
 
 def test_view_refuses_another_folder(tmp_path, capsys):
