@@ -167,15 +167,17 @@ def test_on_finish_once_per_sample_as_it_ends(name, make_engine):
 
 
 def test_an_error_in_on_finish_comes_out_and_the_engine_lives_on(name, make_engine):
-    engine, prompts, params = make_engine(name), make_prompts([4, 6]), SamplingParams(n=2, max_new_tokens=5)
+    engine, prompts = make_engine(name, max_num_seqs=3), make_prompts([4, 6])
+    params = SamplingParams(n=2, max_new_tokens=5)
 
     def fail(completion: Completion) -> None:
         raise KeyError(completion.ordinal)
 
-    expected = tokens_of(engine.generate(prompts, params, step=1))
+    expected, running = tokens_of(engine.generate(prompts, params, step=1)), engine.stats()["max_running"]
     with pytest.raises(KeyError):
         engine.generate(prompts, params, step=1, on_finish=fail)
     assert tokens_of(engine.generate(prompts, params, step=1)) == expected
+    assert engine.stats()["max_running"] == running, "rows of the broken generation are free again"
 
 
 def test_stop_token_ids_and_ignore_eos(name, make_engine):

@@ -1,5 +1,6 @@
 """Service engines against recorded answers: tokens in and out, retries, versions, weights by file, refusals."""
 
+import copy
 import json
 import math
 import socket
@@ -12,14 +13,13 @@ import torch
 
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.service import running
-from tests.rollout.simulated import weight_transfer
+from tests.rollout.simulated import vllm_server, weight_transfer
 from tests.rollout.test_vllm import weights_of
 from verl.cli.supervise import _ending
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, UnreachableError
-from verl.reshard.weight_files import read_folder
 from verl.rollout.api import ENGINES, RolloutEngine
 from verl.rollout.http import client
 from verl.rollout.uniforms import sample_keys
@@ -244,61 +244,26 @@ def test_no_way_for_weights_is_said(make, load, tmp_path):
             engine.generate(make_prompts([3]), PARAMS, step=0)
 
 
-class VLLMServer:
-    """vLLM's server with our sampler and receiver, as far as the protocol goes."""
-
-    def __init__(self, vocabulary):
-        self.vocabulary, self.held, self.manifest, self.label = vocabulary, {}, None, "default"
-        self.answers = {
-            "/v1/models": MODELS,
-            "/v1/completions": self.complete,
-            "/collective_rpc": self.rpc,
-            "/reset_prefix_cache": {"success": True},
-            "/update_weight_version": self.relabel,
-            "/weight_info": lambda body: {"weight_version": self.label},
-        }
-
-    def complete(self, body):
-        if body["vllm_xargs"]["verl_draw"][2] == 1e6:
-            answer = completion(body)
-            answer["choices"][0] |= {"token_ids": [1], "logprobs": {"token_logprobs": [-math.log(self.vocabulary)]}}
-            return answer
-        return completion(body)
-
-    def rpc(self, body):
-        from verl.rollout.vllm.weights import Manifest
-
-        if body["method"] == "verl_begin":
-            self.held, self.manifest = {}, Manifest()
-        elif body["method"] == "verl_load":
-            bucket = json.loads(body["args"][0])["bucket"]
-            self.held = dict(read_folder(bucket))
-            self.manifest.add(bucket)
-        elif body["method"] == "verl_finish" and body["args"] != [self.manifest.digest]:
-            return {"results": [{"error": "other tensors"}]}
-        return {"results": [{}]}
-
-    def relabel(self, body):
-        self.label = body["new_version"]
-        return {"success": True}
-
-
 def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
     module = load("llama")
-    server = VLLMServer(module.config.vocab_size)
-    with running(server.answers) as service:
+    served = copy.deepcopy(module)
+    with torch.no_grad():
+        served.model.norm.weight.mul_(1.1)
+    answers = vllm_server(served)
+    with running(answers) as service:
         engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
         engine.load(weights_of(module))
         engine.publish(5)
         completions = engine.generate(make_prompts([3]), PARAMS, step=2)
         assert {c.weight_version for c in completions} == {5}
-        server.label = "4"  # another client's update
+        answers["/weight_info"] = {"weight_version": "4"}  # another client's update
         with pytest.raises(ModelError, match="version 4, but version 5 was published"):
             engine.generate(make_prompts([3]), PARAMS, step=2)
-        server.vocabulary = 2
+        own_draw = {"token_ids": [1], "logprobs": {"token_logprobs": [-0.7]}, "finish_reason": "length"}
+        answers["/v1/completions"] = {"choices": [own_draw]}
         with pytest.raises(ConfigError, match="does not sample as this run asks"):
             make(service.url, api="vllm")
-    assert all(torch.equal(server.held[name], p) for name, p in weights_of(module))
+    assert all(torch.equal(served.get_parameter(name), p) for name, p in weights_of(module))
     assert not list(tmp_path.iterdir())  # what has been read is removed
     keys = sample_keys(PARAMS.seed, 2, torch.tensor([0, 0]), torch.tensor([0, 1])).tolist()
     asked = [b for b in service.bodies("/v1/completions") if b["max_tokens"] == PARAMS.max_new_tokens]
@@ -311,7 +276,7 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
 def test_a_server_without_versions_of_its_weights_is_used_with_a_warning(make, load, tmp_path, caplog):
     """vLLM before 0.32."""
     module = load("llama")
-    answers = VLLMServer(module.config.vocab_size).answers
+    answers = vllm_server(copy.deepcopy(module))
     for route in ("/update_weight_version", "/weight_info"):
         del answers[route]
     with running(answers) as service:

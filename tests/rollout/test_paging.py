@@ -7,7 +7,7 @@ import torch
 
 from tests.rollout.conftest import make_prompts
 from verl.config import load_config
-from verl.data_proto.samples import SamplingParams, TurnRequest
+from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
 from verl.rollout.native.compiled.library import kernels
 from verl.rollout.native.compiled.paged_store import PagedStore
@@ -51,28 +51,6 @@ def test_larger_blocks_hold_more_that_is_empty(make_engine):
         for size in (16, 128)
     ]
     assert unused[0]["kv_fragmentation"] < unused[1]["kv_fragmentation"]
-
-
-def test_turns_that_continue(make_engine):
-    """Samples that are kept come back with their keys and values, and may be preempted too."""
-    runs = []
-    for limit in (None, 200):
-        kv = config(enable_paged_attention=limit is not None, max_tokens=limit)
-        engine = make_engine("native", max_num_seqs=8, kv_cache_config=kv)
-        generation = engine.open(SamplingParams(n=2, max_new_tokens=24, temperature=1.0), step=0, keep=True)
-        for request in make_prompts([9, 21, 30]):
-            generation.add(request)
-        first = {}
-        while done := generation.poll():
-            first |= {c.key: c.token_ids for c in done}
-        for ordinal, sample in first:
-            generation.add(TurnRequest(ordinal, sample, (7, 8, 9)))
-        second = {}
-        while done := generation.poll():
-            second |= {c.key: c.token_ids for c in done}
-        runs.append((first, second, generation.close().get("num_preempted", 0)))
-    assert runs[0][:2] == runs[1][:2]
-    assert runs[1][2] > 0
 
 
 def test_a_limit_below_one_sample_is_refused(make_engine):
