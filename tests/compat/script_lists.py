@@ -76,7 +76,7 @@ ASYNC = f"{KL} {DYNAMIC} {ROLLOUT}.calculate_log_probs=True trainer.v1.trainer_m
 # kind -> name -> overrides, to GRPO with 2 prompts x 2 samples
 KINDS: dict[str, dict[str, str]] = {
     "losses and clipping": {
-        "grpo": GRPO,
+        "grpo": f"{GRPO} {ACTOR}.optim.lr=1e-6 trainer.total_epochs=15 ray_kwargs.ray_init.runtime_env.py_executable=null",
         "grpo with KL in the rewards": f"{FSDP} {MICRO} algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl "
         f"{under('algorithm.kl_ctrl', 'type=adaptive horizon=10000 target_kl=0.1 kl_coef=0.001')}",
         "dapo": DAPO,
@@ -113,7 +113,8 @@ KINDS: dict[str, dict[str, str]] = {
         "+algorithm.gdpo_reward_weights=[1.0,1.0] custom_reward_function.path={parts}",
         "optimal token baseline": f"algorithm.adv_estimator=optimal_token_baseline {KL} {DYNAMIC} "
         f"{ACTOR}.calculate_sum_pi_squared=True {ROLLOUT}.calculate_log_probs=True",
-        "ppo": f"{CRITIC} {MICRO} critic.ppo_micro_batch_size_per_gpu=2 critic.model.fsdp_config.param_offload=False",
+        "ppo": f"{CRITIC} {MICRO} critic.ppo_micro_batch_size_per_gpu=2 "
+        f"{under('critic.model.fsdp_config', 'param_offload=False optimizer_offload=False')}",
         "ppo, fused kernels": f"{CRITIC} {DYNAMIC} {MODEL}.use_fused_kernels=True critic.ppo_max_token_len_per_gpu=4096 "
         f"{MODEL}.fused_kernel_options.impl_backend=triton",
         "ppo, preferred samples": f"{CRITIC} {MICRO} algorithm.use_pf_ppo=True "
@@ -180,6 +181,7 @@ KINDS: dict[str, dict[str, str]] = {
 RUNS = {(kind, name): text for kind, lists in KINDS.items() for name, text in lists.items()}
 QUICK = {  # names of one kind
     "dapo": "losses and clipping",
+    "ppo": "advantages",
     "routing replay of the old pass": "Megatron",
     "npu": "other engines and devices",
     "veomni": "other engines and devices",

@@ -15,7 +15,6 @@ from verl.algorithms.policy_losses import policy_loss
 from verl.algorithms.reduce import agg_loss
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
-from verl.registry import load_module
 from verl.single_controller.base import Worker
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.metric_utils import _compute_response_info
@@ -149,16 +148,6 @@ class TestRegistries:
             core_algos.register_adv_est("compat_taken")(make(1))
         with pytest.raises(ConfigError, match="'grpo' is registered already"):
             core_algos.register_adv_est(core_algos.AdvantageEstimator.GRPO)(estimator)
-
-    def test_two_functions_of_one_name_are_two_functions(self, tmp_path, registered):
-        registered("compat_files")
-        text = "from verl.trainer.ppo.core_algos import register_adv_est\n@register_adv_est('compat_files')\ndef mine(): {}\n"
-        for name, body in (("one", "return 1"), ("two", "return 2")):
-            (tmp_path / f"{name}.py").write_text(text.format(body))
-        load_module(f"{tmp_path}/one.py")
-        with pytest.raises(ConfigError, match="registered already"):
-            load_module(f"{tmp_path}/two.py")
-        assert core_algos.ADV_ESTIMATOR_REGISTRY["compat_files"]() == 1
 
 
 class TestRayTrainerFunctions:

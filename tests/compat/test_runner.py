@@ -345,14 +345,6 @@ class TestRefusals:
         with pytest.raises(DataError, match="Row 0 .*has no 'prompt'.*it has question"):
             self.runner(tiny_llama, tmp_path, [{"question": "a"}] * 8, args=args, reward_funcs=len).train()
 
-    def test_a_reward_function_that_fails_is_named(self, tiny_llama, tmp_path):
-        def broken(completions, **_):
-            return [1.0]
-
-        args = arguments(tmp_path, gradient_accumulation_steps=4, max_steps=1)
-        with pytest.raises(RewardError, match="broken returned 1 rewards for 8 completions"):
-            self.runner(tiny_llama, tmp_path, [{"prompt": "a"}] * 8, args=args, reward_funcs=broken).train()
-
 
 class TestRewardsOfTRL:
     """The contract of TRL's GRPOTrainer: prompts, completions, completion_ids, the columns of the rows and trainer_state."""

@@ -6,19 +6,13 @@ import json
 import pytest
 
 from tests.compat.recipes import dynamic_sampling
-from tests.compat.vision_lists import FINE_TUNING, GEO3K, QUICK, ROLLOUT, RUNS
+from tests.compat.vision_lists import FINE_TUNING, GEO3K, QUICK, RUNS
 from tests.letters_task import REWARD, merge, overrides
 from tests.run.conftest import Run, train_run
 from tests.run.test_vision import dots
 from tests.slow import slow
 from verl.config import PPO, SFT, load_config
-from verl.errors import ConfigError, ModelError
-
-# name -> (family, overrides, error, its sentence)
-REFUSED = {
-    "trtllm": ("qwen2_vl", f"{ROLLOUT}.name=trtllm", ConfigError, "rollout engine is not available"),
-    "npu": ("qwen2_vl", "trainer.device=npu", ConfigError, "kind of device is not available"),
-}  # fmt: skip
+from verl.errors import ModelError
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +76,6 @@ def test_the_fit_of_a_recipe_trains_on_images(folder_of, task, tmp_path):
     assert all("media" in batch.non_tensor_batch for _, batch in dynamic_sampling.Runner.trainers[-1].trained)
     for own, row in zip(ours.training_rows(), Run(tmp_path / "theirs").training_rows(), strict=True):
         assert row["actor/grad_norm"] == pytest.approx(own["actor/grad_norm"], rel=1e-4)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_list_gets_its_sentence(name, folder_of, task, tmp_path):
-    family, text, kind, sentence = REFUSED[name]
-    with pytest.raises(kind, match=sentence):
-        train_run(tmp_path / "run", settings_of(folder_of(family), task, text))
 
 
 def test_a_family_of_other_code_gets_its_sentence(folder_of, task, tmp_path):

@@ -1,24 +1,23 @@
 """Override lists of launch scripts for vision-language models. Paths, counts, devices and the rollout engine are changed,
 nothing else. {model}, {tools}, {task}: files of the tests. {out}: the run folder."""
 
-from tests.compat.script_lists import ACTOR, EXPERTS, FALLBACK, LAYERS, MODEL, REF, ROLLOUT, TEACHER, under
+from tests.compat.script_lists import (
+    ACTOR,
+    DYNAMIC,
+    EXPERTS,
+    FALLBACK,
+    FSDP,
+    KL,
+    LAYERS,
+    MICRO,
+    MODEL,
+    REF,
+    ROLLOUT,
+    TEACHER,
+    under,
+)  # fmt: skip
 
-GEO3K = (
-    "algorithm.use_kl_in_reward=False data.image_key=images data.filter_overlong_prompts=True data.truncation=error "
-    f"{MODEL}.use_remove_padding=True {MODEL}.enable_gradient_checkpointing=True {ACTOR}.use_kl_loss=True "
-    f"{ACTOR}.kl_loss_coef=0.01 {ACTOR}.kl_loss_type=low_var_kl {ACTOR}.entropy_coeff=0 "
-    f"{ACTOR}.fsdp_config.param_offload=False {ACTOR}.fsdp_config.optimizer_offload=False "
-    "actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.critic_warmup=0"
-)
-MICRO = (
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu=2 {ROLLOUT}.log_prob_micro_batch_size_per_gpu=4 "
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"
-)
-DYNAMIC = (
-    f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=4096 {ROLLOUT}.log_prob_use_dynamic_bsz=True "
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu=4096 actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True "
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096 trainer.balance_batch=True"
-)
+GEO3K = f"algorithm.use_kl_in_reward=False data.image_key=images data.truncation=error {KL} {FSDP}"
 EAGER = f"{ROLLOUT}.enable_chunked_prefill=False {ROLLOUT}.enforce_eager=False {ROLLOUT}.free_cache_engine=True"
 CACHES = (
     f"+{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache=True",
