@@ -28,6 +28,23 @@ class Run:
     def training_rows(self) -> list[dict]:
         return [row for row in self.rows if row["step"] > 0]
 
+    def samples_of(self, step: int = 1, split: str = "train") -> list[dict]:
+        file = self.folder / f"samples/{split}/step_{step:06d}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def row_overrides(model, train, val):
+    """Overrides of fine-tuning, preferences and reward models on the files `train` and `val`: 4 rows a step in float32."""
+    return [
+        f"model.path={model}",
+        f"data.train_files={train}",
+        f"data.val_files={val}",
+        "data.train_batch_size=4",
+        "engine.dtype=float32",
+        "optim.lr=0.002",
+        "trainer.logger=[file]",
+    ]
+
 
 def train_run(folder, base, changes=(), program="ppo"):
     """The Run of a program with the overrides `base` and `changes`, in the new `folder`."""

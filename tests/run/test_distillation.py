@@ -135,9 +135,7 @@ def test_each_row_has_the_teacher_of_its_source(distill, sources, teachers, tiny
         f"{TEACHERS}.own.inference.dtype=float32", f"{TEACHERS}.teacher_model.key=odd",
     )  # fmt: skip
     alone = distill(*loss, folder="alone")
-    rows, single = ([json.loads(line) for line in (r.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
-                    for r in (run, alone))  # fmt: skip
-    for row, one in zip(rows, single, strict=True):
+    for row, one in zip(run.samples_of(), alone.samples_of(), strict=True):
         assert row["response_ids"] == one["response_ids"]
         assert (row["teacher_log_probs"] == one["teacher_log_probs"]) == (row["data_source"] == "odd")
     with pytest.raises(DataError, match="data_source='odd' chooses no teacher"):
@@ -180,9 +178,7 @@ def test_gkd_trains_on_samples_in_a_share_of_steps(distill, answers):
     run = distill(*settings, "distillation.on_policy_share=0.5")
     kinds = []
     for step in range(1, 7):
-        rows = [
-            json.loads(line) for line in (run.folder / f"samples/train/step_{step:06d}.jsonl").read_text().splitlines()
-        ]
+        rows = run.samples_of(step)
         of_rows = {row["response"].startswith("the answer") for row in rows}
         assert len(of_rows) == 1
         assert all(("log_probs" in row) != of_rows.copy().pop() for row in rows)

@@ -2,11 +2,7 @@
 
 import json
 
-import pytest
-
-from verl.config import load_config
 from verl.data.prepare import main as prepare
-from verl.run.host import train
 
 ROWS = [
     ("Tom has 3 apples and buys 4 more. How many has he?", "He has 3+4 = <<3+4=7>>7 apples.\n#### 7"),
@@ -16,36 +12,16 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def gsm8k(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
+def test_gsm8k_trains_and_validates(tiny_run, tmp_path):
     for name in ("train", "test"):
         lines = [json.dumps({"question": q, "answer": a}) for q, a in ROWS]
-        (source / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    assert not prepare(["gsm8k", "--source", str(source), "--output", str(tmp_path / "data")])
-    return tmp_path / "data"
-
-
-def test_gsm8k_trains_and_validates(gsm8k, tiny_llama, tmp_path):
-    folder = tmp_path / "run"
-    overrides = [
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.model.path={tiny_llama}",
-        f"data.train_files={gsm8k}/train.parquet",
-        f"data.val_files={gsm8k}/test.parquet",
-        "data.train_batch_size=2",
-        "data.max_prompt_length=512",
-        "data.max_response_length=8",
-        "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "trainer.logger=[file]",
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=2",
-        f"trainer.default_local_dir={folder}",
-    ]
-    assert train(load_config(overrides)) == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    assert not prepare(["gsm8k", "--source", str(tmp_path), "--output", str(tmp_path)])
+    rows = tiny_run(
+        f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/test.parquet", "data.train_batch_size=2",
+        "data.max_prompt_length=512", "reward.custom_reward_function.path=null", "trainer.val_before_train=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.test_freq=2",
+    ).rows  # fmt: skip
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[2]["val-core/openai/gsm8k/acc/mean@1"] == 0.0  # a random byte model knows no arithmetic
     assert rows[1]["reward/num_defaulted"] == 0

@@ -33,8 +33,7 @@ def ledger_of(run):
 def test_the_ledger_has_what_trained(tiny_run):
     run = tiny_run(*steps(2))
     for step in (1, 2):
-        file = run.folder / f"samples/train/step_{step:06d}.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = run.samples_of(step)
         with Ledger.open(run.folder) as ledger:
             samples = ledger.trained(step)
         assert [(s.ordinal, s.sample) for s in samples] == [(row["ordinal"], row["sample_index"]) for row in rows]

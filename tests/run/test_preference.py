@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.run.conftest import train_run
+from tests.run.conftest import row_overrides, train_run
 from tests.slow import slow
 from verl.config.active_keys import LABELLED_LOSSES
 from verl.errors import DataError
@@ -43,15 +43,7 @@ def preference_run(tiny_llama, rows, tmp_path):
 
     def run(*changes, folder="run", labelled=False):
         kind = "labelled" if labelled else "pairs"
-        overrides = [
-            f"model.path={tiny_llama}",
-            f"data.train_files={rows}/{kind}_train.jsonl",
-            f"data.val_files={rows}/{kind}_val.jsonl",
-            "data.train_batch_size=4",
-            "engine.dtype=float32",
-            "optim.lr=0.002",
-            "trainer.logger=[file]",
-        ]
+        overrides = row_overrides(tiny_llama, f"{rows}/{kind}_train.jsonl", f"{rows}/{kind}_val.jsonl")
         return train_run(tmp_path / folder, overrides, changes, "preference")
 
     return run

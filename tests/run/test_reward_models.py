@@ -1,6 +1,5 @@
 """Training runs whose reward comes from a model: a classifier, a classifier with a rule, a judge."""
 
-import json
 import math
 
 import pytest
@@ -27,11 +26,6 @@ def functions(tmp_path):
     return tmp_path / "rewards.py"
 
 
-def samples(run, step=1):
-    file = run.folder / f"samples/train/step_{step:06d}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_a_classifier_trains_a_policy(tiny_run, tmp_path):
     path = make_classifier(tmp_path / "rm")
     model = ("reward.reward_model.enable=True", f"reward.reward_model.model_path={path}",
@@ -39,7 +33,7 @@ def test_a_classifier_trains_a_policy(tiny_run, tmp_path):
     run = tiny_run(*model, "trainer.test_freq=2")
     rows = run.training_rows()
     assert all(row["actor/grad_norm"] > 0 and row["reward/num_defaulted"] == 0 for row in rows)
-    scores = [sample["score"] for sample in samples(run)]
+    scores = [sample["score"] for sample in run.samples_of()]
     assert len(set(scores)) > 4
     assert rows[0]["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
     assert math.isfinite(rows[-1]["val/reward"])
@@ -52,7 +46,7 @@ def test_a_rule_with_the_classifier_under_names_of_older_scripts(tiny_run, tmp_p
         "reward_model.enable=True", f"reward_model.model.path={path}", "reward_model.rollout.dtype=float32",
         f"reward.custom_reward_function.path={functions}",
     )  # fmt: skip
-    for sample in samples(run):
+    for sample in run.samples_of():
         assert sample["score"] == pytest.approx(sample["reward_parts"]["model"] + 10.0)
 
 
@@ -64,7 +58,7 @@ def test_a_judge_trains_a_policy(tiny_run, tmp_path, functions):
         "reward.reward_model.rollout.response_length=4", f"reward.custom_reward_function.path={functions}",
         "reward.custom_reward_function.name=length_of_reply",
     )  # fmt: skip
-    logged = samples(run)
+    logged = run.samples_of()
     assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in logged)
     assert len({s["reward_parts"]["reply"] for s in logged}) > 1
 
@@ -82,7 +76,7 @@ def test_a_judge_at_a_service_trains_a_policy(tiny_run, functions):
             "reward_batch_size=4", f"reward.custom_reward_function.path={functions}",
             "reward.custom_reward_function.name=length_of_reply",
         )  # fmt: skip
-    logged = samples(run)
+    logged = run.samples_of()
     assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in logged)
     assert len({s["score"] for s in logged}) > 1
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from tests.forked import run_forked  # noqa: F401 - as tests/run has it
 from tests.roles.test_reward_model import make_classifier
-from tests.run.conftest import merge, train_run
+from tests.run.conftest import merge, row_overrides, train_run
 from tests.run.trl_oracle import peer_env
 from verl.cli.main import main
 from verl.config import RM, StepGuardsConfig, load_config
@@ -85,17 +84,9 @@ def classifier(tmp_path_factory):
 def rm_overrides(classifier, tiny_llama, data):
     def of(kind):
         rows, *changes = KINDS[kind]
-        return [
-            f"model.path={tiny_llama if kind == 'process' else classifier}",
-            f"data.train_files={data}/{rows}_train.jsonl",
-            f"data.val_files={data}/{rows}_val.jsonl",
-            "data.train_batch_size=4",
-            "engine.dtype=float32",
-            "optim.lr=0.002",
-            "optim.weight_decay=0",
-            "trainer.logger=[file]",
-            *changes,
-        ]
+        model = tiny_llama if kind == "process" else classifier
+        base = row_overrides(model, f"{data}/{rows}_train.jsonl", f"{data}/{rows}_val.jsonl")
+        return [*base, "optim.weight_decay=0", *changes]
 
     return of
 
@@ -224,7 +215,7 @@ def test_learns_and_measures_held_out_rows(kind, rm_run):
         assert {f"val/{name}" for name in VERDICTS} <= set(after)
         summary = json.loads((run.folder / "summary.json").read_text())
         assert "accuracy" in json.dumps(summary)
-    logged = [json.loads(line) for line in (run.folder / "samples/val/step_000020.jsonl").read_text().splitlines()]
+    logged = run.samples_of(20, "val")
     assert len(logged) == {"regression": 6, "process": 6}.get(kind, 12)
     assert all("response" in row and ("score" in row or "scores" in row) for row in logged)
 
@@ -251,8 +242,7 @@ class TestCheckpoint:
         batch = loaded_data(rm_overrides("sigmoid")).validation.batch(range(6))
         with torch.no_grad():
             scores = reference_scores(model, batch)
-        logged = [json.loads(line) for line in (run.folder / "samples/val/step_000005.jsonl").read_text().splitlines()]
-        assert [row["score"] for row in logged] == pytest.approx(scores.tolist(), rel=1e-4, abs=1e-5)
+        assert [row["score"] for row in run.samples_of(5, "val")] == pytest.approx(scores.tolist(), rel=1e-4, abs=1e-5)
         ppo = tiny_run(
             "reward.custom_reward_function.path=null",
             "reward.reward_model.enable=True",
@@ -261,13 +251,10 @@ class TestCheckpoint:
             "trainer.total_training_steps=1",
             folder="ppo",
         )
-        samples = [
-            json.loads(line) for line in (ppo.folder / "samples/train/step_000001.jsonl").read_text().splitlines()
-        ]
-        ids = [torch.tensor([row["prompt_ids"] + row["response_ids"]]) for row in samples]
+        ids = [torch.tensor([row["prompt_ids"] + row["response_ids"]]) for row in ppo.samples_of()]
         with torch.no_grad():
             expected = [float(model(one).logits[0, 0]) for one in ids]
-        assert [row["score"] for row in samples] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert [row["score"] for row in ppo.samples_of()] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
     @pytest.mark.slow
     def test_opens_with_vllm(self, rm_run, tmp_path):

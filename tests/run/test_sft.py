@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.config.test_sft import SCRIPTS
-from tests.run.conftest import merge, train_run
+from tests.run.conftest import merge, row_overrides, train_run
 from tests.slow import slow
 from verl.cli.main import main
 from verl.config import SFT as SCHEMA
@@ -43,16 +43,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture
 def sft_overrides(tiny_llama, rows):
-    return [
-        f"model.path={tiny_llama}",
-        f"data.train_files={rows}/train.jsonl",
-        f"data.val_files={rows}/val.jsonl",
-        "data.train_batch_size=4",
-        "engine.dtype=float32",
-        "optim.lr=0.002",
-        "trainer.logger=[file]",
-        "trainer.total_epochs=1",
-    ]
+    return [*row_overrides(tiny_llama, f"{rows}/train.jsonl", f"{rows}/val.jsonl"), "trainer.total_epochs=1"]
 
 
 @pytest.fixture
@@ -61,23 +52,15 @@ def sft_run(sft_overrides, tmp_path):
 
 
 QUESTION = [{"role": "user", "content": "q"}]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"tools": TOOLS}, "leaves out the row's tools"),
-        (
-            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": CALL}]},
-            "leaves out tool_calls of message 1",
-        ),
-    ],
-    ids=["tools", "tool_calls"],
-)
-def test_tools_that_the_template_leaves_out_stop_check_and_run(sft_run, sft_overrides, tmp_path, capsys, row, words):
+def test_calls_that_the_template_leaves_out_stop_check_and_run(sft_run, sft_overrides, tmp_path, capsys):
     """Once, they trained as an empty turn, and the dry run printed "Ready to train, 0 warnings"."""
+    row, words = (
+        {"messages": [*QUESTION, {"role": "assistant", "tool_calls": CALL}]},
+        "leaves out tool_calls of message 1",
+    )
     file = tmp_path / "tools.jsonl"
     plain = {"messages": [*QUESTION, {"role": "assistant", "content": "a"}]}
     file.write_text("".join(json.dumps(r) + "\n" for r in [plain, {**plain, **row}] * 4))

@@ -137,7 +137,7 @@ def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
     fails = FAILING.replace("    raise", "    if len(solution_str) % 2:\n        return 1.0\n    raise")
     run = tiny_run(failing_reward(tmp_path, fails), "trainer.total_training_steps=1", "trainer.val_before_train=False")
     (row,) = run.training_rows()
-    samples = [json.loads(line) for line in (run.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
+    samples = run.samples_of()
     failed = [sample for sample in samples if sample["reward_error"]]
     assert 0 < len(failed) < len(samples)
     assert row["critic/score/mean"] == row["critic/score/min"] == 1.0

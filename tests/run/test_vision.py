@@ -9,11 +9,11 @@ from PIL import Image, ImageDraw
 from safetensors import safe_open
 
 from tests.letters_task import REWARD, overrides
-from tests.run.conftest import Run
+from tests.run.conftest import row_overrides, train_run
 from tests.slow import slow
 from tests.vision_families import CONFIGS
 from verl.cli.main import main
-from verl.config import SFT, load_config
+from verl.config import load_config
 from verl.data.dataset import load_dataset
 from verl.errors import DataError, ModelError
 from verl.models.load import load_model, load_tokenizer
@@ -79,15 +79,8 @@ WITH_PROCESSOR = [family for family in CONFIGS if has_processor(family)]
 @pytest.fixture
 def grpo(folder_of, task, tmp_path):
     def run(family, *changes, folder="run"):
-        settings = overrides(
-            folder_of(family),
-            task,
-            "data.max_prompt_length=300",
-            f"trainer.default_local_dir={tmp_path / folder}",
-            *changes,
-        )
-        assert train(load_config(settings)) == 0
-        return Run(tmp_path / folder)
+        base = overrides(folder_of(family), task, "data.max_prompt_length=300")
+        return train_run(tmp_path / folder, base, changes)
 
     return run
 
@@ -100,20 +93,8 @@ def plain(shared_run, folder_of, task):
 @pytest.fixture
 def sft(folder_of, task, tmp_path):
     def run(family, *changes, folder="run"):
-        settings = [
-            f"model.path={folder_of(family)}",
-            f"data.train_files={task}/sft_train.jsonl",
-            f"data.val_files={task}/sft_val.jsonl",
-            "data.train_batch_size=4",
-            "engine.dtype=float32",
-            "optim.lr=0.002",
-            "trainer.logger=[file]",
-            "trainer.total_training_steps=2",
-            f"trainer.default_local_dir={tmp_path / folder}",
-            *changes,
-        ]
-        assert train(load_config(settings, schema=SFT), program="sft") == 0
-        return Run(tmp_path / folder)
+        base = row_overrides(folder_of(family), f"{task}/sft_train.jsonl", f"{task}/sft_val.jsonl")
+        return train_run(tmp_path / folder, base, ("trainer.total_training_steps=2", *changes), "sft")
 
     return run
 
@@ -145,7 +126,7 @@ def test_grpo_trains_and_its_checkpoint_opens(family, grpo, folder_of):
     assert len(rows) == 2
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert any(key.startswith("val") for key in rows[-1])
-    samples = [json.loads(line) for line in (run.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
+    samples = run.samples_of()
     pictures = [name for sample in samples for name in sample.get("images", ())]
     assert len(pictures) == sum("?" in s["prompt"] and "images" in s for s in samples)
     assert {file.name for file in (run.folder / "samples/images").iterdir()} >= set(pictures)
@@ -175,8 +156,10 @@ def test_programs_train_on_videos(grpo, sft, videos, folder_of):
     for run in runs:
         assert len(run.training_rows()) == 2
         assert all(moved(original, load_model(saved_model(run)).state_dict()))
-    samples = [json.loads(line) for line in (runs[0].folder / "samples/train/step_000001.jsonl").open()]
-    assert {len(sample.get("images", ())) for sample in samples} >= {1, 2}  # a frame of a video counts as one
+    assert {len(sample.get("images", ())) for sample in runs[0].samples_of()} >= {
+        1,
+        2,
+    }  # a frame of a video counts as one
 
 
 def saved_model(run, step=2):

@@ -8,7 +8,7 @@ import torch
 
 from tests.letters_task import REWARD, overrides
 from tests.models.test_vision import episode_of
-from tests.run.conftest import train_run
+from tests.run.conftest import row_overrides, train_run
 from tests.run.test_vision import FAMILY, dots, is_of_tower, weights
 from verl.config import PREFERENCE, SFT, load_config
 from verl.data.conversations.dataset import load_conversations
@@ -59,12 +59,8 @@ def preferences(model, tmp_path):
         program, row, changes = CASES[name]
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row(i)) + "\n" for i in range(8)))
-        base = [
-            f"model.path={model}", f"data.train_files={file}", f"data.val_files={file}", "data.train_batch_size=4",
-            "engine.dtype=float32", "optim.lr=0.002", "trainer.logger=[file]", "trainer.total_training_steps=2",
-            "trainer.save_freq=2", "trainer.test_freq=2",
-        ]  # fmt: skip
-        return train_run(tmp_path / f"run_{name}", base, changes, program)
+        steps = ("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2")
+        return train_run(tmp_path / f"run_{name}", row_overrides(model, file, file), (*steps, *changes), program)
 
     return run
 
