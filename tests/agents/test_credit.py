@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agents.test_runs import ENDS, INTERACTIONS, ROLLOUT, episodes
+from tests.agents.test_runs import ENDS, ROLLOUT, episodes
 from tests.agents.test_ways import HERE, NO_TOOLS, ONE_STEP, digest
 from tests.config.helpers import load
 from verl.algorithms.advantages import compute_advantage
@@ -14,6 +14,12 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Score
 from verl.roles.reward import RewardWorker
 
+INTERACTIONS = """
+interaction:
+  - name: judge
+    class_name: tests.agents.loops_of_users.Judge
+    config: {patience: 2}
+"""
 LETTERS = [NO_TOOLS, f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.agent.environment={HERE}:Letters"]
 
 
@@ -90,6 +96,9 @@ def test_a_game_trains_by_turns(agent_run, estimator):
     assert row["training/rollout_probs_diff_max"] < 1e-5
     assert row["actor/grad_norm"] > 0
     games = episodes(run)
+    assert {game["messages"][0]["content"].rsplit("\n", 1)[1] for game in games} == {f"Game {i}." for i in range(4)}
+    assert row["num_turns/max"] <= 7
+    assert 0 < row["critic/score/max"] <= 1.75  # 1 + 0.5 + 0.25
     for game in games:
         scores, turns = game["extra"]["rollout_reward_scores"]["turn_scores"], game["extra"].get("turn_rewards", [])
         assert turns == pytest.approx([0.5**k * score for k, score in enumerate(scores)] if any(scores) else [])
@@ -113,15 +122,23 @@ def test_where_a_reward_is_changes_no_sample(agent_run):
 def test_answers_of_a_user_reward_turns(agent_run, changed_rows, tmp_path):
     rows = changed_rows(lambda _, row: row.update(extra_info={"interaction_kwargs": {"name": "judge", "want": "a"}}))
     (tmp_path / "users.yaml").write_text(INTERACTIONS)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(extra_info['rollout_reward_scores'].get('turn_scores', [])) + extra_info['num_turns'] / 100\n"
+    )
     run = agent_run(
         ENDS, NO_TOOLS, f"data.train_files={rows}", ONE_STEP, f"{ROLLOUT}.agent.turn_rewards=True",
-        f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml", "reward.num_workers=1",
+        f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml",
+        f"reward.custom_reward_function.path={tmp_path}/reward.py", "reward.num_workers=1",
     )  # fmt: skip
     (row,) = run.training_rows()
+    assert row["num_turns/max"] == 5  # two answers of the user and two turns of the model, and the prompt
     finished = [e for e in episodes(run) if e["extra"]["finished"]]
     assert finished
     assert all(e["extra"]["turn_rewards"] == [0.25, 0.25] for e in finished)
-    assert row["critic/score/min"] >= 0.25  # the share of letters, and the user's rewards
+    assert row["critic/score/max"] == pytest.approx(
+        2 * 0.25 + 2 * 0.25 + 0.05
+    )  # the function's score, and the user's rewards
 
 
 def test_unfinished_episodes_do_not_train(agent_run):

@@ -23,12 +23,6 @@ tools:
     tool_schema: {type: function, function: {name: calc_gsm8k_reward, description: Score an answer., parameters: {
       type: object, properties: {answer: {type: string, description: the answer}}, required: [answer]}}}
 """
-INTERACTIONS = """
-interaction:
-  - name: judge
-    class_name: tests.agents.loops_of_users.Judge
-    config: {patience: 2}
-"""
 
 
 def episodes(run, kind="episode"):
@@ -70,23 +64,6 @@ def test_a_loop_of_the_users(agent_run, agent_task, tmp_path):
         assert row["num_turns/mean"] == 4
         assert row["critic/score/mean"] == pytest.approx(np.mean([0.5, 0.25, 0.125]))  # rewards of the loop, by sample
         assert row["training/rollout_probs_diff_max"] < 1e-5
-
-
-def test_a_user_answers(agent_run, changed_rows, tmp_path):
-    rows = changed_rows(lambda _, row: row.update(extra_info={"interaction_kwargs": {"name": "judge", "want": "a"}}))
-    (tmp_path / "users.yaml").write_text(INTERACTIONS)
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return sum(extra_info['rollout_reward_scores'].get('turn_scores', [])) + extra_info['num_turns'] / 100\n"
-    )
-    run = agent_run(
-        ENDS, f"data.train_files={rows}", f"{ROLLOUT}.multi_turn.function_tool_path=null",
-        f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml",
-        f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=1",
-    )  # fmt: skip
-    (row,) = run.training_rows()
-    assert row["num_turns/max"] == 5  # two answers of the user and two turns of the model, and the prompt
-    assert row["critic/score/max"] == pytest.approx(2 * 0.25 + 0.05)
 
 
 def test_rows_choose_agents_and_tools(agent_run, changed_rows, tmp_path):

@@ -16,7 +16,7 @@ from verl.rewards.sandbox.limits import Limits
 
 
 @pytest.mark.parametrize("attack", SIX)
-def test_an_attack_costs_one_sample_and_leaves_nothing(attacked, attack):
+def test_an_attack_costs_one_sample_and_leaves_nothing(attacked, attack, caplog):
     pool = attacked()
     before, bad, after = pool.score_all([request("0.25"), request(attack), request("0.5")])
     assert (before.score, before.error) == (0.25, None)
@@ -24,6 +24,7 @@ def test_an_attack_costs_one_sample_and_leaves_nothing(attacked, attack):
     assert bad.score == -0.5
     for words in (SIX[attack], "compute_score", "attacks.py", f"for sample {attack}", "default score -0.5"):
         assert words in bad.error
+    assert attack != "fork_bomb" or "is scored by another reward worker" not in caplog.text
     pool.close()
     assert processes_of(os.getpid()) == []
 
