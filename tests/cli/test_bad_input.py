@@ -261,15 +261,6 @@ def test_when_all_are_damaged_nothing_is_started_over_them(verl, overrides, earl
     assert verl("check", *overrides(LONGER))[0] == 1
 
 
-def test_a_damaged_checkpoint_that_was_asked_for(verl, overrides, earlier):
-    damage(earlier.folder, 2)
-    before = contents(earlier.folder)
-    asked = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": earlier.folder / "global_step_2"}
-    verl.ends(6, "train", *overrides({**LONGER, **asked}), words=["global_step_2 is damaged", "Give another one"])
-    assert contents(earlier.folder) == before
-    assert verl("check", *overrides({**LONGER, **asked}))[0] == 1
-
-
 def test_a_new_start_sets_the_records_of_the_earlier_run_aside(verl, overrides, earlier):
     metrics = earlier.folder.joinpath("metrics.jsonl").read_text()
     said = verl.ends(0, "train", *overrides({**SETTINGS, "trainer.resume_mode": "disable"}))
@@ -300,10 +291,4 @@ def test_export_of_a_damaged_run_makes_nothing(verl, earlier, task):
     assert code == 6
     assert "is damaged (global_step_2: actor/huggingface/model.safetensors" in said
     assert verl("export", earlier.folder, task / "out", "--step=1")[0] == 6
-    assert not (task / "out").exists()
-
-
-def test_export_of_a_step_or_role_that_is_not_there(verl, earlier, task):
-    verl.ends(6, "export", earlier.folder, task / "out", "--step", 9, words=["there are: 2, 1"])
-    verl.ends(6, "export", earlier.folder, task / "out", "--role", "critic", words=["critic"])
     assert not (task / "out").exists()
