@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.rows import config
-from verl.config import PREFERENCE, SCHEMAS, load_config
+from verl.config import PPO, PREFERENCE, SCHEMAS, load_config
 from verl.data import prepare
 from verl.data.dataset import load_dataset
 from verl.data.files import read_rows
@@ -248,10 +248,16 @@ class TestSentiment:
         with pytest.raises(DataError, match="is not the source archive of vaderSentiment 3.3.2.*pip download"):
             sentiment.prepare(archive, tmp_path, num_train=1, num_test=1, seed=1)
 
-    @pytest.mark.parametrize(("name", "schema"), [("rm_smollm2", "rm"), ("dpo_smollm2", "preference")])
-    def test_the_main_jobs_read_these_rows(self, name, schema):
-        config = load_config([], schema=SCHEMAS[schema], config_name=name).config
-        assert config.data.train_files == "work/data/sentiment/train.parquet"
+    @pytest.mark.parametrize(
+        ("name", "schema", "file"),
+        [
+            ("rm_smollm2", "rm", "sentiment/train"), ("dpo_smollm2", "preference", "sentiment/train"),
+            ("sft_shapes", "sft", "shapes/sft_train"), ("grpo_shapes", "ppo", "shapes/grpo_train"),
+        ],
+    )  # fmt: skip
+    def test_the_main_jobs_read_these_rows(self, name, schema, file):
+        config = load_config([], schema=SCHEMAS.get(schema, PPO), config_name=name).config
+        assert config.data.train_files == f"work/data/{file}.parquet"
 
 
 class TestSplit:

@@ -77,11 +77,3 @@ def test_another_file_is_named(tmp_path):
     (tmp_path / "other.whl").write_bytes(b"no archive")
     with pytest.raises(DataError, match="is not scikit-learn's wheel.*pip download"):
         shapes.prepare(tmp_path / "other.whl", tmp_path, num_train=1, num_test=1, seed=1)
-
-
-@pytest.mark.parametrize(("name", "schema"), [("sft_shapes", "sft"), ("grpo_shapes", "ppo")])
-def test_the_main_jobs_read_these_rows(name, schema):
-    from verl.config import PPO, SCHEMAS, load_config
-
-    config = load_config([], schema=SCHEMAS.get(schema, PPO), config_name=name).config
-    assert config.data.train_files == f"work/data/shapes/{name.partition('_')[0]}_train.parquet"
