@@ -45,26 +45,6 @@ def test_frequent_overrides_together_are_a_run():
     assert any("data.return_raw_chat" in n for n in loaded.notices)
 
 
-def test_the_same_with_a_critic():
-    loaded = load(
-        "algorithm.adv_estimator=gae",
-        "data.train_batch_size=1024",
-        f"{ACTOR}.ppo_mini_batch_size=256",
-        "critic.optim.lr=1e-5",
-        "critic.model.path=deepseek-ai/deepseek-llm-7b-chat",
-        "critic.ppo_micro_batch_size_per_gpu=32",
-        "critic.model.use_remove_padding=True",
-        "critic.model.enable_gradient_checkpointing=True",
-        "critic.model.fsdp_config.param_offload=False",
-        "critic.model.fsdp_config.optimizer_offload=False",
-        "algorithm.use_kl_in_reward=False",
-        "trainer.critic_warmup=0",
-        "trainer.logger=['console','wandb']",
-    )
-    assert loaded.config.critic.model.path == "deepseek-ai/deepseek-llm-7b-chat"
-    assert loaded.config.critic.forward_micro_batch_size_per_gpu == 32
-
-
 SYNTAX = [
     ("a.b=1", 1),
     ("a.b=-1", -1),
@@ -205,11 +185,6 @@ def test_wrong_types_are_refused(override, words):
 def test_choices_are_refused_with_the_nearest():
     assert "did you mean 'token-mean'" in refused(f"{ACTOR}.loss_agg_mode=token_mean")
     assert "left" in refused("data.truncation=middel")
-
-
-def test_all_problems_are_said_at_once():
-    message = refused("trainer.total_epoch=1", "data.train_batch_sise=2", "trainer.nnodes=x")
-    assert len(message.splitlines()) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from verl.config import PPO, load_config
 from verl.config.loaded import scalar
 
-from .helpers import ACTOR, FIXTURES, GRPO, ROLLOUT, load, refused
+from .helpers import ACTOR, GRPO, ROLLOUT, load, refused
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -160,6 +160,7 @@ def test_cross_references():
         f"{ACTOR}.loss_agg_mode=token-sum",
         f"{ACTOR}.checkpoint.save_contents=[model]",
         "critic.ppo_max_token_len_per_gpu=777",
+        "critic.ppo_micro_batch_size_per_gpu=32",
         f"{ACTOR}.fsdp_config.dtype=fp32",
         "actor_rollout_ref.model.path=/m",
         "trainer.project_name=p",
@@ -177,6 +178,7 @@ def test_cross_references():
         True,
     )
     assert config.critic.forward_max_token_len_per_gpu == 777
+    assert config.critic.forward_micro_batch_size_per_gpu == 32
     assert group.actor.checkpoint.load_contents == ["model"]
     assert group.ref.fsdp_config.dtype == config.critic.fsdp.dtype == "fp32"
     assert config.critic.model.path == "/m"
@@ -284,23 +286,6 @@ def test_only_kl_coef_means_kl_in_the_reward():
     algorithm = load("algorithm.kl_coef=0.02").config.algorithm
     assert (algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == (0.02, True)
     assert load("algorithm.use_kl_in_reward=True", "algorithm.kl_coef=0.02").config.algorithm.use_kl_in_reward
-
-
-@pytest.mark.parametrize("file", sorted((FIXTURES / "seeds").glob("*.yaml")), ids=lambda f: f.stem)
-def test_published_yaml_is_understood(file):
-    """Each file loads with one device and the native engine; features beyond that are refused by name."""
-    overrides = [f"{ROLLOUT}.name=native", "trainer.nnodes=1", "trainer.n_gpus_per_node=1"]
-    loaded = load_config(overrides, config_path=str(file))
-    assert any("file" in origin for origin in loaded.origins.values())
-
-
-def test_published_kl_ppo_takes_effect():
-    config = load_config(
-        ["trainer.nnodes=1", "trainer.n_gpus_per_node=1"], config_path=str(FIXTURES / "seeds" / "kl_ppo.yaml")
-    ).config
-    assert config.algorithm.use_kl_in_reward
-    assert config.algorithm.kl_ctrl.kl_coef == 0.02
-    assert config.actor_rollout_ref.actor.clip_ratio == 0.2
 
 
 @pytest.mark.parametrize(

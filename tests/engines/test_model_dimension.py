@@ -26,6 +26,7 @@ def test_devices_divide_heads_or_gather_layers(keys, num_ranks, same_as):
 
 
 def test_the_header_says_it():
+    assert FSDPConfig().describe().startswith("all data-parallel devices")
     assert "3D hybrid: model by head, sequences whole, 1 micro-batch between" in FSDPConfig(**HEAD).describe()
     assert "by head" not in FSDPConfig(**{**HEAD, "model_dimension": "layer"}).describe()
 

@@ -16,16 +16,8 @@ from verl.config import load_config
 from verl.rollout.native.compiled.library import kernels
 from verl.run.host import train
 from verl.tracking.files import read_metrics
-from verl.trainer import DynamicConfigScheduler
 from verl.trainer.logger import RLLogger
 from verl.trainer.rl_trainer import RLTrainer
-
-# 4.4: warm-up, the steady phase, the late one
-PHASES = [
-    {"from_step": 1, "changes": {"batch_group_size": 1}},
-    {"from_step": 3, "changes": {"batch_group_size": 4}},
-    {"from_step": 5, "changes": {"enable_chunked_attention": False}},
-]
 
 
 def shell(script, folder, **environment):
@@ -86,13 +78,6 @@ def test_3_3_fragments(settings, tmp_path):
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert 0 < row["rollout/kv_fragmentation"] < 1
     assert row["rollout/num_preempted"] == 0
-
-
-@pytest.mark.seed("C6")
-def test_4_4_phases_of_training():
-    scheduler = DynamicConfigScheduler(PHASES)
-    assert [scheduler.values(step).get("batch_group_size") for step in (1, 2, 3, 4, 9)] == [1, 1, 4, 4, 4]
-    assert [scheduler.values(step).get("enable_chunked_attention") for step in (4, 5)] == [None, False]
 
 
 @pytest.mark.seed("F2")

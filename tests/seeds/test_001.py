@@ -3,7 +3,6 @@
 Its YAML (4.1, 5.3, 6.1, 6.2) is in test_yaml.py, its commands (2.3, 4.2) are in tests/runtime/test_example.py.
 """
 
-import functools
 import importlib
 import sys
 
@@ -105,24 +104,6 @@ def test_3_3_a_dataflow():
     assert data_flow == [-20.0, 0.0, 20.0]
 
 
-@pytest.mark.seed("G6")
-def test_4_3_tensorboard(tmp_path, monkeypatch):
-    """The tags of the document, from the metrics of a run."""
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from verl.tracking.sinks.api import RunInfo, make_sink
-
-    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "runs/ppo_experiment_001"))
-    sink = make_sink("tensorboard", RunInfo(tmp_path, "project", "experiment"))
-    sink.start()
-    sink.log({"critic/vf_loss": 0.5, "critic/score/mean": 0.25}, 1)
-    sink.close()
-    events = EventAccumulator(str(tmp_path / "runs/ppo_experiment_001"))
-    events.Reload()
-    assert [events.Scalars(tag)[0].value for tag in ("loss/critic", "reward/mean")] == [0.5, 0.25]
-
-
 @pytest.mark.seed("B11", "G7")
 def test_5_1_a_model_of_ones_own(my_models, my_custom_model, tiny_llama):
     from transformers import AutoModelForCausalLM
@@ -164,11 +145,3 @@ def test_5_2_a_wrap_policy(tiny_llama, tmp_path):
     module = load_model(tiny_llama)
     chosen = _chosen_by(config.wrap_policy_fn, list(module.modules()))
     assert {type(part).__name__ for part in chosen} == {"LlamaDecoderLayer", "LlamaAttention"}
-
-
-@pytest.mark.seed("G7", "F9")
-def test_6_3_consistency_and_the_header(tiny_llama):
-    from verl.utils import check_model_consistency
-
-    assert functools.reduce(max, [check_model_consistency(str(tiny_llama))["largest_difference"]]) < 1e-5
-    assert "all data-parallel devices" in FSDPConfig().describe()

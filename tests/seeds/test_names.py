@@ -112,7 +112,7 @@ def test_init_context_makes_parameters_in_host_memory():
             assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
-@pytest.mark.seed("G8")
+@pytest.mark.seed("C4", "G8")
 def test_the_switch_as_a_block(tiny_llama):
     with ActorRolloutRefWorker(str(tiny_llama), overrides=SMALL) as worker:
         manager = MegatronVLLMShardingManager(worker)
