@@ -66,12 +66,6 @@ def test_common_keys_exist_and_have_an_effect():
         assert [path for path in keys if SCHEMAS[name].leaves[path].inert] == []
 
 
-def test_help_shows_sections_and_defaults(verl):
-    with pytest.raises(SystemExit) as end:
-        verl("train", "--help")
-    assert end.value.code == 0
-
-
 def test_help_text(capsys):
     with pytest.raises(SystemExit):
         parse("train", "about it", ["-h"])

@@ -1,14 +1,23 @@
-"""The numbered examples run as written, each in its own folder."""
+"""The examples run as written: the numbered ones each in its own folder, the files of examples/agents as their first lines say,
+the preparation scripts (which need the extra 'scripts'), and the notebook in a Jupyter kernel."""
 
+import importlib.util
+import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.data.rows import config
 from tests.forked import run_forked
 from tests.slow import slow
+from verl.data.dataset import load_dataset
+from verl.models.tiny import make_tiny_model, make_tokenizer
+from verl.rewards.scorers.route import default_compute_score
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("0*.py"))
@@ -56,3 +65,123 @@ def test_example_runs(script, start, tmp_path):
         assert abs(kl[0]) < 0.01 < kl[1] < kl[2]
     for run in runs:
         assert (run / "summary.json").exists()
+
+
+ROOT = Path(__file__).parents[2]
+AGENTS = ROOT / "examples/agents"
+LINES = {"tool.py": 30, "environment.py": 40}
+
+
+def test_they_are_short():
+    for name, most in LINES.items():
+        assert len((AGENTS / name).read_text().splitlines()) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tool", "environment", "openai_agent"])
+def test_they_train(name, tmp_path, monkeypatch):
+    from verl.cli.main import main
+
+    if name == "openai_agent" and not all(map(importlib.util.find_spec, ("openai", "uvicorn"))):
+        pytest.skip("needs openai and the extra agents")
+    monkeypatch.chdir(ROOT)
+    make_tiny_model(tmp_path / "model")
+    rows = [
+        {
+            "data_source": "powers",
+            "prompt": [{"role": "user", "content": f"What is 2 to the power of {i}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(2**i)},
+        }
+        for i in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = (AGENTS / f"{name}.py").read_text()
+    command = re.split(r'\n\n|"""', text[text.index("verl train") :])[0].replace("\\\n", " ")
+    names = {"MODEL": f"{tmp_path}/model", "ROWS": f"{tmp_path}/rows.jsonl"}
+    for shipped, value in names.items():
+        command = command.replace(f"={shipped}", f"={value}")
+    words = [word.replace("command:python", f"command:{sys.executable}") for word in shlex.split(command)[1:]]
+    code = main(
+        [
+            *words,
+            "data.train_batch_size=4",
+            "data.max_prompt_length=600",
+            "data.max_response_length=120",
+            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.rollout.stop=['\\n']",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "trainer.total_training_steps=1",
+            f"trainer.default_local_dir={tmp_path}/run",
+        ]
+    )
+    assert code == 0
+    episodes = [
+        record
+        for line in (tmp_path / "run/episodes/step_000001.rank0.jsonl").read_text().splitlines()
+        if (record := json.loads(line))["kind"] == "episode"
+    ]
+    assert len(episodes) == 8
+    assert not [record["error"] for record in episodes if record["error"]]
+
+
+PREPARATION = {
+    "gsm8k": ({"question": "What is 40 + 2?", "answer": "40 + 2 = 42\n#### 42"}, "42", "so\n#### 42"),
+    "math_dataset": (
+        {"problem": "What is $\\frac{1}{2} + \\frac14$?", "solution": "It is $\\boxed{\\frac{3}{4}}$."},
+        "\\frac{3}{4}",
+        "thus \\boxed{\\frac{3}{4}}",
+    ),
+}
+
+
+def test_there_is_one_row_for_each_script():
+    assert {file.stem for file in (ROOT / "examples/data_preprocess").glob("*.py")} == set(PREPARATION)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs the extra 'scripts' (datasets)")
+@pytest.mark.parametrize("name", PREPARATION)
+def test_a_preparation_script_makes_rows_that_train(name, tmp_path):
+    row, truth, answer = PREPARATION[name]
+    for split, number in (("train", 5), ("test", 2)):
+        (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * number)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / f"examples/data_preprocess/{name}.py"), "--local_dataset_path", str(tmp_path),
+         "--local_save_dir", str(tmp_path / "out"), "--hdfs_dir", str(tmp_path / "shared")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "shared/out/test.parquet").exists()
+    rows = load_dataset(str(tmp_path / "out/train.parquet"), make_tokenizer(), config(max_prompt_length=500))
+    assert len(rows) == 5
+    assert rows[3]["reward_model"] == {"style": "rule", "ground_truth": truth}
+    assert rows[3]["index"] == 3
+    scored = default_compute_score(rows[3]["data_source"], answer, truth, rows[3]["extra_info"])
+    assert (scored["score"] if isinstance(scored, dict) else scored) == 1
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_curve_metrics_and_samples(tmp_path, monkeypatch):
+    nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
+    pytest.importorskip("ipykernel", reason="needs ipykernel")
+    pytest.importorskip("pandas", reason="needs the extra scripts")
+    monkeypatch.setenv("MODEL", str(make_tiny_model(tmp_path / "model")))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    kernels = tmp_path / "jupyter" / "kernels" / "python3"
+    kernels.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel = {"argv": command, "display_name": "Python 3", "language": "python"}
+    (kernels / "kernel.json").write_text(json.dumps(kernel))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    notebook = nbformat.read(ROOT / "examples" / "notebooks" / "grpo.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=resources).execute()
+    outputs = [cell.get("outputs", []) for cell in notebook.cells if cell.cell_type == "code"]
+    html = ["".join(o["data"].get("text/html", "") for o in cell if "data" in o) for cell in outputs]
+    assert "<svg" in html[1]
+    assert "at step 2 of 2" in html[1]
+    assert "critic/score/mean" in html[2]
+    assert html[3].count("<tr") == 6  # a header and five samples
+    printed = "".join(o["text"] for o in outputs[4] if o["output_type"] == "stream" and o["name"] == "stdout")
+    assert [line.split()[0] for line in printed.splitlines() if line[:1].isdigit()] == ["1", "2", "3"]

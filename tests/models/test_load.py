@@ -117,13 +117,6 @@ def test_missing_tensors(copy_of):
         load_causal_lm(folder)
 
 
-def test_an_encoder_is_not_a_causal_language_model(tmp_path):
-    config = transformers.T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration"):
-        load_causal_lm(tmp_path)
-
-
 def test_a_vision_language_model_is_named_as_what_it_is(tmp_path):
     config = transformers.Ovis2Config(architectures=["Ovis2ForConditionalGeneration"])
     config.save_pretrained(tmp_path)

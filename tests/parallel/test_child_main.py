@@ -1,7 +1,8 @@
 """No process that verl starts imports a module of the current folder, nor takes one of a user's folder for the standard
-library's."""
+library's; and signals that a child does not hear."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from tests.house.source import files
 from tests.slow import slow
 from verl.data_proto.samples import ScoreRequest
-from verl.parallel.child_processes import python_command
+from verl.parallel.child_processes import blocked_sigterm, python_command
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.pool import RewardPool
 from verl.rewards.sandbox import launch
@@ -89,3 +90,42 @@ def test_a_process_has_the_verl_of_its_parent(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(other))
     done = subprocess.run(python_command("place"), capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == str(files()["verl.errors"]), done.stderr
+
+
+HEARS = "from verl.parallel.child_processes import unblock_sigterm\nunblock_sigterm()"
+# the source of a process that gets SIGTERM, then starts a child and sends it SIGTERM
+PROGRAM = """
+import os, signal, subprocess, sys
+{first}
+print("ready", flush=True)
+input()
+own = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+own.terminate()
+own.communicate(b"\\n", timeout=20)
+print(own.returncode)
+"""
+
+
+def start(first):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(first=first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGTERM)
+    return process
+
+
+def test_a_process_and_its_children_do_not_get_sigterm():
+    with blocked_sigterm():
+        process = start("")
+    assert process.communicate(b"\n", timeout=30)[0] == b"0\n"
+    ordinary = start("")
+    ordinary.communicate(timeout=30)
+    assert ordinary.returncode == -signal.SIGTERM
+
+
+def test_a_process_goes_on_and_its_children_get_sigterm():
+    with blocked_sigterm():
+        process = start(HEARS)
+    assert process.communicate(b"\n", timeout=30)[0] == b"-15\n"
+    assert process.returncode == 0

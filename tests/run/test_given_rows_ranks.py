@@ -1,5 +1,5 @@
-"""Fine-tuning, preference optimization and reward models on two ranks: losses and validation equal the values of one process in
-every arrangement."""
+"""Fine-tuning, preference optimization, reward models and distillation on two ranks: losses and validation equal the values of
+one process in every arrangement; the teacher is divided like the student."""
 
 import json
 import subprocess
@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from tests.run.conftest import Run
+from tests.run.conftest import Run, merge, train_run
 from tests.run.test_rm import KINDS, ROWS
 from tests.runtime.ranks import ROOT, environment, run
+from verl.models.tiny import make_tiny_model
 
 REWARD_MODELS = ("sigmoid", "regression", "process")
 LOSSES = {
@@ -132,3 +133,51 @@ def test_two_actors_on_ray_are_one_process(alone, job, folder):
     assert not done.returncode, (done.stdout + done.stderr)[-3000:]
     for loss in ("sft", "sigmoid"):
         assert_same(loss, Run(folder / loss / "ray").rows, alone[loss])
+
+
+LOSS = "distillation.distillation_loss"
+TEACHER_WAYS = {
+    "fsdp2": ["actor_rollout_ref.actor.strategy=fsdp2"],
+    "tensor2": ["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"],
+}
+DISTILLED = (
+    "distillation/loss",
+    "distillation/student_mass",
+    "distillation/teacher_mass",
+    "actor/loss",
+    "actor/grad_norm",
+)
+
+
+@pytest.mark.slow
+def test_distillation_on_two_ranks_is_one_process(tiny_overrides, tmp_path):
+    from tests.runtime.wide_norms import widen
+
+    teacher = make_tiny_model(tmp_path / "teacher", seed=11)
+    common = merge(
+        tiny_overrides,
+        (
+            "actor_rollout_ref.model.external_lib=tests.runtime.wide_norms",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float64",
+            "actor_rollout_ref.actor.optim.lr=0.0002",
+            "distillation.enabled=True",
+            f"distillation.teacher_models.teacher_model.model_path={teacher}",
+            "distillation.teacher_models.teacher_model.inference.dtype=float64",
+            f"{LOSS}.loss_mode=jsd",
+            f"{LOSS}.topk=8",
+            f"{LOSS}.use_task_rewards=False",
+        ),
+    )
+    jobs = [
+        {"program": "ppo", "overrides": [*common, *changes, f"trainer.default_local_dir={tmp_path / name}"]}
+        for name, changes in TEACHER_WAYS.items()
+    ]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    run(2, "tests.runtime.several_runs", tmp_path / "jobs.json", timeout_s=180)
+    with pytest.MonkeyPatch.context() as patch:
+        widen(patch)
+        expected = train_run(tmp_path / "alone", common).training_rows()
+    for name in TEACHER_WAYS:
+        for row, expected_row in zip(Run(tmp_path / name).training_rows(), expected, strict=True):
+            values = {metric: row[metric] for metric in DISTILLED}
+            assert values == pytest.approx({metric: expected_row[metric] for metric in DISTILLED}, rel=1e-6), name

@@ -1,8 +1,5 @@
 """Whole files: lengths, counts, order over epochs."""
 
-import gzip
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -152,14 +149,6 @@ class TestSummary:
         assert summary.sentences()[-1] == "Rows that cannot be used: 33."
         with pytest.raises(DataError, match="row 1 .*fits no format"):
             load(path)
-
-    def test_files_are_read_as_everywhere(self, tmp_path):
-        path = tmp_path / "a.json.gz"
-        with gzip.open(path, "wt") as file:
-            json.dump(TEXTS, file)
-        assert len(load(path)) == 3
-        with pytest.raises(DataError, match="list of data files is empty"):
-            load([])
 
 
 class TestCustomClass:
