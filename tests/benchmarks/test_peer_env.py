@@ -5,6 +5,8 @@ import subprocess
 import peer_env
 import pytest
 
+from tests.run import trl_oracle
+
 
 @pytest.fixture
 def ran(monkeypatch):
@@ -72,3 +74,9 @@ def test_environments_lie_where_git_does_not_look():
     assert "/work" in ignored
     for name in peer_env.PEERS:
         assert peer_env.default_folder(name).is_relative_to(peer_env.ROOT / "work")
+
+
+def test_a_comparison_is_skipped_where_its_peer_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(trl_oracle.peer_env, "default_folder", lambda name: tmp_path / name)
+    with pytest.raises(pytest.skip.Exception, match=r"vllm is not there; benchmarks/peers/peer_env.py makes it"):
+        trl_oracle.python_of("vllm")

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
 from tests.run import conftest as runs
-from tests.run.trl_oracle import peer_env
+from tests.run.trl_oracle import peer_env, python_of
 from tests.slow import slow
 from verl import RLRunner
 from verl.errors import ConfigError, DataError, RewardError
@@ -269,8 +269,7 @@ class TestArgumentsOfTRL:
     @pytest.mark.slow
     def test_the_configs_next_to_the_scripts_match_trl(self, trl, tmp_path):
         """Names and defaults, after TRL's own checks."""
-        if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-            pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
+        python = python_of("trl")
         configs = {
             name: getattr(trl, name)(str(tmp_path), use_cpu=True) for name in ("SFTConfig", "GRPOConfig", "DPOConfig")
         }
@@ -286,7 +285,7 @@ class TestArgumentsOfTRL:
             "print(json.dumps({n: {f: getattr(configs[n], f) for f in fields} for n, fields in wanted.items()}))"
         )
         done = subprocess.run(
-            [peer_env.python_of(peer_env.default_folder("trl")), "-c", code, json.dumps(ours), str(tmp_path)],
+            [python, "-c", code, json.dumps(ours), str(tmp_path)],
             env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=280,
         )  # fmt: skip
         assert not done.returncode, done.stderr[-3000:]

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from tests.roles.test_reward_model import make_classifier
 from tests.run.conftest import merge, row_overrides, train_run
-from tests.run.trl_oracle import peer_env
+from tests.run.trl_oracle import peer_env, python_of
 from verl.cli.main import main
 from verl.config import RM, StepGuardsConfig, load_config
 from verl.data_proto.proto import DataProto
@@ -261,8 +261,7 @@ class TestCheckpoint:
         """A model with heads of 32, which vLLM's kernels for CPUs have."""
         from transformers import AutoModelForSequenceClassification
 
-        if not peer_env.is_ready("vllm", peer_env.default_folder("vllm")):
-            pytest.skip("vLLM's environment is not there; benchmarks/peers/peer_env.py makes it")
+        python = python_of("vllm")
         model = make_tiny_model(
             tmp_path / "model", "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2
         )
@@ -279,7 +278,7 @@ class TestCheckpoint:
         )
         (tmp_path / "score.py").write_text(code)
         done = subprocess.run(
-            [peer_env.python_of(peer_env.default_folder("vllm")), tmp_path / "score.py", folder, json.dumps(prompts)],
+            [python, tmp_path / "score.py", folder, json.dumps(prompts)],
             env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
             capture_output=True, text=True, timeout=280,
         )  # fmt: skip

@@ -15,12 +15,18 @@ NUM_STEPS, BATCH_SIZE = 10, 4
 peer_env = load_module(str(ROOT / "benchmarks" / "peers" / "peer_env.py"))
 
 
+def python_of(peer):
+    """The Python of the environment of `peer`. Skips the test where it is not there."""
+    python = peer_env.python_of(peer_env.default_folder(peer))
+    if not python.exists():
+        pytest.skip(f"The environment of {peer} is not there; benchmarks/peers/peer_env.py makes it")
+    return python
+
+
 def answer_of(script, task, folder):
-    """The answer of a `script` of this folder to `task` in TRL's environment. Skips the test where it is not there."""
-    if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-        pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
+    """The answer of a `script` of this folder to `task` in TRL's environment."""
+    python = python_of("trl")
     (folder / "task.json").write_text(json.dumps(task))
-    python = peer_env.python_of(peer_env.default_folder("trl"))
     done = subprocess.run(
         [python, Path(__file__).parent / script, folder / "task.json", folder / "answer.json"],
         env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
