@@ -28,6 +28,9 @@ FACTS = (
     *("packing", "max_length", "precompute_ref_log_probs"),
 )
 
+# ours does not train on what a template writes behind the token that ends a turn
+WITHOUT_LINE_END = "{{% set chat %}}{}{{% endset %}}{{{{ chat if add_generation_prompt else chat.rstrip() }}}}"
+
 
 def common_settings(work: dict[str, Any], rows_per_step: int, micro_batch: int, folder: str) -> dict[str, Any]:
     """Settings of every trainer: one optimizer update for the rows of a step. Everything else is TRL's default."""
@@ -154,11 +157,14 @@ class RowsSide:
             row["images"] = [picture_in(url) for url in row["images"]]
             row["prompt"][0]["content"] = row["prompt"][0]["content"].removeprefix("<image>")  # TRL writes it
         chosen = {**common_settings(work, work["rows_per_step"], micro_batch, folder), "weight_decay": 0.01, **settings}
+        processor = (AutoProcessor if "images" in rows[0] else AutoTokenizer).from_pretrained(work["model"])
+        if isinstance(processor.chat_template, str):
+            processor.chat_template = WITHOUT_LINE_END.format(processor.chat_template)
         self.trainer = in_file_order(work["trainer"])(
             model=work["model"],
             args=getattr(trl, f"{work['trainer']}Config")(**chosen),
             train_dataset=Dataset.from_list(rows),
-            processing_class=(AutoProcessor if "images" in rows[0] else AutoTokenizer).from_pretrained(work["model"]),
+            processing_class=processor,
         )
         self.probe = WeightProbe(self.trainer.model)
 

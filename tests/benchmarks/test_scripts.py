@@ -7,8 +7,11 @@ import peers_cpu
 import preference_cpu
 import pytest
 import rollout_cpu
+import sft_cpu
 import torch
 from workload import WeightProbe
+
+from tests.run.trl_oracle import python_of
 
 
 def saved(folder):
@@ -57,3 +60,13 @@ def test_preference_cpu(tiny_llama, tmp_path):
     assert first == pytest.approx(math.log(2), abs=1e-5)
     assert second != first
     assert saved(tmp_path)["facts"]["verl"]["tokens_per_step"] == 2 * 2 * 12
+
+
+@pytest.mark.slow
+def test_sft_cpu(tiny_llama, tmp_path):
+    """Both sides train on the same tokens, to the same loss; a template's line end behind a turn is none of them."""
+    python_of("trl")
+    rows = ["--rows", "2", "--letters", "2", "6", "--rounds", "1", "--trl", "unpacked", "--logs", str(tmp_path)]
+    report = sft_cpu.main(["--model", str(tiny_llama), *rows, "--json", str(tmp_path / "r.json")])
+    assert report.results["loss_gaps"]["trl unpacked"] < 1e-5
+    assert set(saved(tmp_path)["results"]["losses"]) == {"verl", "trl unpacked"}
