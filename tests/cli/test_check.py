@@ -256,6 +256,16 @@ def test_cache_shares_prompts():
     assert resources.cache_bytes(shape, 8, 4, prompt=100, response=10, width=4) == per_token * (8 * 10 + 2 * 100)
 
 
+def test_activations_that_the_sampler_keeps_are_counted(tiny_llama):
+    at_most = {"rollout.reuse_activations_gb": 0.003, "actor.fsdp_config.dtype": "bfloat16"}
+    subject = subject_of(*(f"actor_rollout_ref.{key}={value}" for key, value in at_most.items()))
+    shape = resources.ModelShape(2, 64, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=1000)
+    (line,) = resources.check_memory(dataclasses.replace(subject, policy=shape))
+    assert "activations for reuse 0.00" in line.text
+    assert resources._recorded_bytes(subject.config, shape, 10**9) == 3_000_000
+    assert resources._recorded_bytes(subject.config, shape, 4_000_000) == 1_000_000
+
+
 def test_reference_and_critic_count_only_where_they_are(tiny_llama):
     shape = resources.ModelShape(2, 64, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=1000)
 

@@ -59,7 +59,8 @@ def run_plan(argv: list[str]) -> int:
     _check_simulation(arguments.options.simulate, arguments.options.steps)
     loaded = arguments.load(check=False)
     loaded = with_run_folder(loaded) if request.apply else loaded
-    config, flow, engine = loaded.config, dataflow_of(loaded.config), engine_of(request, loaded.config)
+    config, engine = loaded.config, engine_of(request, loaded.config)
+    flow = dataflow_of(config, on_cpu=request.cluster.gpu == "cpu")
     rules = rules_of(request, config, flow.roles)
     plans = search(flow, cluster_of(request.cluster, loaded), workload_of(config, request.workload), rules)
     best, second = plans[0], plans[1] if len(plans) > 1 else None

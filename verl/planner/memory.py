@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal
 
+from verl.config.sections.rollout import MOST_REUSED_TOKENS
 from verl.planner.shapes import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -279,6 +280,17 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int) -> float:
     repeated."""
     elements = shape.kv_elements if shape.is_latent else shape.kv_elements / min(tensor, shape.kv_heads)
     return 2 * elements * shape.num_layers
+
+
+def recorded_activations(shape: ModelShape, tokens: float, most: float) -> float:
+    """Bytes of the activations of `tokens` tokens that the sampler keeps for the update, at most `most`
+    (verl/models/cpu/reuse.py); 0 for models that record none."""
+    if shape.is_mixture or shape.is_latent or shape.tower:
+        return 0.0
+    qkv = shape.query_size + 2 * shape.kv_heads * shape.head_dim
+    layer = WEIGHT * (2 * shape.hidden + qkv + shape.output_size + shape.num_in * shape.intermediate)
+    token = shape.num_layers * (layer + FLOAT32 * shape.heads) + WEIGHT * shape.hidden
+    return min(token * min(tokens, MOST_REUSED_TOKENS), most)
 
 
 def rollout_weights(shape: ModelShape, tensor: int) -> float:

@@ -13,9 +13,18 @@ from functools import lru_cache
 
 import numpy as np
 
+from verl.config.sections.rollout import REUSED_SHARE
 from verl.planner.cluster import Cluster
 from verl.planner.generation import generation_memory, time_generate, time_transition
-from verl.planner.memory import Bytes, EngineLayout, ParallelLayout, forward_memory, memory, training_state
+from verl.planner.memory import (
+    Bytes,
+    EngineLayout,
+    ParallelLayout,
+    forward_memory,
+    memory,
+    recorded_activations,
+    training_state,
+)
 from verl.planner.shapes import ModelShape
 from verl.planner.step_time import Time, time_forward, time_train
 from verl.planner.workload import Dataflow, SequenceBatch, Workload
@@ -122,7 +131,7 @@ def options(
     if role != "actor" or not flow.generates or alone:
         return tuple(trained)
     rollouts = front(_rollouts(flow, cluster, workload, space))
-    return tuple(_fronts(_together(flow, cluster, trained, rollouts, space), space))
+    return tuple(_fronts(_together(flow, cluster, workload, trained, rollouts), space))
 
 
 def _trained(flow: Dataflow, role: str, cluster: Cluster, workload: Workload, space: Space) -> Iterator[Option]:
@@ -221,15 +230,19 @@ def _rollout_sizes(shape: ModelShape, cluster: Cluster, space: Space) -> Iterato
 
 
 def _together(
-    flow: Dataflow, cluster: Cluster, trained: list[Option], rollouts: list[Option], space: Space
+    flow: Dataflow, cluster: Cluster, workload: Workload, trained: list[Option], rollouts: list[Option]
 ) -> Iterator[Option]:
-    """The actor's training with a rollout on the same devices: the state stays (or is on the host), all else takes turns."""
+    """The actor's training with a rollout on the same devices: the state stays (or is on the host), and so do activations that
+    the update reuses; all else takes turns."""
     shape = flow.shapes["actor"]
+    most = min(flow.reused_bytes, cluster.memory / REUSED_SHARE)
+    recorded = Bytes(activations=recorded_activations(shape, workload.batch.tokens, most))
     for own in trained:
         for other in rollouts:
             assert own.layout is not None
             assert other.rollout is not None
-            if own.resident + max(own.peak, other.peak) > cluster.memory:
+            resident = own.resident + recorded.total
+            if resident + max(own.peak, other.peak) > cluster.memory:
                 continue
             moved = time_transition(shape, own.layout, other.rollout, cluster, colocated=True)
             generate = other.times["generate"] + Time.of(weight_sync=moved)
@@ -237,10 +250,8 @@ def _together(
             stage = max(range(len(other.seconds)), key=lambda i: other.seconds[i])
             seconds = tuple(round_up(s + (moved if i == stage else 0.0)) for i, s in enumerate(seconds))
             times = {**own.times, "generate": generate}
-            parts = {**own.parts, **other.parts}
-            yield Option(
-                "actor", seconds, own.resident, max(own.peak, other.peak), own.layout, other.rollout, times, parts
-            )
+            parts = {kind: part + recorded for kind, part in {**own.parts, **other.parts}.items()}
+            yield Option("actor", seconds, resident, max(own.peak, other.peak), own.layout, other.rollout, times, parts)
 
 
 def parallel_layouts(

@@ -217,10 +217,10 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
     return round(shape.num_layers * sum(rank * (n + k) for n, k in sizes))
 
 
-def dataflow_of(config: RunConfig) -> Dataflow:
+def dataflow_of(config: RunConfig, *, on_cpu: bool = False) -> Dataflow:
     """The roles and calls of the config of a program. Raises ConfigError for a model whose shape is not known."""
     if isinstance(config, PPOConfig):
-        return _ppo(config)
+        return replace(_ppo(config), reused_bytes=reused_bytes(config) if on_cpu else 0.0)
     shape, rank = shape_of(config.model.path), config.model.lora_rank
     trainable = lora_parameters(shape, rank) if rank else None
     if isinstance(config, PreferenceConfig):
@@ -229,6 +229,17 @@ def dataflow_of(config: RunConfig) -> Dataflow:
         reference = shape_of(config.ref.model_path or config.model.path) if own else None
         return Dataflow.preference(shape, reference, trainable)
     return Dataflow.sft(shape, trainable, name="rm" if isinstance(config, RMConfig) else "sft")
+
+
+def reused_bytes(config: PPOConfig) -> float:
+    """Most bytes of activations that the sampler of a run on a CPU keeps for the update (verl/rollout/native/recording.py)."""
+    from verl.parallel.device import compute_dtype, resolve_device
+
+    group, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    dtype = compute_dtype(group.actor.fsdp_config.dtype, resolve_device("cpu"))
+    ahead = rollout.prefetch_num or rollout.kv_cache_config.enable_paged_attention
+    records = rollout.name == "native" and not ahead and not group.model.lora_rank and str(dtype) == "torch.bfloat16"
+    return rollout.reuse_activations_gb * 1e9 if records else 0.0
 
 
 def _ppo(config: PPOConfig) -> Dataflow:

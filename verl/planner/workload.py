@@ -44,6 +44,7 @@ class Dataflow:
     stages: tuple[tuple[Call, ...], ...]
     trainable: int | None = None  # parameters of the actor that train; None: all
     frozen_width: int | None = None  # bytes of a weight that does not train; None: as it computes
+    reused_bytes: float = 0.0  # most bytes of activations that the sampler keeps on a CPU for the update
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(sorted(self.shapes.items())), self.stages, self.trainable, self.frozen_width))

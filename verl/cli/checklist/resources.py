@@ -19,9 +19,11 @@ from verl.config import FSDPConfig, PPOConfig, PreferenceConfig, SFTConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.actor import ActorConfig
+from verl.config.sections.rollout import REUSED_SHARE
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 from verl.parallel.memory import available_memory, memory_limit
-from verl.planner.memory import WEIGHT, ParallelLayout, kv_bytes_per_token, memory
+from verl.planner.memory import WEIGHT, ParallelLayout, kv_bytes_per_token, memory, recorded_activations
+from verl.planner.request import reused_bytes
 from verl.planner.shapes import ModelShape
 
 FLOAT32 = 4
@@ -178,6 +180,8 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         keys = "ppo_max_token_len_per_gpu or rollout.max_num_seqs"
         if reserved and (parts[_ENGINE] == reserved or not rollout.free_cache_engine):
             keys = _share_that_fits(parts, reserved, free, capacity, size * width)
+        if device.type == "cpu" and (recorded := _recorded_bytes(subject.config, subject.policy, free)):
+            parts["activations for reuse"] = recorded
     else:
         parts = memory_of_fine_tuning(subject.config, subject.policy, width, on_host)
     total = sum(parts.values())
@@ -193,6 +197,13 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         host = available_memory()
         said = f"{on_host / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by offload"
         yield passed(said) if on_host <= host else fail(f"{said}; use a smaller model, or offload less")
+
+
+def _recorded_bytes(config: PPOConfig, policy: ModelShape, free: int) -> int:
+    """Bytes of activations that the sampler keeps for the update, where all samples have their longest lengths."""
+    rollout = config.actor_rollout_ref.rollout
+    tokens = config.data.train_batch_size * (rollout.prompt_length + rollout.n * rollout.response_length)
+    return int(recorded_activations(policy, tokens, min(reused_bytes(config), free // REUSED_SHARE)))
 
 
 def _share_that_fits(parts: dict[str, int], reserved: int, free: int, capacity: int, weights: int) -> str:

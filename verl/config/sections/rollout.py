@@ -13,6 +13,9 @@ _SAMPLED = "existing releases sample whatever do_sample says"
 AGENTS = "runs_agents"
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 SERVICE = "actor_rollout_ref.rollout.name=http|sglang"
+# of activations that the sampler keeps: listing more slots in each step takes longer than the forward of a tiny model
+MOST_REUSED_TOKENS = 1 << 16
+REUSED_SHARE = 4  # the part of free memory is at most 1 / REUSED_SHARE
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from verl.config.sections.rollout import MOST_REUSED_TOKENS
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.lora import is_adapter
 from verl.models.packing import PackedBatch
 
 log = logging.getLogger(__name__)
-
-_MOST_TOKENS = 1 << 16  # listing more slots in each step takes longer than the forward of a tiny model
 
 
 class LayerActivations(NamedTuple):
@@ -44,7 +43,7 @@ class ActivationStore:
 
     def __init__(self, decoder: DenseDecoder, num_bytes: int):
         widths = _widths(decoder)
-        self.capacity, layers = min(num_bytes // bytes_per_token(decoder), _MOST_TOKENS), len(decoder.layers)
+        self.capacity, layers = min(num_bytes // bytes_per_token(decoder), MOST_REUSED_TOKENS), len(decoder.layers)
         halves = [
             torch.empty(layers + (name == "x"), self.capacity, width, dtype=torch.bfloat16)
             for name, width in widths.items()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from verl.config import full_key
+from verl.config.sections.rollout import REUSED_SHARE
 from verl.data_proto.samples import SampleKey
 from verl.models.cpu.reuse import ActivationStore, store_for
 from verl.models.cpu.weights import DenseDecoder
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from verl.models.hf_module import HFModule
     from verl.rollout.layout import Chunk
     from verl.rollout.native.batch import BatchRows, Group
-
-_SHARE = 4  # of free memory
 
 
 def obstacle(module: HFModule, config: RolloutConfig) -> str | None:
@@ -46,7 +45,7 @@ def open_records(module: HFModule, config: RolloutConfig, step: int) -> SlotReco
     if decoder is None or obstacle(module, config) is not None:
         return None
     most = int(config.reuse_activations_gb * 1e9)
-    store = store_for(module, decoder, lambda: min(most, available_memory() // _SHARE), step)
+    store = store_for(module, decoder, lambda: min(most, available_memory() // REUSED_SHARE), step)
     return None if store.fails or not store.capacity else SlotRecords(store)
 
 
