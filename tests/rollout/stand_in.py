@@ -64,11 +64,11 @@ def main():
 
     train = verl.cli.train._train
 
-    def with_stand_in(loaded):
+    def with_stand_in(loaded, restarted=False):
         from verl.rollout.vllm.engine import VLLMRollout
 
         VLLMRollout.factory = "tests.rollout.stand_in:start"
-        return train(loaded)
+        return train(loaded, restarted)
 
     verl.cli.train._train = with_stand_in
     return run_verb("train", sys.argv[1:], whole_process=True)

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.rollout.conftest import EOS, FAMILIES, make_prompts
 from tests.slow import slow
-from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, NumericsError
-from verl.rollout.api import ENGINES, RolloutEngine
+from verl.rollout.api import RolloutEngine
 
 ROWS = ["native", "device", "hf", "vllm", "http"]
 KEEPS_KV = {"native", "device"}
@@ -504,7 +503,7 @@ def test_only_samples_that_wait_for_a_turn_continue(name, make_engine):
 
 
 @pytest.mark.slow
-def test_greedy_equals_generate_on_smollm2(name):
+def test_greedy_equals_generate_on_smollm2(make_engine, name):
     """Needs the converted SmolLM2 (see `verl convert`); VERL_SMOLLM2 names its folder."""
     folder = os.environ.get("VERL_SMOLLM2", "")
     if not Path(folder, "config.json").is_file():
@@ -518,6 +517,6 @@ def test_greedy_equals_generate_on_smollm2(name):
         PromptRequest(i, tuple(tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False)))
         for i, c in enumerate(chats)
     ]
-    engine = ENGINES.get(name)(module, tokenizer, RolloutConfig(), eos_token_ids=[2])
-    for c in engine.generate(prompts, SamplingParams(n=2, temperature=0, max_new_tokens=32), step=0):
-        assert c.token_ids == hf_greedy(plain, prompts[c.ordinal], 32, eos=2)
+    params = SamplingParams(n=2, temperature=0, max_new_tokens=32)
+    for c in make_engine(name, module=module).generate(prompts, params, step=0):
+        assert c.token_ids == hf_greedy(plain, prompts[c.ordinal], 32)
