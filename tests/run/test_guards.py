@@ -399,6 +399,7 @@ def test_two_ranks_refuse_the_same_steps(tiny_overrides, tiny_llama, tmp_path):
     changes = (
         f"trainer.default_local_dir={tmp_path / 'run'}",
         "trainer.n_gpus_per_node=2",
+        "reward.debug=False",
         "trainer.save_freq=2",
         "trainer.guards.entropy.limit=100",
         "trainer.guards.entropy.action=skip",
