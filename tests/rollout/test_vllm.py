@@ -402,6 +402,34 @@ def test_what_the_model_holds_is_compared_with_what_was_sent():
             update(wrong)
 
 
+@pytest.mark.parametrize("vllm_packs", [False, True])
+def test_experts_of_an_update_are_packed_once(vllm_packs):
+    """For a processor; vLLM 0.32 packs them only when it starts."""
+
+    class Experts:
+        def process_weights_after_loading(self, layer):
+            layer.weight.data.add_(1)
+
+    experts, layer = Experts(), torch.nn.Linear(2, 3)
+    method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
+    method.process_weights_after_loading = lambda layer: vllm_packs and experts.process_weights_after_loading(layer)
+    layer.quant_method, before = method, layer.weight.detach().clone()
+    held = HeldWeights(torch.nn.Sequential(layer), None)
+    method.process_weights_after_loading(layer)
+    held.end()
+    assert torch.equal(layer.weight, before + 1)
+
+
+def test_joint_experts_are_loaded_as_published_files_have_them():
+    """A vLLM that transposes the experts of these files."""
+    receiver, experts = WeightReceiver(), torch.zeros(4, 6, 2)
+    receiver._verl_flips = True
+    assert receiver._verl_as_in_files("layers.0.mlp.experts.down_proj", experts).shape == (4, 2, 6)
+    assert receiver._verl_as_in_files("visual.patch_embed.proj", experts) is experts
+    receiver._verl_flips = False
+    assert receiver._verl_as_in_files("layers.0.mlp.experts.down_proj", experts) is experts
+
+
 def test_sums_of_parts_explain_a_whole():
     first, *others = pieces = [3, -(1 << 63), 1 << 62]
     whole = sum(pieces)

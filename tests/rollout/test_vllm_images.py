@@ -28,7 +28,17 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "mistral3", "idefics3", "smolvlm")
+FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "internvl",
+    "mistral3",
+    "idefics3",
+    "smolvlm",
+)
 mrope = vision_families.mrope
 
 
@@ -46,6 +56,8 @@ def task(family, tmp_path, monkeypatch):
         size = {"shortest_edge": 28 * 28, "longest_edge": 1 << 24}
         settings = {"video_processor_type": "Qwen3VLVideoProcessor", "size": size}
         (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    if family == "qwen3_vl_moe":
+        vision_families.transpose_experts(folder)
     tokenizer = load_tokenizer(folder)
     tokenizer.processor.keeps_files = True
     resumed = request_of(tokenizer)

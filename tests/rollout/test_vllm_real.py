@@ -141,6 +141,20 @@ def test_samples_are_the_native_ones_before_and_after_updates(engine, folder, to
     assert engine.generate([PromptRequest(3, (5, 6, 7), first_sample=2, num_drawn=1)], DRAWS["plain"], step=0)
 
 
+def test_experts_of_an_update_are_computed(tmp_path, tokenizer):
+    """The samples are the native ones: vLLM packs experts for a processor as it starts, verl in each update."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    folder = make_tiny_model(tmp_path / "model", "qwen3_moe", hidden_size=128, **heads)
+    engine, prompts, module = make(folder, "sync", tokenizer, max_num_seqs=8), make_prompts(LENGTHS), changed(folder, 1)
+    try:
+        engine.load(module.named_parameters())
+        engine.publish(0)
+        expected = native(module, tokenizer).generate(prompts, DRAWS["plain"], step=0)
+        assert_equal(engine.generate(prompts, DRAWS["plain"], step=0), expected)
+    finally:
+        engine.close()
+
+
 @pytest.mark.skipif(second_runner.CHOSEN in os.environ, reason="runs these tests")
 def test_the_second_runner_schedules_ahead_and_gives_the_same_samples():
     """The tests that have an engine in this process, with vLLM's second model runner; see second_runner."""

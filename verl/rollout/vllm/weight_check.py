@@ -8,6 +8,8 @@ vLLM fuses, divides and packs weights. A packed weight cannot be read any more, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -81,13 +83,28 @@ class HeldWeights:
         process = getattr(method, _HOOK)
 
         def look_and_process(this: object) -> None:
-            if this is layer:
-                for name, p in layer.named_parameters(recurse=False):
-                    self._seen[f"{prefix}.{name}"] = word_sum(p)
-            process(this)
+            if this is not layer:
+                return process(this)
+            for name, p in layer.named_parameters(recurse=False):
+                self._seen[f"{prefix}.{name}"] = word_sum(p)
+            _process_and_pack(method, process, layer)
 
         setattr(method, _HOOK, look_and_process)
         self._hooked.append(method)
+
+
+def _process_and_pack(method: object, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
+    """As vLLM does when it starts: in an update it leaves experts unpacked, which a processor then reads as packed (0.32)."""
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    if experts is None or next(layer.parameters()).device.type != "cpu":
+        return process(layer)
+    pack = getattr(experts, _HOOK)
+    setattr(experts, _HOOK, lambda layer: None)  # where another version packs, too
+    try:
+        process(layer)
+    finally:
+        vars(experts).pop(_HOOK)
+    pack(layer)
 
 
 def word_sum(tensor: torch.Tensor) -> int:

@@ -89,6 +89,7 @@ class WeightReceiver:
         self._verl_manifest = Manifest()
         self._verl_left = {name for name, _ in model.named_parameters()}
         self._verl_held = HeldWeights(model, tensor_parallel_group())
+        self._verl_flips = any(getattr(layer, "is_fused_checkpoint_transposed", False) for layer in model.modules())
         initialize_layerwise_reload(model)
 
     @_answers
@@ -100,7 +101,7 @@ class WeightReceiver:
         self._verl_manifest.add(description["bucket"])
         for name, tensor in tensors:
             self._verl_held.sent(name, tensor)
-        loaded = self.model_runner.model.load_weights(iter(tensors))
+        loaded = self.model_runner.model.load_weights((n, self._verl_as_in_files(n, t)) for n, t in tensors)
         self._verl_left -= set(loaded or ())
 
     @_answers
@@ -123,6 +124,10 @@ class WeightReceiver:
             raise ModelError(f"{reader!r} is not a reader of weights; there are {', '.join(self.verl_readers)}.")
         weights: Iterator[tuple[str, torch.Tensor]] = load_object(reader)(bucket)
         return weights
+
+    def _verl_as_in_files(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Joint experts as published files of some families have them: transposed. vLLM transposes them back."""
+        return tensor.mT if self._verl_flips and ".experts." in name and tensor.dim() == 3 else tensor
 
     def _verl_problem(self, manifest: str) -> Exception | None:
         """The first fault in the weights of this worker, as far as it can tell by itself."""
