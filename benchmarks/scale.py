@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -265,45 +265,66 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
     print(costs.table(), flush=True)
 
 
+class Part(NamedTuple):
+    """Of a response: its tokens in this generation, the tokens before, and whether it `ends` with them."""
+
+    before: int
+    new: int
+    expected: float = 0.0
+    ends: bool = True
+
+
 def measure_tails(sizes: Sequence[int], folder: Path) -> None:
     """Generation against responses of equal length, for lengths of a log-normal distribution with 1% at the limit, half
     of whose variance is between prompts: of a synchronous step in a first and in a later epoch, and of a step of partial
-    rollouts, in which all cohorts make a part. Processor time, decode steps (as multiples of tokens / slots), and prompt tokens
-    computed, a new token."""
+    rollouts, in which all cohorts make a part, with and without keys and values of earlier parts. Processor time, decode
+    steps (as multiples of tokens / slots), and prompt tokens computed, a new token."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2 * _LIMIT}
     path = make_tiny_model(folder / "model", **shape)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype=torch.float32).eval()
-    engine = NativeRollout(model, None, RolloutConfig(max_num_seqs=_SLOTS), eos_token_ids=[])
+    config = RolloutConfig(max_num_seqs=_SLOTS, keep_partial_kv_cache=True)
+    engine = NativeRollout(model, None, config, eos_token_ids=[])
     params, costs = SamplingParams(max_new_tokens=_LIMIT, ignore_eos=True), Costs(sizes)
 
-    def cost_of_token(requests: list[tuple[int, int, float]]) -> np.ndarray:
-        """[processor seconds, decode steps of all slots, prompt tokens] of (tokens before, new, expected) of each response."""
-        generation, started = engine.open(params, step=1), time.process_time()
-        for number, (before, new, expected) in enumerate(requests):
-            ids = (5,) * (16 + before)
-            generation.add(PromptRequest(number, ids, 0, before, max_new_tokens=new, expected_tokens=expected))
+    def cost_of_token(requests: list[Part], step: int = 2) -> np.ndarray:
+        """[processor seconds, decode steps of all slots, prompt tokens]."""
+        generation, started = engine.open(params, step=step), time.process_time()
+        for number, (before, new, expected, ends) in enumerate(requests):
+            ids, drawn = (5,) * (16 + before), _LIMIT if before and ends else before  # at the limit nothing is kept
+            generation.add(PromptRequest(number, ids, 0, drawn, max_new_tokens=new, expected_tokens=expected))
         while generation.poll():
             pass
         seconds, facts = time.process_time() - started, generation.close()
         counts = _SLOTS * int(facts["num_decode_steps"]), int(facts["num_prompt_tokens_computed"])
         return np.array([seconds, *counts]) / int(facts["num_generated_tokens"])
 
-    cost_of_token([(0, 8, 0)] * _SLOTS)  # the first generation starts threads
+    def cost_with_kept(requests: list[Part]) -> np.ndarray:
+        """As `cost_of_token`, with keys and values of all earlier tokens but the last."""
+        engine.forget()
+        engine.trains, engine.resumes_below = True, _LIMIT
+        cost_of_token([part._replace(before=max(part.before - 1, 0), new=1, ends=False) for part in requests], step=1)
+        cost, engine.trains = cost_of_token(requests), False
+        return cost
+
+    cost_of_token([Part(0, 8)] * _SLOTS)  # the first generation starts threads
     for size in sizes:
         earlier, lengths = lengths_of_epochs(size)
-        mixes = {"": [(0, int(lengths.mean()), 0.0)] * size, "a first epoch": [(0, n, 0.0) for n in lengths.tolist()]}
-        mixes["a later epoch"] = [(0, n, mean) for n, mean in zip(lengths.tolist(), earlier.tolist(), strict=True)]
+        mean, squares = int(lengths.mean()), float((lengths**2).mean())
+        mixes = {"": [Part(0, mean)] * size, "a first epoch": [Part(0, n) for n in lengths.tolist()]}
+        mixes["a later epoch"] = [Part(0, *pair) for pair in zip(lengths.tolist(), earlier.tolist(), strict=True)]
+        # responses of equal length, whose tokens see as many keys as these
+        kept = {"kept, equal lengths": [Part(int(squares / mean - mean) // 2, mean)] * size}
         for parts in (2, 4, 8):
             first = _LIMIT // (parts * min(parts, 4))  # as in verl/programs/rollout_queue.py
             ends = [0, *range(first, _LIMIT, -(-(_LIMIT - first) // (parts - 1))), _LIMIT]
             cuts = reversed([*pairwise(ends)])
-            mixes[f"{parts} parts"] = [
-                (at, min(end, n) - at, 0.0) for at, end in cuts for n in lengths.tolist() if n > at
+            mixes[f"{parts} parts"] = kept[f"kept, {parts} parts"] = [
+                Part(at, min(end, n) - at, 0.0, n <= end) for at, end in cuts for n in lengths.tolist() if n > at
             ]
-        rounds = [[cost_of_token(requests) for requests in mixes.values()] for _ in range(3)]
+        rounds = [[*map(cost_of_token, mixes.values()), *map(cost_with_kept, kept.values())] for _ in range(3)]
         bound, *least = np.min(rounds, axis=0).tolist()
         row = {}
-        for name, (seconds, steps, computed) in zip([*mixes][1:], least, strict=True):
+        for name, (seconds, steps, computed) in zip([*mixes, *kept][1:], least, strict=True):
             row |= {f"processor time, {name}": seconds / bound[0], f"decode steps, {name}": steps}
             row[f"prompt tokens, {name}"] = computed
         costs.add(size, row)

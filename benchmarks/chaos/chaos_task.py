@@ -62,6 +62,10 @@ RUNTIMES = {
         (f"{_ROLLOUT}.name={_ENGINE}:EngineOfItsOwn",), (*["engine"] * 3, "driver", "supervisor", "reward worker")
     ),
     "async": Runtime((f"{_ROLLOUT}.prefetch_num=2", f"{_ROLLOUT}.partial_rollout=True"), _ONE),
+    "async-kept": Runtime(
+        tuple(f"{_ROLLOUT}.{key}" for key in ("prefetch_num=2", "partial_rollout=True", "keep_partial_kv_cache=True")),
+        _ONE,
+    ),
     "agents": Runtime(_AGENTS, ("tool process", "tool process", "driver", "driver", "supervisor")),
     "agents-ahead": Runtime(
         (*_AGENTS, f"{_ROLLOUT}.prefetch_num=2", f"{_ROLLOUT}.partial_rollout=True"),

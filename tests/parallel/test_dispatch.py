@@ -91,6 +91,11 @@ def test_what_is_expected_is_shared_out(mesh, num_rows, seed):
     assert max(sums) - min(sums) <= max(expected, default=0)
     whole, nothing = run(Dispatch.ND_ADVANCE_PROTO, Shape(mesh), lambda *call: call, batch, DataProto())[1]
     assert (rows_of(whole), len(nothing)) == (list(range(num_rows)), 0)
+    batch.batch["kv_rank"] = owner = torch.arange(num_rows) % mesh.dp_size
+    plan, joined = run(Dispatch.ND_ADVANCE_PROTO, Shape(mesh), lambda *call: call, prompts, batch)
+    calls = [plan.calls[mesh.collectors()[part]][0][1] for part in range(mesh.dp_size)]
+    assert [rows_of(rows) for rows in calls] == [np.flatnonzero(owner == part).tolist() for part in range(mesh.dp_size)]
+    assert rows_of(joined[1]) == list(range(num_rows))
 
 
 def test_rows_go_to_their_owner():

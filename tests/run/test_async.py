@@ -26,6 +26,7 @@ pytestmark = pytest.mark.seed("D2")
 
 PREFETCH = "actor_rollout_ref.rollout.prefetch_num"
 PARTIAL = "actor_rollout_ref.rollout.partial_rollout=True"
+KEPT = "actor_rollout_ref.rollout.keep_partial_kv_cache=True"
 STALENESS = "training/off_policy/trajectory_staleness"
 STEPS = "trainer.total_training_steps=5"
 
@@ -75,8 +76,10 @@ def test_without_learning_samples_do_not_depend_on_the_queue(tiny_run, batches):
     tiny_run(f"{PREFETCH}=2", *still, folder="whole")
     whole = [tokens(b) for b in batches]
     batches.clear()
-    tiny_run(f"{PREFETCH}=2", PARTIAL, *still, folder="parts")
-    assert [tokens(b) for b in batches] == whole
+    for name, keys in (("parts", (PARTIAL,)), ("kept", (PARTIAL, KEPT))):
+        tiny_run(f"{PREFETCH}=2", *keys, *still, folder=name)
+        assert [tokens(b) for b in batches] == whole
+        batches.clear()
 
 
 def test_parts_of_a_response_are_made_by_newer_and_newer_weights(tiny_run, batches):
@@ -150,17 +153,22 @@ def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monke
         torch.testing.assert_close(sampled[of_version], ours[of_version], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("partial", [slow(False), True])
+@pytest.mark.parametrize("partial", [slow(False), True, "kept"])
 def test_a_resumed_run_equals_the_unbroken_one(tiny_run, shared_run, tiny_overrides, ends_after, partial):
-    """The queue is part of the checkpoint: what older weights made cannot be made again."""
-    settings = (f"{PREFETCH}=2", f"actor_rollout_ref.rollout.partial_rollout={partial}", "trainer.save_freq=1")
-    unbroken = shared_run(tiny_overrides, *settings[:2], STEPS, settings[2])
+    """The queue is part of the checkpoint: what older weights made cannot be made again. Keys and values are not part of it,
+    so no step behind a checkpoint reads any."""
+    parts, kept = f"actor_rollout_ref.rollout.partial_rollout={partial is not False}", partial == "kept"
+    settings = (f"{PREFETCH}=2", parts, f"trainer.save_freq={1 + kept}", *([KEPT] if kept else []))
+    unbroken = shared_run(tiny_overrides, *settings[:2], STEPS, *settings[2:])
     ends_after(3)
     tiny_run(*settings, STEPS, folder="broken")
     resumed = tiny_run(*settings, STEPS, folder="broken")
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed, 5) == weights(unbroken, 5)
-    assert (resumed.folder / "global_step_3/samples/ledger.sqlite").is_file()
+    assert (resumed.folder / f"global_step_{3 - kept}/samples/ledger.sqlite").is_file()
+    if kept:
+        computed = [row["rollout/num_prompt_tokens_computed"] for row in unbroken.training_rows()]
+        assert computed[1] < computed[2] > computed[3]
 
 
 def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, in_parts, monkeypatch):

@@ -74,6 +74,9 @@ COLUMNS: dict[str, Column] = {
         "tokens that a sample will likely get. New sample: mean of the newest ended samples of its prompt, for the order of "
         "prompts. Unfinished sample: in this part, for its division over ranks",
     ),
+    "kv_rank": Column(
+        _B, "int64", "rollout", "the rank that kept keys and values of an unfinished sample, -1 where none may be read"
+    ),
     "__num_turns__": Column(_B, "object", "rollout", "turns of an episode, those of tools and users included"),
     "tool_call_counts": Column(_B, "object", "rollout", "tool calls of an episode"),
     "episode_times": Column(_B, "object", "rollout", "seconds of an episode by what it did, dict"),

@@ -193,9 +193,13 @@ def _nd_scatter(declared: Registered, group: GroupShape, call: MethodCall) -> Ca
 
 
 def _nd_advance(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
-    first, second = call.args
-    expected = second.batch["expected_tokens"].tolist() if len(second) else []
-    shares = contiguous_shares(len(first), group.mesh.dp_size), shares_by_cost(expected, group.mesh.dp_size)
+    (first, second), size = call.args, group.mesh.dp_size
+    columns = dict(second.batch.items()) if len(second) else {}
+    if "kv_rank" in columns and bool((columns["kv_rank"] >= 0).any()):
+        divided: Shares = _by_owner(columns["kv_rank"].numpy(), size)
+    else:
+        divided = shares_by_cost(columns["expected_tokens"].tolist() if columns else [], size)
+    shares = contiguous_shares(len(first), size), divided
     calls = [
         MethodCall((_select(first, rows), _select(second, more)), call.kwargs)
         for rows, more in zip(*shares, strict=True)
@@ -211,9 +215,12 @@ def _nd_owner(declared: Registered, group: GroupShape, call: MethodCall) -> Call
     if not group.beside_rollout:
         return _nd_scatter(declared, group, call)
     # rows of a rank that the group has no longer are scored by another
-    owner = (call.batch.batch["rollout_rank"] % group.mesh.dp_size).numpy()
-    shares = [np.flatnonzero(owner == part).astype(np.int32) for part in range(group.mesh.dp_size)]
+    shares = _by_owner(call.batch.batch["rollout_rank"].numpy(), group.mesh.dp_size)
     return _scattered(declared, group, call, shares)
+
+
+def _by_owner(ranks: np.ndarray, size: int) -> list[np.ndarray]:
+    return [np.flatnonzero(ranks % size == part).astype(np.int32) for part in range(size)]
 
 
 def _nd_mini_batches(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:

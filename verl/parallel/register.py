@@ -90,7 +90,8 @@ class Dispatch(metaclass=_Modes):
                        of one rank of each group in the order of the rows. Uneven sizes need no padding
     ND_SCATTER_PROTO   the same with contiguous shares of equal length, some of which may be empty
     ND_ADVANCE_PROTO   two DataProtos, a pair of results: the first as in ND_SCATTER_PROTO; the second, by its column
-                       `expected_tokens`, in shares of nearly equal sums, some of which may be empty
+                       `expected_tokens`, in shares of nearly equal sums, some of which may be empty, or to the ranks
+                       that its column `kv_rank` names
     ND_OWNER_PROTO     rows go to the rank that their column `rollout_rank` names
     ND_MINI_BATCHES    a training call: each mini-batch of the whole batch is shared out with equal cost, so that the union
                        over the ranks of their k-th mini-batches is mini-batch k of a single process

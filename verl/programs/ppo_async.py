@@ -11,6 +11,7 @@ made it, follow from the order of calls and never from timing.
 A rollout with separate devices generates while the others train. On all placements, slow scores are waited for while others
 train. With rollout.partial_rollout a response is generated in k+1 parts, one per step, each under the newest weights. The
 parts of a step share one generation. The column token_weight_version holds the version of each token. With
+rollout.keep_partial_kv_cache a part sees the keys and values of earlier parts as their weights computed them. With
 trainer.v1.separate_async.parameter_sync_step=N the weights travel every N steps, and samples are up to N - 1 versions older.
 
 Samples are older than the policy that trains on them, so importance weights (algorithm.rollout_correction.rollout_is=token)
@@ -111,6 +112,7 @@ class AheadCollector(Collector):
             count=prompts_per_generation(config),
             depth=rollout.prefetch_num + 1,
             partial=rollout.partial_rollout,
+            keeps_kv=rollout.partial_rollout and rollout.keep_partial_kv_cache,
             agents_folder=self.run.folder if runs_agents(config) else None,
             records_experts=rollout.enable_rollout_routing_replay,
         )

@@ -59,6 +59,7 @@ class Batch:
     pending: Future[DataProto] | None = None  # all rows, or longer versions of the rows `resumed`
     resumed: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     scoring: Future[object] | None = None  # of a batch that is scored before its turn
+    has_kv: bool = False  # whether the ranks of unfinished rows have their keys and values
 
     def wait(self) -> DataProto:
         """Wait for the pending result; the rows."""
@@ -93,7 +94,8 @@ class Batch:
 class RolloutQueue:
     """Holds `depth` batches of `count` prompts after `advance`, of which the oldest is about to train, and fewer before the
     run ends. With `partial`, responses are made in `depth` parts; first parts are shorter and begin last, so that few slots
-    are empty at the end of a generation. `agents_folder`: of the run, where samples are episodes of agents."""
+    are empty at the end of a generation. With `keeps_kv` ranks read keys and values of earlier parts that they made, unless a
+    checkpoint lies between. `agents_folder`: of the run, where samples are episodes of agents."""
 
     rollout: RolloutHandle
     loader: PromptLoader
@@ -102,6 +104,7 @@ class RolloutQueue:
     count: int
     depth: int
     partial: bool
+    keeps_kv: bool = False
     agents_folder: Path | None = None
     records_experts: bool = False
 
@@ -188,6 +191,7 @@ class RolloutQueue:
         sizes = [self.count * self.params.n] * len(started), list(map(len, rows))
         for kind, batches in enumerate((started, resumed)):
             for batch, end, size in zip(batches, itertools.accumulate(sizes[kind]), sizes[kind], strict=True):
+                batch.has_kv = self.keeps_kv
                 batch.pending = DataProtoFuture(partial(_part, kind, end - size, end), [whole])
         return True
 
@@ -199,6 +203,8 @@ class RolloutQueue:
         rows = self._joined(batch).select_idxs(chosen)
         rows.batch["expected_tokens"] = torch.from_numpy(expected)
         rows.batch["begun_step"] = torch.full((len(rows),), batch.step)
+        if self.keeps_kv:
+            rows.batch["kv_rank"] = rows.batch["rollout_rank"] if batch.has_kv else torch.full((len(rows),), -1)
         return rows
 
     def _joined(self, batch: Batch) -> DataProto:
@@ -207,9 +213,10 @@ class RolloutQueue:
     # -- before a checkpoint, and after one
 
     def drain(self) -> None:
-        """Wait until all results are in the ledger."""
+        """Wait until all results are in the ledger. Keys and values are not, and a resumed run has none."""
         for batch in self._batches:
             batch.wait()
+            batch.has_kv = False
 
     def restore(self, waiting: Sequence[OpenSample]) -> None:
         """Fill the queue with the open samples of the ledger, as far as they fit this run."""

@@ -94,6 +94,9 @@ class RolloutWorker:
         Returns all rollout columns of both. They share one generation, in which longer parts begin before shorter ones, so that
         a step waits only once for its last samples."""
         self._ends, self.engine.trains = GroupEnds(), split == "train"
+        self.engine.resumes_below = limit if self.engine.trains and self.agents is None else 0
+        if len(rows) and "kv_rank" in rows.batch and (rows.batch["kv_rank"] < 0).any():
+            self.engine.forget()
         if self.agents is not None:
             resumed = self._resumed_episodes(self.agents, rows, params, limit)
             if len(rows) and not len(prompts):

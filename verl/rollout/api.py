@@ -120,6 +120,7 @@ class RolloutEngine:
     eos_token_ids: Sequence[int]
     weight_version: int = field(default=0, init=False)  # that new samples carry
     trains: bool = field(default=False, init=False)  # whether updates will read the samples of the next generation
+    resumes_below: int = field(default=0, init=False)  # tokens of responses that may continue in a later generation
     _stats: Stats = field(default_factory=dict, init=False)
 
     @classmethod
@@ -159,6 +160,9 @@ class RolloutEngine:
     def publish(self, version: int) -> None:
         """The weights have changed; samples made from now on carry `version`. Drops results of the old weights."""
         self.weight_version = version
+
+    def forget(self) -> None:
+        """Drop keys and values that wait for the next part of their response."""
 
     def release(self) -> None:
         """Free the KV cache (called before training when `free_cache_engine` is set)."""

@@ -326,6 +326,16 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.partial_rollout=True does not go with stop strings, which may lie across two parts. Use "
             f"{ROLLOUT}.stop_token_ids.",
         )
+    obstacles = {
+        f"{ROLLOUT}.name={rollout.name} manages its cache itself": rollout.name != "native",
+        "agents begin again after each part": runs_agents(c),
+        "experts of earlier parts are recorded while they are computed again": rollout.enable_rollout_routing_replay,
+    }
+    for obstacle in (words for words, holds in obstacles.items() if holds and rollout.keep_partial_kv_cache):
+        yield error(
+            f"{ROLLOUT}.keep_partial_kv_cache",
+            f"{ROLLOUT}.keep_partial_kv_cache=True is for single turns of the native engine: {obstacle}. Set it to False.",
+        )
 
 
 def check_rewards(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:

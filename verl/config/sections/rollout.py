@@ -332,6 +332,13 @@ class RolloutConfig(Section):
         when="prefetches",
         strict=OURS,
     )
+    keep_partial_kv_cache: bool = used(
+        False,
+        "the native engine keeps keys and values of unfinished responses while weights change; the next part sees keys of "
+        "older weights and computes only new tokens. A checkpoint drops them",
+        when=".partial_rollout=True",
+        strict=OURS,
+    )
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling at validation")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "several turns with tools")
     agent: AgentConfig = section(AgentConfig, "agent loops")

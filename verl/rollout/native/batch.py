@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ from verl.models.vision import ImageFeatures, PlacedMedia, image_features, posit
 from verl.rollout.layout import Chunk
 
 
+class Saved(NamedTuple):
+    """Keys and values of the first tokens of a sample, see Backend.save, and the step of their generation."""
+
+    values: Any = None
+    num_tokens: int = 0
+    step: int = 0
+
+
+NOTHING_SAVED = Saved()
+
+
 @dataclass(eq=False)
 class Group:
     """A prompt and its progress."""
@@ -30,7 +41,7 @@ class Group:
     request: PromptRequest
     pending: deque[int]  # samples that have yet to start, counted from 0
     num_live: int  # samples that have not ended
-    saved: Any = None  # keys and values of a sample that continues, until they are back in the prefix store
+    saved: Saved = NOTHING_SAVED  # of a sample that continues, until it starts
     slot: int = -1  # of the prefix store
     num_computed: int = 0  # tokens whose keys and values are stored
     drawn: tuple[np.ndarray, np.ndarray] | None = (
@@ -46,6 +57,9 @@ class Group:
     @property
     def num_tokens(self) -> int:
         return len(self.request.token_ids)
+
+    def __post_init__(self) -> None:
+        self.num_computed = self.saved.num_tokens
 
 
 class Prompts:

@@ -23,6 +23,7 @@ from verl.models.cuda.varlen import FLASH, VarlenKernel
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
 from verl.rollout.api import Invariance, RolloutEngine, Stats
+from verl.rollout.native.batch import Saved
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
@@ -66,6 +67,7 @@ class NativeRollout(RolloutEngine):
         self._dense_of = -1
         self._has_rested = self._has_trained = False  # weights of another version came after a `release`
         self._open: NativeGeneration | None = None
+        self._paused: dict[SampleKey, Saved] = {}
         self._invariance: Invariance | None = None
         if self.config.enable_rollout_routing_replay:
             follow_routing(self.module)
@@ -87,11 +89,13 @@ class NativeRollout(RolloutEngine):
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> NativeGeneration:
         if self._open is not None and not self._open.is_closed:
             raise ModelError("The rollout engine has an open generation; close it before the next one.")
+        # what an earlier step has left over belongs to samples that were given up
+        self._paused = {key: saved for key, saved in self._paused.items() if saved.step >= step - 1}
         self._open = NativeGeneration(self, params, step=step, keep=keep)
         return self._open
 
     def publish(self, version: int) -> None:
-        """See RolloutEngine. Keys and values never outlive their generation; a copy of the weights goes."""
+        """See RolloutEngine. Only keys and values of paused samples outlive their generation; a copy of the weights goes."""
         self._has_trained |= self._has_rested and version != self.weight_version
         super().publish(version)
         self._dense = None
@@ -106,6 +110,10 @@ class NativeRollout(RolloutEngine):
             self.device.rest()
         else:
             self.device.release()
+
+    def forget(self) -> None:
+        """See RolloutEngine."""
+        self._paused.clear()
 
     def stores(self, dense: DenseForward | CpuForward | None) -> tuple[SlotStore, SlotStore]:
         """The stores of rows and of prompts, in the form that `dense` reads."""
@@ -178,6 +186,8 @@ class NativeGeneration:
             max_num_batched_tokens=config.max_num_batched_tokens,
             shared=params.n > 1 and not keep,
             max_saved_bytes=_kept_bytes(config) if keep else None,
+            paused=engine._paused if config.keep_partial_kv_cache and engine.trains and not keep else None,
+            resumes_below=engine.resumes_below,
         )
         if config.enable_rollout_routing_replay and not keep:  # episodes are not recorded
             self.scheduler.experts = ExpertRecords(module.config)
@@ -213,6 +223,7 @@ class NativeGeneration:
                         return done
         except BaseException:
             self.engine.release()
+            self.engine.forget()
             self.engine.device.release()  # the stores may hold values that are not finite
             self.close()
             raise

@@ -93,10 +93,14 @@ class HostBackend:
 
     def load(self, group: Group) -> None:
         self._reserve_prefix()
-        self.prefix.put(group.slot, group.saved)
+        self.prefix.put(group.slot, group.saved.values)
 
     def save(self, row: int) -> object:
-        return self.own.take(row, int(self.rows.own_start[row] + self.rows.length[row]) - 1, copy=True)
+        length, group = int(self.rows.own_start[row] + self.rows.length[row]) - 1, self.rows.groups[row]
+        if group is None or not self.scheduler.shared:
+            return self.own.take(row, length, copy=True)
+        prompt = self.prefix.take(group.slot, group.num_tokens)
+        return self.own.joined(prompt, group.num_tokens, self.own.take(row, length) if length else {}, length)
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
         if not self.scheduler.shared:

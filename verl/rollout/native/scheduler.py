@@ -17,7 +17,7 @@ import torch
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey
 from verl.rollout.layout import Chunk
-from verl.rollout.native.batch import BatchRows, Group, Prompts
+from verl.rollout.native.batch import NOTHING_SAVED, BatchRows, Group, Prompts, Saved
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.recording import SlotRecords
 from verl.rollout.requests import OpenSamples, StopRules, random_keys
@@ -45,10 +45,10 @@ class Backend(Protocol):
         """Whether a group fits the reserved size, and a prefix slot is free for it."""
 
     def load(self, group: Group) -> None:
-        """Put `group.saved` into its prefix slot."""
+        """Put `group.saved.values` into its prefix slot."""
 
     def save(self, row: int) -> Any:
-        """A copy of the keys and values of a row, for `load`."""
+        """A copy of the keys and values of a row, its prompt included, for `load`."""
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> Sampled:
         """Sample the first tokens of `rows`, which have just been placed, from `logits` [rows, vocab]."""
@@ -83,7 +83,8 @@ class Scheduler:
 
     `max_num_seqs` bounds the rows, `max_num_batched_tokens` the tokens of a step; `chunk_tokens`: see Prompts.take_chunks.
     Keys and values of kept samples take at most `max_saved_bytes` (None: no limit). The longest idle are
-    dropped, and computed again when their sample continues.
+    dropped, and computed again when their sample continues. `paused` holds them for a later generation, where given: of samples
+    that end by their limit with fewer than `resumes_below` tokens.
     """
 
     def __init__(
@@ -97,11 +98,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         shared: bool,
         max_saved_bytes: int | None = None,
+        paused: dict[SampleKey, Saved] | None = None,
+        resumes_below: int = 0,
     ):
         self.samples, self.params, self.stop = samples, samples.params, stop
         self.step_number, self.weight_version, self.shared = step, weight_version, shared
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_saved_bytes = max_saved_bytes
+        self.max_saved_bytes, self.resumes_below = max_saved_bytes, 0 if paused is None else resumes_below
         self.chunk_tokens: int | None = None
         self.experts: ExpertRecords | None = None  # where they are recorded
         self.slots: SlotRecords | None = None  # where activations are recorded
@@ -109,7 +112,7 @@ class Scheduler:
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
         self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = self.num_preempted = 0
         self._flight: deque[tuple[np.ndarray, Sampled]] = deque()  # (row of each token, -1 for a sample that ended)
-        self._saved: dict[SampleKey, tuple[object, int]] = {}  # in order of ending; with the number of their tokens
+        self._saved = {} if paused is None else paused  # in order of ending
         self._num_saved_bytes = self.num_evicted = 0
         self._ended: list[Completion] = []
         self._has_new = False
@@ -122,8 +125,8 @@ class Scheduler:
     def add(self, request: PromptRequest) -> None:
         """Queue a request of OpenSamples.admit."""
         count = request.num_samples or self.params.n
-        saved, num_computed = self._drop_saved((request.ordinal, request.first_sample))
-        group = Group(request, deque(range(count)), count, saved, num_computed=num_computed)
+        saved = self._drop_saved((request.ordinal, request.first_sample)) if request.num_drawn else NOTHING_SAVED
+        group = Group(request, deque(range(count)), count, saved)
         self.prompts.waiting.append(group)
         self.longest_prompt = max(self.longest_prompt, group.num_tokens)
         self._has_new = True
@@ -183,7 +186,7 @@ class Scheduler:
             self._flight.append((rows, self.backend.start(rows, logits)))
             for group in dict.fromkeys(g for g, _ in started):
                 if not group.pending:
-                    group.logits = None
+                    group.logits, group.saved = None, NOTHING_SAVED
                     self._leave_prefix(group)
             if not self.backend.lag:
                 self._read_all_but(0)
@@ -202,7 +205,7 @@ class Scheduler:
             begun = [g for g in (*self.prompts.ready, *self.prompts.prefilling) if g.num_live == len(g.pending)]
             if begun and (len(begun) > 1 or self.rows.num_running):
                 self.prompts.drop(begun[-1])
-                begun[-1].num_computed, begun[-1].logits, begun[-1].experts = 0, None, []
+                begun[-1].num_computed, begun[-1].logits, begun[-1].experts = begun[-1].saved.num_tokens, None, []
                 self._free_prefix(begun[-1])
                 self.prompts.waiting.appendleft(begun[-1])
             else:
@@ -220,8 +223,11 @@ class Scheduler:
         request = replace(
             group.request, token_ids=tokens_so_far, first_sample=first, num_samples=1, media=None, spans=images
         )
+        saved = (
+            self._held(row) if self.resumes_below else NOTHING_SAVED
+        )  # keys of older weights cannot be computed again
         self._remove(row)
-        self.prompts.waiting.appendleft(Group(request, deque([0]), 1, drawn=(tokens, log_probs)))
+        self.prompts.waiting.appendleft(Group(request, deque([0]), 1, saved, drawn=(tokens, log_probs)))
         self.num_preempted += 1
 
     def _place(self, started: list[tuple[Group, int]]) -> np.ndarray:
@@ -259,23 +265,28 @@ class Scheduler:
         if self.slots is not None:
             self.slots.end(key, group, tokens)
         done = self.samples.finish(key, tokens, log_probs, StopRules.reason(stopped), self.weight_version, experts)
-        if self.samples.keep:
-            self._save(key, self.backend.save(row), int(self.rows.prompt_length[row]) + length - 1)
+        if self.samples.keep or (not stopped and group.request.num_drawn + length < self.resumes_below):
+            self._save(key, self._held(row))
         self._remove(row)
         self._ended.append(done)
 
-    def _save(self, key: SampleKey, saved: object, num_tokens: int) -> None:
-        """Keep keys and values for the next turn, within the budget."""
-        self._saved[key] = (saved, num_tokens)
-        self._num_saved_bytes += num_bytes_of(saved)
+    def _held(self, row: int) -> Saved:
+        """Keys and values of all tokens of a row but the last."""
+        num_tokens = int(self.rows.prompt_length[row] + self.rows.length[row]) - 1
+        return Saved(self.backend.save(row), num_tokens, self.step_number)
+
+    def _save(self, key: SampleKey, saved: Saved) -> None:
+        """Keep keys and values for the next turn or part, within the budget."""
+        self._saved[key] = saved
+        self._num_saved_bytes += num_bytes_of(saved.values)
         while self.max_saved_bytes is not None and self._num_saved_bytes > self.max_saved_bytes and self._saved:
             self._drop_saved(next(iter(self._saved)))
             self.num_evicted += 1
 
-    def _drop_saved(self, key: SampleKey) -> tuple[object, int]:
-        saved, num_tokens = self._saved.pop(key, (None, 0))
-        self._num_saved_bytes -= num_bytes_of(saved)
-        return saved, num_tokens
+    def _drop_saved(self, key: SampleKey) -> Saved:
+        saved = self._saved.pop(key, NOTHING_SAVED)
+        self._num_saved_bytes -= num_bytes_of(saved.values)
+        return saved
 
     def _remove(self, row: int) -> None:
         group = self.rows.groups[row]
@@ -298,10 +309,9 @@ class Scheduler:
     # -- tokens
 
     def _launch(self, chunks: list[tuple[Group, Chunk]]) -> None:
-        for group in dict.fromkeys(g for g, _ in chunks):
-            if group.saved is not None:
+        for group, chunk in chunks:
+            if group.saved.values is not None and chunk.start == group.saved.num_tokens:
                 self.backend.load(group)
-                group.saved = None
         sampled, logits = self.backend.step(chunks)
         completed = [group for group, chunk in chunks if chunk.end == group.num_tokens]
         for group, row in zip(completed, logits, strict=True):

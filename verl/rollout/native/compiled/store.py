@@ -62,6 +62,23 @@ class BlockStore(SlotStore):
         views = {i: [tensor[slot, :, : -(-length // BLOCK)]] for i, tensor in enumerate(self._blocks)}
         return {i: [t.clone() for t in blocks] for i, blocks in views.items()} if copy else views
 
+    @staticmethod
+    def joined(
+        first: dict[int, list[torch.Tensor]], num_first: int, then: dict[int, list[torch.Tensor]], num_then: int
+    ) -> dict[int, list[torch.Tensor]]:
+        """See SlotStore: the later tokens move to other places of their blocks."""
+        (start, shift), end = divmod(num_first, BLOCK), -(-(num_first + num_then) // BLOCK)
+        whole = {}
+        for layer, (held,) in first.items():
+            blocks = held.new_zeros(len(held), end, *held.shape[2:])
+            blocks[:, : held.shape[1]] = held
+            (added,) = then.get(layer, (held[:, :0],))
+            for to, of in zip(_by_token(blocks[:, start:]), _by_token(added), strict=True):
+                to[:, : of.shape[1], shift:] = of[:, :, : BLOCK - shift]
+                to[:, 1:, :shift] = of[:, : to.shape[1] - 1, BLOCK - shift :]
+            whole[layer] = [blocks]
+        return whole
+
     def put(self, slot: int, taken: dict[int, list[torch.Tensor]]) -> None:
         self.view()
         for layer, (blocks,) in taken.items():
@@ -74,3 +91,9 @@ class BlockStore(SlotStore):
     def clear(self) -> None:
         super().clear()
         self._blocks, self._pointers = [], None
+
+
+def _by_token(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of keys and values as [kv_heads, blocks, tokens, ...] (decoder.h)."""
+    keys, values = blocks.unbind(2)
+    return keys.unflatten(2, (-1, BLOCK, 4 // blocks.itemsize)).movedim(3, 2), values.unflatten(2, (BLOCK, -1))

@@ -196,12 +196,16 @@ class DeviceBackend:
     def load(self, group: Group) -> None:
         assert self.stores is not None
         self._keep()
-        self.stores.prefix.put(group.slot, group.saved)
+        self.stores.prefix.put(group.slot, group.saved.values)
 
     def save(self, row: int) -> torch.Tensor:
         assert self.stores is not None
-        length = int(self.rows.own_start[row] + self.rows.length[row]) - 1
-        return self.stores.own.take(int(self._slots[row]), length).clone()
+        length, group = int(self.rows.own_start[row] + self.rows.length[row]) - 1, self.rows.groups[row]
+        own = self.stores.own.take(int(self._slots[row]), length)
+        if group is not None and self.scheduler.shared:
+            own = torch.cat([self.stores.prefix.take(group.slot, group.num_tokens), own], dim=2)
+        # a paused sample leaves the device's memory to training
+        return own.cpu() if self.scheduler.resumes_below else own.clone()
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> Readback:
         assert self.stores is not None

@@ -68,6 +68,16 @@ class SlotStore:
         views = {i: [t[slot, :, :length] for t in self._by_token(pair)] for i, pair in self._layers.items()}
         return {i: [t.clone() for t in pair] for i, pair in views.items()} if copy else views
 
+    @staticmethod
+    def joined(
+        first: dict[int, list[torch.Tensor]], num_first: int, then: dict[int, list[torch.Tensor]], num_then: int
+    ) -> dict[int, list[torch.Tensor]]:
+        """A copy of keys and values of `num_first` tokens and `num_then` tokens behind them, for `put`; both as `take` gives
+        them. A store without a token may have no layers yet."""
+        none = {i: [t[:, :0] for t in held] for i, held in first.items()}
+        pairs = {i: zip(held, {**none, **then}[i], strict=True) for i, held in first.items()}
+        return {i: [torch.cat(pair, dim=1) for pair in of_layer] for i, of_layer in pairs.items()}
+
     def put(self, slot: int, taken: dict[int, list[torch.Tensor]]) -> None:
         """Write what `take` of a store with the same layers gave to the start of a slot."""
         for layer, pair in taken.items():
