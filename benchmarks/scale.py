@@ -25,11 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -265,13 +266,8 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
     print(costs.table(), flush=True)
 
 
-class Part(NamedTuple):
-    """Of a response: its tokens in this generation, the tokens before, and whether it `ends` with them."""
-
-    before: int
-    new: int
-    expected: float = 0.0
-    ends: bool = True
+# of a response: tokens before this generation, new ones, ones that are expected, and whether it ends with them
+Part = namedtuple("Part", "before new expected ends", defaults=(0.0, True))
 
 
 def measure_tails(sizes: Sequence[int], folder: Path) -> None:
