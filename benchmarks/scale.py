@@ -294,7 +294,7 @@ def measure_tails(sizes: Sequence[int], folder: Path) -> None:
         counts = _SLOTS * int(facts["num_decode_steps"]), int(facts["num_prompt_tokens_computed"])
         return np.array([seconds, *counts]) / int(facts["num_generated_tokens"])
 
-    def cost_with_kept(requests: list[Part]) -> np.ndarray:
+    def cost_with_keys(requests: list[Part]) -> np.ndarray:
         """As `cost_of_token`, with keys and values of all earlier tokens but the last."""
         engine.forget()
         engine.trains, engine.resumes_below = True, _LIMIT
@@ -309,18 +309,18 @@ def measure_tails(sizes: Sequence[int], folder: Path) -> None:
         mixes = {"": [Part(0, mean)] * size, "a first epoch": [Part(0, n) for n in lengths.tolist()]}
         mixes["a later epoch"] = [Part(0, *pair) for pair in zip(lengths.tolist(), earlier.tolist(), strict=True)]
         # responses of equal length, whose tokens see as many keys as these
-        kept = {"kept, equal lengths": [Part(int(squares / mean - mean) // 2, mean)] * size}
+        continued = {"kept, equal lengths": [Part(int(squares / mean - mean) // 2, mean)] * size}
         for parts in (2, 4, 8):
             first = _LIMIT // (parts * min(parts, 4))  # as in verl/programs/rollout_queue.py
             ends = [0, *range(first, _LIMIT, -(-(_LIMIT - first) // (parts - 1))), _LIMIT]
             cuts = reversed([*pairwise(ends)])
-            mixes[f"{parts} parts"] = kept[f"kept, {parts} parts"] = [
+            mixes[f"{parts} parts"] = continued[f"kept, {parts} parts"] = [
                 Part(at, min(end, n) - at, 0.0, n <= end) for at, end in cuts for n in lengths.tolist() if n > at
             ]
-        rounds = [[*map(cost_of_token, mixes.values()), *map(cost_with_kept, kept.values())] for _ in range(3)]
+        rounds = [[*map(cost_of_token, mixes.values()), *map(cost_with_keys, continued.values())] for _ in range(3)]
         bound, *least = np.min(rounds, axis=0).tolist()
         row = {}
-        for name, (seconds, steps, computed) in zip([*mixes, *kept][1:], least, strict=True):
+        for name, (seconds, steps, computed) in zip([*mixes, *continued][1:], least, strict=True):
             row |= {f"processor time, {name}": seconds / bound[0], f"decode steps, {name}": steps}
             row[f"prompt tokens, {name}"] = computed
         costs.add(size, row)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.seed("D2")
 
 PREFETCH = "actor_rollout_ref.rollout.prefetch_num"
 PARTIAL = "actor_rollout_ref.rollout.partial_rollout=True"
-KEPT = "actor_rollout_ref.rollout.keep_partial_kv_cache=True"
+OLDER_KEYS = "actor_rollout_ref.rollout.keep_partial_kv_cache=True"
 STALENESS = "training/off_policy/trajectory_staleness"
 STEPS = "trainer.total_training_steps=5"
 
@@ -76,7 +76,7 @@ def test_without_learning_samples_do_not_depend_on_the_queue(tiny_run, batches):
     tiny_run(f"{PREFETCH}=2", *still, folder="whole")
     whole = [tokens(b) for b in batches]
     batches.clear()
-    for name, keys in (("parts", (PARTIAL,)), ("kept", (PARTIAL, KEPT))):
+    for name, keys in (("parts", (PARTIAL,)), ("kept", (PARTIAL, OLDER_KEYS))):
         tiny_run(f"{PREFETCH}=2", *keys, *still, folder=name)
         assert [tokens(b) for b in batches] == whole
         batches.clear()
@@ -157,16 +157,16 @@ def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monke
 def test_a_resumed_run_equals_the_unbroken_one(tiny_run, shared_run, tiny_overrides, ends_after, partial):
     """The queue is part of the checkpoint: what older weights made cannot be made again. Keys and values are not part of it,
     so no step behind a checkpoint reads any."""
-    parts, kept = f"actor_rollout_ref.rollout.partial_rollout={partial is not False}", partial == "kept"
-    settings = (f"{PREFETCH}=2", parts, f"trainer.save_freq={1 + kept}", *([KEPT] if kept else []))
+    parts, keeps_kv = f"actor_rollout_ref.rollout.partial_rollout={partial is not False}", partial == "kept"
+    settings = (f"{PREFETCH}=2", parts, f"trainer.save_freq={1 + keeps_kv}", *([OLDER_KEYS] if keeps_kv else []))
     unbroken = shared_run(tiny_overrides, *settings[:2], STEPS, *settings[2:])
     ends_after(3)
     tiny_run(*settings, STEPS, folder="broken")
     resumed = tiny_run(*settings, STEPS, folder="broken")
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed, 5) == weights(unbroken, 5)
-    assert (resumed.folder / f"global_step_{3 - kept}/samples/ledger.sqlite").is_file()
-    if kept:
+    assert (resumed.folder / f"global_step_{3 - keeps_kv}/samples/ledger.sqlite").is_file()
+    if keeps_kv:
         computed = [row["rollout/num_prompt_tokens_computed"] for row in unbroken.training_rows()]
         assert computed[1] < computed[2] > computed[3]
 

@@ -326,15 +326,12 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.partial_rollout=True does not go with stop strings, which may lie across two parts. Use "
             f"{ROLLOUT}.stop_token_ids.",
         )
-    obstacles = {
-        f"{ROLLOUT}.name={rollout.name} manages its cache itself": rollout.name != "native",
-        "agents begin again after each part": runs_agents(c),
-        "experts of earlier parts are recorded while they are computed again": rollout.enable_rollout_routing_replay,
-    }
-    for obstacle in (words for words, holds in obstacles.items() if holds and rollout.keep_partial_kv_cache):
+    records_experts = rollout.enable_rollout_routing_replay
+    if rollout.keep_partial_kv_cache and (rollout.name != "native" or runs_agents(c) or records_experts):
         yield error(
             f"{ROLLOUT}.keep_partial_kv_cache",
-            f"{ROLLOUT}.keep_partial_kv_cache=True is for single turns of the native engine: {obstacle}. Set it to False.",
+            f"{ROLLOUT}.keep_partial_kv_cache=True is for single turns of {ROLLOUT}.name=native without "
+            f"{ROLLOUT}.enable_rollout_routing_replay. Set it to False, and earlier parts are computed again.",
         )
 
 

@@ -23,9 +23,7 @@ class ValKwargsConfig(Section):
     """Sampling at validation."""
 
     n: int = used(1, "samples per validation prompt", ge=1)
-    do_sample: bool = used(
-        False, "sample instead of decoding greedily; on by itself where a temperature above 0 is set"
-    )
+    do_sample: bool = used(False, "sample instead of decoding greedily; on by itself if a temperature above 0 is set")
     temperature: float = used(0.0, "sampling temperature", when="val_samples", neutral=(0.0,), ge=0)
     top_p: float = used(1.0, "smallest set of tokens with this probability", when="val_samples", gt=0, le=1)
     top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="val_samples", neutral=(0,), ge=1, also=(-1,))
@@ -247,9 +245,7 @@ class RolloutConfig(Section):
     temperature: float = used(
         1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, ge=0
     )
-    top_p: float = used(
-        1.0, "smallest set of tokens with this probability", when="samples", strict=_SAMPLED, gt=0, le=1
-    )
+    top_p: float = used(1.0, "smallest set of tokens of this probability", when="samples", strict=_SAMPLED, gt=0, le=1)
     top_k: int = used(
         -1, "only the k likeliest tokens; -1: all", when="samples", strict=_SAMPLED, neutral=(0,), ge=1, also=(-1,)
     )
@@ -271,7 +267,7 @@ class RolloutConfig(Section):
     max_model_len: int | None = used(None, "longest prompt plus response; null: what the model can hold")
     max_num_seqs: int = used(256, "samples in generation at once (slots of the native engine)", sizing=True, ge=1)
     max_num_batched_tokens: int = used(
-        8192, "prompt tokens computed at once (prefill of the native engine)", sizing=True, ge=1
+        8192, "prompt tokens computed at once (native engine's prefill)", sizing=True, ge=1
     )
     kv_cache_config: KVCacheConfig = section(
         KVCacheConfig, "paged KV cache", when="actor_rollout_ref.rollout.name=native", sizing=True
@@ -318,9 +314,7 @@ class RolloutConfig(Section):
         ge=1,
     )
     log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
-    log_prob_max_token_len_per_gpu: int = used(
-        16384, "tokens per forward pass when cut by token count", sizing=True, ge=1
-    )
+    log_prob_max_token_len_per_gpu: int = used(16384, "tokens per forward if cut by token count", sizing=True, ge=1)
     prefetch_num: int = used(
         0,
         "batches of samples made ahead of training; above 0 the asynchronous program runs, and a sample is at most so many "
@@ -400,7 +394,5 @@ class RolloutConfig(Section):
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "further settings by engine")
     prometheus: PrometheusConfig = section(PrometheusConfig, "metrics for Prometheus")
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "how weights reach the engine")
-    enable_rollout_routing_replay: bool = used(
-        False, "record the experts that rollout chooses, for actor.router_replay.mode=R3"
-    )
+    enable_rollout_routing_replay: bool = used(False, "record the experts of rollout, for actor.router_replay.mode=R3")
     quantization: str | None = used(None, "quantised weights in the engine")

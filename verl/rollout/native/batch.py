@@ -23,7 +23,7 @@ from verl.models.vision import ImageFeatures, PlacedMedia, image_features, posit
 from verl.rollout.layout import Chunk
 
 
-class Saved(NamedTuple):
+class SavedTokens(NamedTuple):
     """Keys and values of the first tokens of a sample, see Backend.save, and the step of their generation."""
 
     values: Any = None
@@ -31,7 +31,7 @@ class Saved(NamedTuple):
     step: int = 0
 
 
-NOTHING_SAVED = Saved()
+NOTHING_SAVED = SavedTokens()
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Group:
     request: PromptRequest
     pending: deque[int]  # samples that have yet to start, counted from 0
     num_live: int  # samples that have not ended
-    saved: Saved = NOTHING_SAVED  # of a sample that continues, until it starts
+    saved: SavedTokens = NOTHING_SAVED  # of a sample that continues, until it starts
     slot: int = -1  # of the prefix store
     num_computed: int = 0  # tokens whose keys and values are stored
     drawn: tuple[np.ndarray, np.ndarray] | None = (

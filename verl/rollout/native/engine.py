@@ -23,7 +23,7 @@ from verl.models.cuda.varlen import FLASH, VarlenKernel
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
 from verl.rollout.api import Invariance, RolloutEngine, Stats
-from verl.rollout.native.batch import Saved
+from verl.rollout.native.batch import SavedTokens
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
@@ -67,7 +67,7 @@ class NativeRollout(RolloutEngine):
         self._dense_of = -1
         self._has_rested = self._has_trained = False  # weights of another version came after a `release`
         self._open: NativeGeneration | None = None
-        self._paused: dict[SampleKey, Saved] = {}
+        self._paused: dict[SampleKey, SavedTokens] = {}
         self._invariance: Invariance | None = None
         if self.config.enable_rollout_routing_replay:
             follow_routing(self.module)

@@ -17,7 +17,7 @@ import torch
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey
 from verl.rollout.layout import Chunk
-from verl.rollout.native.batch import NOTHING_SAVED, BatchRows, Group, Prompts, Saved
+from verl.rollout.native.batch import NOTHING_SAVED, BatchRows, Group, Prompts, SavedTokens
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.recording import SlotRecords
 from verl.rollout.requests import OpenSamples, StopRules, random_keys
@@ -98,7 +98,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         shared: bool,
         max_saved_bytes: int | None = None,
-        paused: dict[SampleKey, Saved] | None = None,
+        paused: dict[SampleKey, SavedTokens] | None = None,
         resumes_below: int = 0,
     ):
         self.samples, self.params, self.stop = samples, samples.params, stop
@@ -270,12 +270,12 @@ class Scheduler:
         self._remove(row)
         self._ended.append(done)
 
-    def _held(self, row: int) -> Saved:
+    def _held(self, row: int) -> SavedTokens:
         """Keys and values of all tokens of a row but the last."""
         num_tokens = int(self.rows.prompt_length[row] + self.rows.length[row]) - 1
-        return Saved(self.backend.save(row), num_tokens, self.step_number)
+        return SavedTokens(self.backend.save(row), num_tokens, self.step_number)
 
-    def _save(self, key: SampleKey, saved: Saved) -> None:
+    def _save(self, key: SampleKey, saved: SavedTokens) -> None:
         """Keep keys and values for the next turn or part, within the budget."""
         self._saved[key] = saved
         self._num_saved_bytes += num_bytes_of(saved.values)
@@ -283,7 +283,7 @@ class Scheduler:
             self._drop_saved(next(iter(self._saved)))
             self.num_evicted += 1
 
-    def _drop_saved(self, key: SampleKey) -> Saved:
+    def _drop_saved(self, key: SampleKey) -> SavedTokens:
         saved = self._saved.pop(key, NOTHING_SAVED)
         self._num_saved_bytes -= num_bytes_of(saved.values)
         return saved

@@ -196,7 +196,7 @@ class DeviceBackend:
     def load(self, group: Group) -> None:
         assert self.stores is not None
         self._keep()
-        self.stores.prefix.put(group.slot, group.saved.values)
+        self.stores.prefix.put(group.slot, group.saved.values.to(self.stores.device))
 
     def save(self, row: int) -> torch.Tensor:
         assert self.stores is not None
