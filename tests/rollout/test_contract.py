@@ -39,7 +39,8 @@ def pytest_generate_tests(metafunc):
         ]
         metafunc.parametrize(("name", "family"), pairs)
     elif "slots" in metafunc.fixturenames:
-        rows = [(name, *batch) for name in ROWS for batch in (BATCHES[1:2] if name in SIMULATED else BATCHES)]
+        batches = {**dict.fromkeys(SIMULATED, BATCHES[1:2]), "hf": BATCHES[:3]}  # which has no tokens of a step
+        rows = [(name, *batch) for name in ROWS for batch in batches.get(name, BATCHES)]
         metafunc.parametrize(("name", "slots", "budget"), rows)
     else:
         metafunc.parametrize("name", ROWS)

@@ -249,7 +249,7 @@ def test_other_estimators_train_ahead_too(tiny_run, tiny_llama, estimator):
     assert all(math.isfinite(row["actor/pg_loss"]) for row in rows)
 
 
-@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+@pytest.mark.parametrize("mode", [slow("colocate_async"), "separate_async"])
 def test_the_trainer_modes_of_scripts_choose_it(tiny_run, mode):
     rows = tiny_run(f"trainer.v1.trainer_mode={mode}", f"trainer.v1.{mode}.num_warmup_batches=2", STEPS).training_rows()
     assert rows[-1][f"{STALENESS}/max"] == 2

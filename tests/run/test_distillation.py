@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from tests.run.conftest import merge
+from tests.slow import slow
 from verl.cli.checklist import Subject
 from verl.cli.checklist.data import check_rows_of_data
 from verl.config import load_config
@@ -48,8 +49,8 @@ def values(run, *names):
     "loss",
     [
         ("k2",),
-        ("k3",),
-        ("abs",),
+        slow(("k3",)),
+        slow(("abs",)),
         ("k1", "use_policy_gradient=True"),
         ("forward_kl_topk", "topk=8", "log_prob_min_clamp=-10"),
         ("jsd", "topk=8", "jsd_beta=0.9"),
@@ -104,7 +105,7 @@ def test_policy_gradient_is_the_loss_of_the_distance_as_advantage(distill):
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",
             f"{TEACHERS}.teacher_model.inference.max_num_batched_tokens=30",
         ),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",),
+        slow(("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",)),
         ("data.max_prompt_length=80", "data.max_response_length=6"),
     ],
     ids=["tokens", "rows", "padding"],

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 
 import pytest
 import torch
@@ -202,8 +203,10 @@ class TestKeptReference:
     SETTINGS = ("trainer.save_freq=1", "trainer.total_epochs=1")
 
     @pytest.mark.parametrize("damage", ["values", "tensors", "text", "gone", "fifo"])
-    def test_another_file_is_refused(self, preference_run, damage):
-        file = preference_run(*self.SETTINGS, "trainer.total_training_steps=1").folder / self.FILE
+    def test_another_file_is_refused(self, preference_run, shared_run, tiny_llama, rows, tmp_path, damage):
+        base = row_overrides(tiny_llama, f"{rows}/pairs_train.jsonl", f"{rows}/pairs_val.jsonl")
+        saved = shared_run(base, *self.SETTINGS, "trainer.total_training_steps=1", program="preference")
+        file = shutil.copytree(saved.folder, tmp_path / "run") / self.FILE
         tensors = load_file(file)
         file.unlink()
         if damage == "values":

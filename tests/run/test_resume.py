@@ -124,11 +124,14 @@ def test_interrupt_saves_and_says_how_to_go_on(unbroken, tiny_overrides, tmp_pat
 
 
 @pytest.mark.parametrize(("place", "max_bytes"), [(-5, 1 << 20), (-5, 0), (12, 0)])
-def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_run, unbroken, monkeypatch, caplog, place, max_bytes):
+def test_damaged_checkpoint_falls_back_to_the_one_before(
+    tiny_run, tiny_overrides, shared_run, unbroken, tmp_path, monkeypatch, caplog, place, max_bytes
+):
     """Damaged bytes are noticed before the load, or in tensors of more than `max_bytes` during it."""
     monkeypatch.setattr("verl.run.state.SMALL_BYTES", max_bytes)
-    run = tiny_run(*SETTINGS, "trainer.total_training_steps=3", folder="damaged")
-    file = run.folder / "global_step_3/actor/huggingface/model.safetensors"
+    saved = shared_run(tiny_overrides, *SETTINGS, "trainer.total_training_steps=3")
+    folder = shutil.copytree(saved.folder, tmp_path / "damaged")
+    file = folder / "global_step_3/actor/huggingface/model.safetensors"
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from tests.roles.test_reward_model import make_classifier
 from tests.run.conftest import merge, row_overrides, train_run
 from tests.run.trl_oracle import peer_env, python_of
+from tests.slow import each_value
 from verl.cli.main import main
 from verl.config import RM, StepGuardsConfig, load_config
 from verl.data_proto.proto import DataProto
@@ -170,9 +171,12 @@ class TestLoss:
         assert run.rows[-1]["val/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
         assert run.rows[-1]["val/accuracy"] == pytest.approx(sum(right) / len(right))
 
-    @pytest.mark.parametrize("kind", ["sigmoid", "process"])
     @pytest.mark.parametrize(
-        "micro", [("data.max_token_len_per_gpu=16",), ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1")]
+        ("kind", "micro"),
+        each_value(
+            ["sigmoid", "process"],
+            [("data.max_token_len_per_gpu=16",), ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1")],
+        ),
     )
     def test_does_not_depend_on_micro_batches(self, kind, micro, rm_run, shared_run, rm_overrides):
         """A pair is above the limit of a micro-batch, and stays in one."""

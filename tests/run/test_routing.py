@@ -6,6 +6,7 @@ import torch
 
 from tests.models.test_routing import near_ties
 from tests.run.test_resume import weights
+from tests.slow import slow
 from verl.config import load_config
 from verl.errors import ConfigError
 from verl.models.load import load_causal_lm
@@ -39,7 +40,7 @@ def test_sampler_and_trainer_agree_only_with_replay(tiny_run, mixture, batches):
     assert {record.dtype for record in records} == {np.dtype(np.uint8)}
 
 
-@pytest.mark.parametrize("mode", [R2, R3])
+@pytest.mark.parametrize("mode", [slow(R2), R3])
 def test_a_run_that_resumes_repeats_the_unbroken_run(tiny_run, mixture, mode):
     settings = (mixture, *SETTINGS, mode, "trainer.save_freq=1")
     unbroken = tiny_run(*settings, folder="unbroken")

@@ -109,7 +109,7 @@ class TestLoss:
         [
             ("data.max_token_len_per_gpu=64",),
             ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1"),
-            ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=3"),
+            slow(("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=3")),
         ],
     )
     def test_does_not_depend_on_micro_batches(self, sft_run, shared_run, sft_overrides, micro):
@@ -177,7 +177,9 @@ class TestEpochs:
 
 
 class TestCheckpoint:
-    def test_opens_with_transformers_and_has_the_validated_loss(self, sft_run, sft_overrides):
+    def test_opens_with_transformers_has_the_validated_loss_and_starts_reinforcement_learning(
+        self, sft_run, sft_overrides, tiny_run
+    ):
         run = sft_run("trainer.save_freq=5", "trainer.test_freq=5")
         folder = run.folder / "global_step_5" / "model" / "huggingface"
         assert AutoTokenizer.from_pretrained(folder).chat_template
@@ -185,11 +187,8 @@ class TestCheckpoint:
         with torch.no_grad():
             losses = reference_loss(AutoModelForCausalLM.from_pretrained(folder), validation.batch(range(6)))
         assert run.rows[-1]["val/loss"] == pytest.approx(float(losses.mean().detach()), rel=1e-5)
-
-    def test_reinforcement_learning_starts_from_it(self, sft_run, tiny_run):
-        folder = sft_run("trainer.save_freq=5").folder / "global_step_5" / "model" / "huggingface"
-        run = tiny_run(f"actor_rollout_ref.model.path={folder}", "trainer.total_training_steps=1", folder="rl")
-        assert len(run.training_rows()) == 1
+        started = tiny_run(f"actor_rollout_ref.model.path={folder}", "trainer.total_training_steps=1", folder="rl")
+        assert len(started.training_rows()) == 1
 
 
 def test_rows_that_are_cut_are_counted_in_the_header(sft_run, capsys):
@@ -201,7 +200,7 @@ def test_rows_that_are_cut_are_counted_in_the_header(sft_run, capsys):
 PLACES = ("model.path", "data.train_files", "data.val_files", "trainer.default_local_dir", "trainer.logger", "hydra.")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [slow(name, when=name not in ("dynamic", "multi_turn", "padded")) for name in SCRIPTS])
 def test_overrides_of_real_scripts_take_two_steps(name, sft_run):
     changes = [change for change in SCRIPTS[name].split() if not change.lstrip("+").startswith(PLACES)]
     changes = [change for change in changes if "train_batch_size" not in change and "ulysses" not in change]

@@ -179,7 +179,7 @@ def test_a_resumed_run_equals_the_unbroken_one(family, grpo):
 
 @pytest.mark.parametrize("changes", [
     ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",),
-    ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=350"),
+    slow(("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=350")),
 ])  # fmt: skip
 def test_micro_batches_change_no_loss(changes, grpo, plain):
     divided = grpo(FAMILY, *changes)
@@ -220,11 +220,6 @@ def test_a_text_model_has_no_tower_to_freeze(grpo, tiny_llama, task, tmp_path):
     (task / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     with pytest.raises(ModelError, match="has no vision tower"):
         train(load_config(settings))
-
-
-def test_adapters_train_on_images(grpo):
-    run = grpo(FAMILY, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]")
-    assert all(row["actor/grad_norm"] > 0 for row in run.training_rows())
 
 
 def test_a_judge_refuses_images(folder_of, task):
