@@ -28,10 +28,10 @@ PPO = [*PPO, *(f"trainer.{key}={PPO_STEPS}" for key in ("total_training_steps", 
 # name -> changes of the config; each runs PPO. GRPO on two ranks is a run of test_reshard_runs.py, "copies"
 ON_TWO = {
     "fsdp2": [],
-    "replicas2": both("fsdp_size", 1),
-    "tensor2": both("tensor_parallel_size", 2),
     "sequence2": [*both("ulysses_sequence_parallel_size", 2), "actor_rollout_ref.ref.memory_map=True"],
 }
+# of which the default run compares the engines: tests/engines/test_fsdp.py
+ALSO_ON_TWO = {"replicas2": both("fsdp_size", 1), "tensor2": both("tensor_parallel_size", 2)}
 ON_FOUR = {"fsdp4": [], "tensor2_fsdp2": both("tensor_parallel_size", 2)}
 APART = [
     "trainer.placement={actor:[0,1],rollout:[2,3],critic:[2,3],reference:[3],reward:[1]}",
@@ -66,16 +66,24 @@ def narrow(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(jobs, experts):
-    """All runs on two ranks."""
+def two_ranks(jobs):
+    """All runs on two ranks of the default run."""
     for name, changes in ON_TWO.items():
         jobs.add(f"ppo_{name}", *PPO, *changes, has_scorers=name == "fsdp2")
     jobs.add("every_second", *EVERY_SECOND)
-    jobs.add("ppo_experts2", *PPO, *experts, *both("expert_parallel_size", 2))
     jobs.add("split2", *PPO, SPLIT)
     saving = "actor_rollout_ref.actor.checkpoint.async_save=True"
     jobs.add("resumed2", "trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1", saving)
     jobs.add("resumed2", "trainer.save_freq=3", "trainer.test_freq=3", saving)
+    run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=300)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def other_two_ranks(jobs, experts):
+    for name, changes in ALSO_ON_TWO.items():
+        jobs.add(f"ppo_{name}", *PPO, *changes)
+    jobs.add("ppo_experts2", *PPO, *experts, *both("expert_parallel_size", 2))
     run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=300)
     return jobs
 
@@ -92,13 +100,9 @@ def four_ranks(jobs):
 
 
 @pytest.fixture(scope="module")
-def alone(jobs, experts):
+def alone(jobs):
     """The runs of a single process, by algorithm."""
-    return {
-        "grpo": train_here(jobs, "grpo1"),
-        "ppo": train_here(jobs, "ppo1", *PPO),
-        "ppo_experts2": train_here(jobs, "ppo_experts1", *PPO, *experts),
-    }
+    return {"grpo": train_here(jobs, "grpo1"), "ppo": train_here(jobs, "ppo1", *PPO)}
 
 
 def assert_equal(run_of_ranks, reference, algorithm):
@@ -108,9 +112,20 @@ def assert_equal(run_of_ranks, reference, algorithm):
         assert_same_weights(run_of_ranks, reference, step, rel=1e-10, role=role)
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, "experts2"])
+@pytest.mark.parametrize("name", ON_TWO)
 def test_two_ranks(two_ranks, alone, name):
-    assert_equal(two_ranks.run(f"ppo_{name}"), alone.get(f"ppo_{name}", alone["ppo"]), "ppo")
+    assert_equal(two_ranks.run(f"ppo_{name}"), alone["ppo"], "ppo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALSO_ON_TWO)
+def test_other_arrangements_of_two_ranks(other_two_ranks, alone, name):
+    assert_equal(other_two_ranks.run(f"ppo_{name}"), alone["ppo"], "ppo")
+
+
+@pytest.mark.slow
+def test_experts_on_two_ranks(other_two_ranks, jobs, experts):
+    assert_equal(other_two_ranks.run("ppo_experts2"), train_here(jobs, "ppo_experts1", *PPO, *experts), "ppo")
 
 
 @pytest.mark.slow
