@@ -3,7 +3,6 @@ With two workers that share the model, each reads every bucket, and what both ho
 are simulated; workers are threads."""
 
 import contextlib
-import dataclasses
 import json
 import sys
 import threading
@@ -16,7 +15,7 @@ import torch
 from tests.reshard.simulated_device import DEVICE, simulate_driver
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.simulated import transfer_of_run
-from tests.rollout.test_vllm_restart import PARAMS, Processes, SimulatedProcess, lost, one_step
+from tests.rollout.test_vllm_restart import PARAMS, SimulatedProcess, builder, lost, one_step
 from verl.config import RolloutConfig, load_config
 from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
@@ -24,8 +23,6 @@ from verl.parallel.serialize import to_bytes
 from verl.programs.ppo_roles import ppo_roles
 from verl.reshard.device_memory import DeviceSender, read_device_bucket
 from verl.reshard.shared_memory import SharedBuckets, bucketed
-from verl.rollout.api import ENGINES
-from verl.rollout.vllm import engine
 from verl.rollout.vllm import weight_check as held
 from verl.rollout.vllm.core import Core, Setup, undisturbed
 from verl.rollout.vllm.settings import make_setup
@@ -54,32 +51,13 @@ class SimulatedProcessOnDevice(SimulatedProcess):
         self.manifest.add(bucket)
 
 
-class OnDevice(Processes):
-    def __init__(self):
-        super().__init__()
-        self.ways = []
-
-    def __call__(self, *args, **kwargs):
-        self.note("start")
-        self.started.append(SimulatedProcessOnDevice(self))
-        return self.started[-1]
-
-
 @pytest.fixture
 def make(load, tokenizer, monkeypatch, driver):
-    monkeypatch.setattr(engine, "require_vllm", lambda: None)
-
-    def build():
-        processes = OnDevice()
-        monkeypatch.setattr(engine, "RemoteCore", processes)
-        config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=2)
-        keys = "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+    def sending():
         sender = DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
-        _, own = transfer_of_run(*keys, device=DEVICE)
-        own = dataclasses.replace(own, write_buckets=sender, probe=sender.probe)
-        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own), processes
+        return {"write_buckets": sender, "probe": sender.probe}
 
-    return build
+    return builder(load, tokenizer, monkeypatch, SimulatedProcessOnDevice, sending, DEVICE)
 
 
 def test_weights_go_by_the_gpu_and_a_lost_process_gets_the_hosts_copy(make, load):

@@ -1,5 +1,7 @@
 """A vLLM process that is lost comes back with its weights and its samples; processes and vLLM are simulated here."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -19,14 +21,16 @@ PARAMS = SamplingParams(n=3, max_new_tokens=4)
 
 
 class Processes:
-    """`script` names calls, by their number over all processes, at which the process is lost, and how."""
+    """`script` names calls, by their number over all processes, at which the process is lost, and how; `ways` are noted by
+    processes on a device."""
 
-    def __init__(self):
-        self.script, self.calls, self.started = {}, [], []
+    def __init__(self, kind=None):
+        self.script, self.calls, self.started, self.ways = {}, [], [], []
+        self.kind = kind or SimulatedProcess
 
     def __call__(self, *args, **kwargs):
         self.note("start")
-        self.started.append(SimulatedProcess(self))
+        self.started.append(self.kind(self))
         return self.started[-1]
 
     def note(self, what, process=None):
@@ -97,22 +101,27 @@ def lost():
     return WorkerLostError("The vLLM process (pid 1) was ended. Its samples are not used; start the run again.")
 
 
-@pytest.fixture
-def make(load, tokenizer, monkeypatch):
+def builder(load, tokenizer, monkeypatch, kind, sending, device="cpu"):
+    """`build(max_engine_restarts=)`: an engine that sends weights by `sending()`, and its Processes, which are of a `kind`."""
     monkeypatch.setattr(engine, "require_vllm", lambda: None)
 
     def build(max_engine_restarts=2):
-        processes = Processes()
+        processes = Processes(kind)
         monkeypatch.setattr(engine, "RemoteCore", processes)
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=max_engine_restarts)
-        _, own = transfer_of_run(
-            "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
-        )
-        object.__setattr__(own, "write_buckets", KeptBuckets(1 << 14).write)  # several buckets
-        rollout = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own)
-        return rollout, processes
+        keys = "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+        own = dataclasses.replace(transfer_of_run(*keys, device=device)[1], **sending())
+        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own), processes
 
     return build
+
+
+@pytest.fixture
+def make(load, tokenizer, monkeypatch):
+    def several_buckets():
+        return {"write_buckets": KeptBuckets(1 << 14).write}
+
+    return builder(load, tokenizer, monkeypatch, SimulatedProcess, several_buckets)
 
 
 def one_step(rollout, module, version):
