@@ -61,24 +61,14 @@ def by_kernels(request, monkeypatch):
     monkeypatch.setattr("verl.models.log_probs.kernels_compute", lambda hidden: request.param)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 11, 50])
+@pytest.mark.parametrize(("chunk", "fused_head"), [(1, True), (4, True), (11, True), (50, True), (4, False)])
 @pytest.mark.parametrize("options", CASES)
-def test_equals_full_logits_with_gradients(options, chunk, by_kernels):
+def test_equals_full_logits_with_gradients(options, chunk, fused_head, by_kernels):
     options = dict(options)
     hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
     leaves = [x for x in (hidden, weight, bias) if x is not None]
-    ours = fused(hidden, weight, bias, targets, 1.7, chunk, **options)
+    ours = fused(hidden, weight, bias, targets, 1.7, chunk, fused=fused_head, **options)
     theirs = reference(hidden, weight, bias, targets, 1.7, **options)
-    assert_equal_with_gradients(ours, theirs, leaves)
-
-
-@pytest.mark.parametrize("options", CASES)
-def test_whole_logits_equal_chunks_with_gradients(options):
-    options = dict(options)
-    hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
-    leaves = [x for x in (hidden, weight, bias) if x is not None]
-    ours = fused(hidden, weight, bias, targets, 1.7, 4, fused=False, **options)
-    theirs = fused(hidden, weight, bias, targets, 1.7, 4, **options)
     assert_equal_with_gradients(ours, theirs, leaves)
 
 

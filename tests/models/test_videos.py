@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.models.test_vision import cached_log_probs, columns_of, inputs_of, packed_log_probs, require_equal
-from tests.rollout.test_vision import ENGINES, GREEDY, LENGTH, engine_of
+from tests.models.test_vision import columns_of, require_equal, require_equal_from_the_cache
+from tests.rollout.test_vision import ENGINES, engine_of, require_greedy
 from tests.slow import slow
-from tests.vision_families import FEW, IMAGE, VIDEO, random_model
+from tests.vision_families import FEW, IMAGE, VIDEO
 from verl.config import DataConfig
 from verl.data.images import image_messages
 from verl.data.prompts import PromptEncoder
@@ -54,14 +54,9 @@ def test_log_probs_and_gradients_equal_the_own_forward(family, folder_of):
 
 
 @pytest.mark.parametrize("family", VIDEOS)
-@torch.no_grad()
 def test_a_sampled_placeholder_is_a_token_like_any_other(family, folder_of):
-    folder = folder_of(family)
-    columns, media, rows = columns_of([(*prompt, (11, VIDEO, IMAGE, 13)) for prompt in prompts_of(folder)])
-    log_probs = packed_log_probs(load_model(folder), columns, media)[columns["response_mask"]]
-    theirs = random_model(family)
-    expected = torch.cat([cached_log_probs(theirs, p, m, r) for p, m, r in rows])
-    assert torch.allclose(log_probs, expected, rtol=0, atol=1e-5)
+    rows = [(*prompt, (11, VIDEO, IMAGE, 13)) for prompt in prompts_of(folder_of(family))]
+    require_equal_from_the_cache(family, folder_of(family), *columns_of(rows))
 
 
 @pytest.mark.parametrize(
@@ -70,13 +65,7 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(family, folder_of):
 def test_greedy_tokens_equal_generate(family, name, folder_of):
     folder = folder_of(family)
     requests = [PromptRequest(n, ids, media=media) for n, (ids, media) in enumerate(prompts_of(folder))]
-    completions = engine_of(name, load_model(folder)).generate(requests, GREEDY, step=1)
-    theirs = random_model(family)
-    theirs.generation_config.eos_token_id = None  # which `generate` would not sample before LENGTH tokens
-    for request, done in zip(requests, completions, strict=True):
-        inputs = inputs_of(theirs, request.token_ids, request.media)
-        expected = theirs.generate(**inputs, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False)
-        assert done.token_ids == expected[0, len(request.token_ids) :].tolist()
+    require_greedy(family, engine_of(name, load_model(folder)), requests)
 
 
 @pytest.mark.parametrize("family", ["llava_onevision", "mistral3"])

@@ -73,31 +73,3 @@ def test_a_module_that_is_no_pretrained_model_is_refused(tiny_llama):
 
     with pytest.raises(ModelError, match=r"M is not a transformers\.PreTrainedModel"):
         CustomWorker(str(tiny_llama))
-
-
-@pytest.mark.seed("B11")
-def test_a_subclass_builds_its_own_model(tiny_llama):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    built = []
-
-    class CustomWorker(ActorRolloutRefWorker):
-        def _build_model_optimizer(self, model_path, fsdp_config, optim_config, override_model_config, role="actor"):
-            built.append((role, optim_config is not None))
-            config = LlamaConfig.from_pretrained(model_path)
-            config.update(override_model_config)
-            return LlamaForCausalLM.from_pretrained(model_path, torch_dtype=torch.bfloat16, config=config)
-
-    overrides = [
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-        "actor_rollout_ref.model.override_config={rms_norm_eps: 0.1}",
-        "data.max_response_length=4",
-    ]
-    with CustomWorker(model_path=str(tiny_llama), overrides=overrides) as worker:
-        assert built == [("actor", True), ("ref", False)]
-        assert worker.actor.engine.module.config.rms_norm_eps == 0.1
-        assert worker.actor.engine.module.dtype == torch.float32
-        batch = worker.generate_sequences(["2 + 2?"], n=2)
-        old = worker.compute_log_prob(batch).batch["old_log_probs"]
-        mask = batch.batch["response_mask"]
-        assert torch.allclose(old[mask], batch.batch["rollout_log_probs"][mask], atol=1e-4)

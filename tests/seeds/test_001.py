@@ -108,8 +108,11 @@ def test_3_3_a_dataflow():
 def test_5_1_a_model_of_ones_own(my_models, my_custom_model, tiny_llama):
     from transformers import AutoModelForCausalLM
 
+    built = []
+
     class CustomWorker(ActorRolloutRefWorker):
         def _build_model_optimizer(self, model_path, fsdp_config, optim_config, override_model_config, role="actor"):
+            built.append((role, optim_config is not None))
             if "my_custom_model" in model_path:
                 from my_models import CustomConfig, CustomModel
 
@@ -133,7 +136,12 @@ def test_5_1_a_model_of_ones_own(my_models, my_custom_model, tiny_llama):
         module = worker.actor.engine.module
         assert isinstance(module, importlib.import_module("my_models").CustomModel)
         assert module.config.rms_norm_eps == 0.1
-        assert len(worker.generate_sequences("2 + 2?", n=2)) == 2
+        assert built == [("actor", True), ("ref", False)]
+        assert module.dtype == torch.float32
+        batch = worker.generate_sequences("2 + 2?", n=2)
+        assert len(batch) == 2
+        old, mask = worker.compute_log_prob(batch).batch["old_log_probs"], batch.batch["response_mask"]
+        assert torch.allclose(old[mask], batch.batch["rollout_log_probs"][mask], atol=1e-4)
     with CustomWorker(str(tiny_llama), overrides=overrides) as worker:
         assert type(worker.actor.engine.module).__name__ == "LlamaForCausalLM"
 
