@@ -30,7 +30,9 @@ def episodes(run, kind="episode"):
     return [r for file in files for r in map(json.loads, file.read_text().splitlines()) if r["kind"] == kind]
 
 
-def test_what_trains_is_what_was_sampled(agent_run):
+def test_what_trains_is_what_was_sampled_and_is_shown(agent_run, capsys):
+    from verl.cli.show import run_show
+
     run = agent_run(ENDS)
     for row in run.training_rows():
         assert row["training/rollout_probs_diff_max"] < 1e-5
@@ -48,6 +50,14 @@ def test_what_trains_is_what_was_sampled(agent_run):
     results = episodes(run, "tool")
     assert any(r["result"]["text"].startswith("heard") for r in results)
     assert any(r["result"]["error"] for r in results)  # malformed ones and unknown names were answered
+    capsys.readouterr()
+    assert run_show([str(run.folder), "--episodes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "episodes of the last steps: 24" in shown
+    assert "turns each" in shown
+    assert "tool calls: echo" in shown
+    assert "[user] train" in shown
+    assert "calls echo(" in shown or "[assistant]" in shown
 
 
 def test_a_loop_of_the_users(agent_run, agent_task, tmp_path):
@@ -154,17 +164,3 @@ def test_contradictions_are_refused(agent_overrides, tmp_path, changes, sentence
 
     with pytest.raises(ConfigError, match=sentence):
         load_config(merge([*agent_overrides, f"trainer.default_local_dir={tmp_path}/run"], tuple(changes)))
-
-
-def test_show_tells_of_turns_and_tools(agent_run, capsys):
-    from verl.cli.show import run_show
-
-    run = agent_run(ENDS, "trainer.total_training_steps=1")
-    capsys.readouterr()
-    assert run_show([str(run.folder), "--episodes", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "episodes of the last steps: 12" in shown
-    assert "turns each" in shown
-    assert "tool calls: echo" in shown
-    assert "[user] train" in shown
-    assert "calls echo(" in shown or "[assistant]" in shown
