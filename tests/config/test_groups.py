@@ -16,10 +16,10 @@ from .helpers import ACTOR, GRPO, ROLLOUT, load
 FOLDER = Path(__file__).parents[2] / "verl/trainer/config"
 
 
-def composed(*overrides):
+def composed(*overrides, root_name="ppo_trainer"):
     """The tree as Hydra composes it, made with only OmegaConf for installations without Hydra."""
-    root = OmegaConf.load(FOLDER / "ppo_trainer.yaml")
-    tree = OmegaConf.create({"model_engine": "dp"})
+    root = OmegaConf.load(FOLDER / f"{root_name}.yaml")
+    tree = OmegaConf.create({"model_engine": "dp"} if root_name == "ppo_trainer" else {})
     for entry in root.pop("defaults"):
         if isinstance(entry, str) or "model_engine" in entry:
             continue

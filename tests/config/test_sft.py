@@ -9,7 +9,7 @@ from verl.config.load import load_composed
 from verl.errors import ConfigError
 
 from .helpers import fixture_lines
-from .test_groups import FOLDER
+from .test_groups import composed
 
 KNOWN = [line.partition("=")[::2] for line in fixture_lines("sft_keys.txt")]
 # in compat.yaml or docs/differences.md, with their reasons
@@ -241,15 +241,7 @@ def test_names_of_other_trainers_lead_to_keys_that_exist():
 
 
 def test_the_composition_by_hydra_is_the_defaults():
-    root = OmegaConf.load(FOLDER / "sft_trainer_engine.yaml")
-    tree = OmegaConf.create()
-    for entry in root.pop("defaults"):
-        if isinstance(entry, str):
-            continue
-        ((group, name),) = OmegaConf.to_container(entry).items()
-        part = OmegaConf.load(FOLDER / group.partition("@")[0] / f"{name}.yaml")
-        OmegaConf.update(tree, group.partition("@")[2], part, merge=True)
-    tree = OmegaConf.merge(tree, root)
+    tree = composed(root_name="sft_trainer_engine")
     for resolve in (True, False):
         loaded = load_composed(OmegaConf.to_container(tree, resolve=resolve), schema=SFT)
         assert loaded.config == load().config
