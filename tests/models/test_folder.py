@@ -1,9 +1,12 @@
-"""The reader of model folders: each attack by its cause, and folders with random damage."""
+"""The reader of model folders: each attack by its cause, and folders with random damage. tokenizer.json is looked at before a
+library reads it, and its tokens against the model's embedding."""
 
 import json
+import logging
 import os
 import random
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import ModernBertDecoderConfig
 
-from tests.models import damaged_folders
+from tests.models import damaged_folders, damaged_tokenizers
 from verl.config import ModelConfig
-from verl.errors import ModelError
+from verl.data.prompts import encode_text
+from verl.errors import DataError, ModelError
 from verl.models import folder as folder_module
+from verl.models import tokenizer as tokenizer_files
 from verl.models.folder import check_tensors, fetch, locate, read_config, read_headers
 from verl.models.load import empty_model, load_causal_lm, load_model, load_model_config, load_tokenizer
 from verl.models.tiny import make_tiny_model
@@ -290,3 +295,102 @@ def test_faults_of_config_json_are_not_laid_on_the_tokenizer(folder, entries):
     edit(folder / "config.json", **entries)
     with pytest.raises(ModelError, match=rf"config\.json: {next(iter(entries))}"):
         load_tokenizer(str(folder))
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    return make_tiny_model(tmp_path / "model")
+
+
+def edited(tokenizer_folder, change, name="tokenizer.json"):
+    content = json.loads((tokenizer_folder / name).read_text())
+    change(content)
+    (tokenizer_folder / name).write_text(json.dumps(content))
+    return tokenizer_folder
+
+
+def vocabulary_id(value):
+    def change(content):
+        content["model"]["vocab"]["a"] = value
+
+    return change
+
+
+def added_id(value):
+    def change(content):
+        content["added_tokens"][0]["id"] = value
+
+    return change
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**30, 100_000, -1, 65.5, None, True, "65"])
+@pytest.mark.parametrize("change", [vocabulary_id, added_id])
+def test_ids_that_are_none_are_refused_before_loading(tokenizer_folder, change, value):
+    """2**31 took 9 GB of memory in 46 seconds."""
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.json gives token .* the id .*; ids of its 256 \+ 3 tokens are whole"
+    ):
+        load_tokenizer(edited(tokenizer_folder, change(value)))
+
+
+def test_more_added_tokens_than_any_tokenizer_has(tokenizer_folder, monkeypatch, caplog):
+    assert tokenizer_files._MAX_ADDED == 262_144
+    monkeypatch.setattr(tokenizer_files, "_MAX_ADDED", 2_000)
+    token = json.loads((tokenizer_folder / "tokenizer.json").read_text())["added_tokens"][0]
+    more = [{**token, "id": 259 + i, "content": f"<t{i}>"} for i in range(3_000)]
+    edited(tokenizer_folder, lambda content: content["added_tokens"].extend(more))
+    with pytest.raises(ModelError, match="has 3,003 added tokens; at most 2,000 are read"):
+        load_tokenizer(tokenizer_folder)
+    monkeypatch.setattr(tokenizer_files, "_MANY_ADDED", 2)
+    edited(tokenizer_folder, lambda content: content.update(added_tokens=content["added_tokens"][:3]))
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        load_tokenizer(tokenizer_folder)
+    assert "has 3 added tokens; loading it takes up to a minute" in caplog.text
+
+
+def test_rules_longer_than_any_model_has(tokenizer_folder):
+    edited(
+        tokenizer_folder, lambda content: content.update(normalizer={"type": "Prepend", "prepend": "x" * 20_000_000})
+    )
+    with pytest.raises(ModelError, match="has a normalizer of more than 4,194,304 characters"):
+        load_tokenizer(tokenizer_folder)
+
+
+def test_errors_of_the_library_are_sentences(tokenizer_folder):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "<unk>"}
+    tokenizer = load_tokenizer(edited(tokenizer_folder, lambda content: content.update(model=model)))
+    with pytest.raises(DataError, match=r"row 3: the tokenizer cannot read the text \(Exception: WordLevel error"):
+        encode_text(tokenizer, "what is not in it", "row 3")
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # the library panics
+    with pytest.raises(ModelError, match="No tokenizer could be loaded from"):
+        load_tokenizer(edited(tokenizer_folder, lambda content: content.update(normalizer=charsmap)))
+
+
+def test_tokens_beyond_the_embedding(tokenizer_folder, caplog):
+    edited(tokenizer_folder, lambda content: content.update(vocab_size=258), "config.json")
+    with pytest.raises(
+        ModelError, match=r"ends a text with '<\|im_end\|>' \(id 258\), and the model has 258 embeddings"
+    ):
+        load_tokenizer(tokenizer_folder)
+    edited(tokenizer_folder, lambda content: content.update(vocab_size=264), "config.json")
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 300}, "unk_token": "a"}
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        tokenizer = load_tokenizer(edited(tokenizer_folder, lambda content: content.update(model=model)))
+    assert "have no embedding in the model, the first 'b' (id 300 of 264)" in caplog.text
+    with pytest.raises(
+        DataError, match=r"row 0: the text has the token 'b' of id 300, and the model has 264 embeddings"
+    ):
+        encode_text(tokenizer, "b", "row 0")
+
+
+def test_the_embedding_is_the_models_and_not_the_tokenizer_folders(tokenizer_folder, tmp_path):
+    from verl.config import ModelConfig
+
+    other = make_tiny_model(tmp_path / "other", vocab_size=300)
+    assert load_tokenizer(ModelConfig(path=str(other), tokenizer_path=str(tokenizer_folder))).num_embeddings == 300
+    assert load_tokenizer(ModelConfig(path="/nowhere", tokenizer_path=str(tokenizer_folder))).num_embeddings is None
+
+
+def test_damaged_tokenizers(tmp_path):
+    outcomes = Counter(damaged_tokenizers.cases(random.Random(0), 30, tmp_path))
+    assert len({what for _, what in outcomes}) > 1, outcomes

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.rewards.test_hostile_runs import overrides
+from tests.rewards.test_hostile import overrides
 from tests.rewards.test_pool import request
 from verl.config import CustomRewardFunctionConfig, RewardConfig
 from verl.rewards.managers import build_reward_manager
