@@ -80,7 +80,7 @@ class HeldWeights:
         self._hooked = []
 
     def _watch(self, prefix: str, layer: nn.Module, method: object) -> None:
-        process = getattr(method, _HOOK)
+        process: Callable[[object], None] = getattr(method, _HOOK)
 
         def look_and_process(this: object) -> None:
             if this is not layer:
@@ -93,7 +93,7 @@ class HeldWeights:
         self._hooked.append(method)
 
 
-def _process_and_pack(method: object, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
+def _process_and_pack(method: object, process: Callable[[object], None], layer: nn.Module) -> None:
     """As vLLM does when it starts: in an update it leaves experts unpacked, which a processor then reads as packed (0.32)."""
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     if experts is None or next(layer.parameters()).device.type != "cpu":
