@@ -364,7 +364,7 @@ def test_gradients_of_several_calls_add_up_to_one_step(make):
         parts = [batch] if not two.accumulates_calls else [batch.slice(0, 2), batch.slice(2, len(batch))]
         losses = [two.forward_backward(part, sum_loss, outputs, ALL)["loss"].value for part in parts]
         if not two.accumulates_calls:
-            with pytest.raises(ConfigError, match="all rows to one call"):
+            with pytest.raises(ConfigError, match="takes one forward_backward a step"):
                 two.forward_backward(batch, sum_loss, outputs, ALL)
         b = two.optim_step()
         assert sum(losses) == pytest.approx(a["loss"].value, rel=1e-10)
