@@ -17,15 +17,14 @@ from tests.runtime.conftest import assert_same_weights, base, jobs  # noqa: F401
 from tests.runtime.ranks import ROOT, run
 
 pytestmark = pytest.mark.slow
+# few slots, so that not all samples end at once
+VLLM = [f"actor_rollout_ref.rollout.{key}" for key in ("name=vllm", "max_num_seqs=4")] + ["trainer.test_freq=-1"]
 
 
 @pytest.fixture(scope="module")
 def train(jobs):  # noqa: F811
     def run(name, lost="", *changes):
-        settings = jobs.overrides(
-            name, "actor_rollout_ref.rollout.name=vllm", "trainer.save_freq=1", "trainer.test_freq=-1",
-            "trainer.restart_backoff_s=0.02", *changes,
-        )  # fmt: skip
+        settings = jobs.overrides(name, *VLLM, "trainer.save_freq=1", "trainer.restart_backoff_s=0.02", *changes)
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")}
         environment["VERL_TEST_WIDE_NORMS"] = "1"
         mark = jobs.root / f"{name}.lost"
@@ -71,11 +70,9 @@ def test_the_engine_comes_back_in_place(moment, train, undisturbed):
 
 def test_an_engine_of_one_of_two_ranks_comes_back(jobs, undisturbed):  # noqa: F811
     """Each rank has its own engine; one engine is killed, and the other rank does not notice."""
-    vllm = ["actor_rollout_ref.rollout.name=vllm", "trainer.save_freq=3", "trainer.test_freq=-1"]
     mark = jobs.root / "ranks.lost"
-    run(
-        2, "tests.rollout.stand_in", *jobs.overrides("ranks", *vllm), timeout_s=180, VERL_TEST_LOST=f"generate 2 {mark}"
-    )
+    settings = jobs.overrides("ranks", *VLLM, "trainer.save_freq=3")
+    run(2, "tests.rollout.stand_in", *settings, timeout_s=180, VERL_TEST_LOST=f"generate 2 {mark}")
     assert mark.exists()
     job = jobs.run("ranks")
     ours, theirs = job.samples(), undisturbed.samples()
