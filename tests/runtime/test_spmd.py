@@ -32,6 +32,10 @@ ON_TWO = {
 }
 # of which the default run compares the engines: tests/engines/test_fsdp.py
 ALSO_ON_TWO = {"replicas2": both("fsdp_size", 1), "tensor2": both("tensor_parallel_size", 2)}
+OLDER_KEYS = [
+    f"actor_rollout_ref.rollout.{key}"
+    for key in ("prefetch_num=2", "partial_rollout=True", "keep_partial_kv_cache=True")
+]
 ON_FOUR = {"fsdp4": [], "tensor2_fsdp2": both("tensor_parallel_size", 2)}
 APART = [
     "trainer.placement={actor:[0,1],rollout:[2,3],critic:[2,3],reference:[3],reward:[1]}",
@@ -72,6 +76,7 @@ def two_ranks(jobs):
         jobs.add(f"ppo_{name}", *PPO, *changes, has_scorers=name == "fsdp2")
     jobs.add("every_second", *EVERY_SECOND)
     jobs.add("split2", *PPO, SPLIT)
+    jobs.add("older_keys2", *OLDER_KEYS)
     saving = "actor_rollout_ref.actor.checkpoint.async_save=True"
     jobs.add("resumed2", "trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1", saving)
     jobs.add("resumed2", "trainer.save_freq=3", "trainer.test_freq=3", saving)
@@ -176,6 +181,10 @@ def test_float32(four_ranks, jobs):
     reference = train_here(jobs, "float1", *FLOAT32)
     assert_same(four_ranks.run("float4"), reference, rel=1e-5)
     assert_same_weights(four_ranks.run("float4"), reference, 3, rel=1e-5)
+
+
+def test_unfinished_responses_return_to_the_rank_that_has_their_keys(two_ranks, jobs):
+    assert_same(two_ranks.run("older_keys2"), train_here(jobs, "older_keys1", *OLDER_KEYS), rel=1e-10)
 
 
 def test_weights_travel_every_second_step(two_ranks):
