@@ -1,7 +1,10 @@
 """Shared fixtures. Tests use no network and one thread each, so that they can run side by side on two cores."""
 
+import functools
 import gc
 import os
+import ssl
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,6 +15,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.loaded_once import remember_loads
 from tests.unit_files import is_unit
 from verl.config.groups import main as write_groups
 
@@ -96,10 +100,21 @@ def bf16_path(request, monkeypatch):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_disk():
-    """No file of this process is synced to the disk; tests of power losses count the calls."""
+def quick_process():
+    """No file of this process is synced to the disk; tests of power losses count the calls. HTTP clients share certificates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        # each HTTP client reads all certificates, 15 ms of a processor, and no test reads any
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once(request):
+    """Models of an unchanged folder are built once for all tests but those of loading."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "verl.models.load" in sys.modules and request.path.parent.name != "models":
+            remember_loads(patch)
         yield
 
 
