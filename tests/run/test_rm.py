@@ -237,8 +237,8 @@ def test_a_resumed_run_equals_the_unbroken_one(rm_run):
 
 class TestCheckpoint:
     def test_opens_with_transformers_and_rewards_a_policy(self, rm_run, rm_overrides, tiny_run, tiny_llama):
-        """From a language model without a head: the scores of training equal transformers' scores and the scores in
-        reinforcement learning."""
+        """From a language model without a head: the scores of training equal transformers' scores, also of a padded batch, in
+        which transformers finds the last token of a row by the padding token, and the scores in reinforcement learning."""
         run = rm_run("sigmoid", f"model.path={tiny_llama}", "trainer.save_freq=5", "trainer.test_freq=5")
         folder = run.folder / "global_step_5" / "model" / "huggingface"
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -247,6 +247,11 @@ class TestCheckpoint:
         with torch.no_grad():
             scores = reference_scores(model, batch)
         assert [row["score"] for row in run.samples_of(5, "val")] == pytest.approx(scores.tolist(), rel=1e-4, abs=1e-5)
+        tokenizer, texts = AutoTokenizer.from_pretrained(folder), ["a", "a longer text"]
+        with torch.no_grad():
+            together = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0]
+            alone = [float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in texts]
+        assert together.tolist() == pytest.approx(alone, rel=1e-4, abs=1e-6)
         ppo = tiny_run(
             "reward.custom_reward_function.path=null",
             "reward.reward_model.enable=True",
@@ -293,18 +298,6 @@ class TestCheckpoint:
             expected = [opened(torch.tensor([prompt])).logits[0].tolist() for prompt in prompts]
         for output, score in zip(json.loads(said[0]), expected, strict=True):
             assert output == pytest.approx(score, abs=1e-4)
-
-    def test_pads_as_transformers_needs_it(self, rm_run, rm_overrides, tiny_llama):
-        """A padded batch of transformers scores the last token of each row, which it finds by the padding token."""
-        run = rm_run("sigmoid", f"model.path={tiny_llama}", "trainer.total_training_steps=1", "trainer.save_freq=1")
-        folder = run.folder / "global_step_1" / "model" / "huggingface"
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        texts = ["a", "a longer text"]
-        with torch.no_grad():
-            together = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0]
-            alone = [float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in texts]
-        assert together.tolist() == pytest.approx(alone, rel=1e-4, abs=1e-6)
 
 
 BAD_ROWS = {
