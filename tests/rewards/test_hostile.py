@@ -181,6 +181,7 @@ def overrides(folder, model):
         f"actor_rollout_ref.actor.ppo_mini_batch_size={len(ROWS)}",
         "reward.custom_reward_function.name=of_row",
         f"+reward.custom_reward_function.reward_kwargs.api_key={SECRETS['config']}",
+        "reward.debug=False",
         "reward.timeout_s=1",
         "reward.memory_mb=256",
         "reward.max_processes=16",
