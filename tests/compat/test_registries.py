@@ -191,6 +191,7 @@ class TestRuns:
             algorithm__adv_estimator="mine",
             actor_rollout_ref__actor__policy_loss__loss_mode="mine",
             trainer__n_gpus_per_node=2,
+            reward__debug=False,
         )
         assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]
         assert "loss" in calls(user_file)

@@ -10,12 +10,11 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer
 
 from tests.compat.test_runner import SCRIPTS, Recorder, arguments, rows, steps_of, tokenizer  # noqa: F401
 from tests.run.conftest import train_run
-from tests.run.test_preference_trl import PAIRS, ROWS
+from tests.run.test_preference_trl import PAIRS, ROWS, TEMPLATE
 from tests.run.trl_oracle import trl_logs
 from tests.slow import slow
 from verl import RLRunner
 from verl.errors import ConfigError
-from verl.models.tiny import CHAT_TEMPLATE
 
 COMMON = {
     "per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
@@ -131,8 +130,8 @@ def test_what_dpo_refuses(dpo_config, model, tokenizer, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("kind", ["pairs", "messages"])
 def test_dpo_matches_trl(dpo_config, model, tiny_llama, tokenizer, tmp_path, kind):  # noqa: F811
     same = {"per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-4, "weight_decay": 0.0, "beta": 0.2}
-    case = {"trainer": "DPO", "model": str(tiny_llama), "rows": ROWS[kind], "args": same, "template": CHAT_TEMPLATE}
-    theirs = trl_logs({"case": case}, tmp_path)["case"]
+    case = {"trainer": "DPO", "model": str(tiny_llama), "rows": ROWS[kind], "args": same, "template": TEMPLATE}
+    theirs, tokenizer.chat_template = trl_logs({"case": case}, tmp_path)["case"], TEMPLATE
     runner = RLRunner(model, dpo_config(tmp_path / "run", **same), train_dataset=ROWS[kind], processing_class=tokenizer)
     runner.train()
     assert len(steps_of(runner)) == len(theirs) == 6
