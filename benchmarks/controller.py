@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from verl.parallel.process_settings import imports_stay
+from verl.parallel.process_settings import imports_stay, keep_freed_memory
 
 with imports_stay():  # collections of garbage pass over what is imported here, as in `verl train`
     import verl.run.host  # noqa: F401
@@ -40,7 +40,6 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.token_values import token_keys
 from verl.models.tiny import make_tiny_model
 from verl.programs.api import ProgramSpecs, specs_of_recipe
-from verl.roles.rollout import sample_key
 from verl.roles.updates import Updates
 from verl.run.host import SteppedRun
 from verl.runtime import local
@@ -81,8 +80,7 @@ class StandIns:
             "rollout_log_probs": -torch.rand(n, self.width), "token_weight_version": versions[:, None].repeat(1, self.width),
             "sample_index": numbers, "weight_version": versions, "rollout_rank": torch.full((n,), self.rank),
         }  # fmt: skip
-        pairs = zip(rows.batch["ordinal"].tolist(), numbers.tolist(), strict=True)
-        names = {"finish_reason": ["stop"] * n, "sample_key": [sample_key(split, *pair) for pair in pairs]}
+        names = {"finish_reason": ["stop"] * n, "sample_split": [split] * n}
         return DataProto.from_dict(columns, {name: object_array(values) for name, values in names.items()})
 
     def reward_collect(self, batch: DataProto) -> DataProto:
@@ -156,6 +154,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
+    keep_freed_memory()  # as in `verl train`
     local.RankWorkers = StandIns  # type: ignore[assignment, misc]
     recipe = ProgramSpecs.recipe
     ProgramSpecs.recipe = lambda specs: ("benchmarks.controller:stand_in_specs", *recipe(specs)[1:])  # type: ignore[method-assign]

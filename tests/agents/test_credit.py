@@ -40,10 +40,10 @@ def collected(turn_rewards, reward, error=None, mask=(1, 1, 0, 1, 0, 0), config=
             "responses": torch.arange(6)[None],
             "response_mask": torch.tensor([mask], dtype=torch.bool),
             "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]], dtype=torch.bool),
+            **dict.fromkeys(("ordinal", "sample_index"), torch.tensor([0])),
         },
         {
-            "sample_key": object_array(["train/0/0"]),
-            "data_source": object_array(["x"]),
+            **dict.fromkeys(("sample_split", "data_source"), object_array(["train"])),
             "episode_reward": object_array([reward]),
             "episode_error": object_array([error]),
             "episode_extra": object_array([{"turn_rewards": turn_rewards}]),

@@ -6,14 +6,14 @@ import torch
 from verl.algorithms.correction import require_fresh
 from verl.errors import ModelError
 
-KEYS = ["a", "b", "c"]
+name = "abc".__getitem__
 
 
 @pytest.mark.parametrize(
     ("versions", "max_age"), [([4, 4, 4], 0), ([4, 3, 2], 2), ([2, 2, 2], 5)], ids=["sync", "async", "few"]
 )
 def test_fresh(versions, max_age):
-    require_fresh(torch.tensor(versions), 4, max_age, KEYS)
+    require_fresh(torch.tensor(versions), 4, max_age, name)
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_fresh(versions, max_age):
 )
 def test_stale(versions, max_age, words):
     with pytest.raises(ModelError, match=words):
-        require_fresh(torch.tensor(versions), 4, max_age, KEYS)
+        require_fresh(torch.tensor(versions), 4, max_age, name)

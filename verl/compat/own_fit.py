@@ -99,6 +99,7 @@ class FitRun:
         prompts = batch.select_idxs(sorted(first.values()))
         params = replace(sampling_params(self.config.actor_rollout_ref.rollout), n=counts.pop())
         began, collector = time.perf_counter(), self.program.collector
+        collector.reads_data = True
         with self.loop.spans("gen"):
             if batch.meta_info.get("do_sample", True):
                 samples = collector.samples_of(prompts, step, params)

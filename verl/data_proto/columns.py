@@ -38,7 +38,9 @@ COLUMNS: dict[str, Column] = {
     "reward_model": Column(_B, "object", "data", "{style, ground_truth} of the row"),
     "extra_info": Column(_B, "object", "data", "free-form dict of the row"),
     # from the rollout
-    "sample_key": Column(_B, "object", "rollout", "split/ordinal/sample: names the sample while it is being scored"),
+    "sample_split": Column(
+        _B, "object", "rollout", "train, greedy, val, ...: names the sample, with ordinal and sample_index"
+    ),
     "sample_index": Column(_B, "int64", "rollout", "number of the sample within its group"),
     "prompts": Column(_BP, "int64", "rollout", "prompt tokens, padded on the left"),
     "responses": Column(_BR, "int64", "rollout", "response tokens, padded on the right"),
@@ -110,3 +112,8 @@ COLUMNS: dict[str, Column] = {
     "returns": Column(_BR, "float32", "algorithm", "target of the value function"),
     "rollout_is_weights": Column(_BR, "float32", "algorithm", "importance weight of trainer over sampler"),
 }
+
+
+def ends_with_rewards(name: str) -> bool:
+    """Whether only the phases up to the rewards read this object column, from the data file."""
+    return name not in COLUMNS or name in ("prompt_token_ids", "raw_prompt", "extra_info")

@@ -10,8 +10,21 @@ from verl.data_proto.media import Media, MediaSpan, Spans
 if TYPE_CHECKING:
     import numpy as np
 
+    from verl.data_proto.proto import DataProto
+
 FinishReason = Literal["stop", "length", "abort"]
 SampleKey = tuple[int, int]  # (prompt index, sample)
+
+
+def sample_key(split: str, ordinal: int, sample: int) -> str:
+    """Name of a sample, unique while it is being scored."""
+    return f"{split}/{ordinal}/{sample}"
+
+
+def names_of_samples(batch: DataProto) -> list[str]:
+    """The name of each row, which is made where it is used: a text takes 70 bytes."""
+    columns, splits = batch.batch, batch.non_tensor_batch["sample_split"]
+    return list(map(sample_key, splits, columns["ordinal"].tolist(), columns["sample_index"].tolist()))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from verl.algorithms.validation_metrics import validation_metrics
 from verl.config import PPOConfig
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data_proto.batch_metrics import count_metrics, number_parts, scored_rows
+from verl.data_proto.columns import COLUMNS, ends_with_rewards
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
@@ -57,11 +58,13 @@ class Collector:
     run: RunContext
     samples: SampleTracker
     stages: Stages | None = None
+    reads_data: bool = True  # whether columns of the data are read behind the rewards
 
     def __post_init__(self) -> None:
         self.spans, self.check_stop = self.run.spans, self.run.check_stop
         self.params = sampling_params(self.config.actor_rollout_ref.rollout)
         self.needs = Needs.of(self.config)
+        self.reads_data |= bool(self.stages or self.config.distillation.enabled or self.config.data.sampler.class_path)
         self.num_unscored = _MOST_UNSCORED - 1  # rounds in a row without a score; none may be before the first score
 
     def collect(self, step: int, ordinal: int) -> tuple[DataProto, dict[str, Metric], int]:
@@ -90,6 +93,8 @@ class Collector:
             metrics["training/filter_groups/num_gen_batches"] = Metric.last(num_rounds)
             metrics["training/filter_groups/num_groups_kept"] = Metric.last(num_groups)
         batch = DataProto.concat(batches) if len(batches) > 1 else batches[0]
+        if not self.reads_data:
+            batch = batch.select(non_tensor_batch_keys=[n for n in batch.non_tensor_batch if not ends_with_rewards(n)])
         return first_groups(batch, num_prompts), metrics, ordinal
 
     def sample(self, step: int, ordinal: int, count: int) -> tuple[DataProto, DataProto]:
@@ -104,9 +109,11 @@ class Collector:
         self.samples.issue(step, issued, num_samples=params.n, split="train", limit=params.max_new_tokens)
         asked = self.samples.lengths.expected(prompts)
         sampled = self.roles.rollout.generate(asked, step=step, split="train", params=params).get()
-        batch = prompts.repeat(params.n, interleave=True).union(sampled)
+        names = [n for n in prompts.non_tensor_batch if self.reads_data or n in COLUMNS]  # rewards read no others
+        batch = prompts.select(non_tensor_batch_keys=names).repeat(params.n, interleave=True).union(sampled)
         # on a thread: of a batch that gets no further columns meanwhile
-        self.samples.generate(step, partial(segments_of, batch.batch["ordinal"].numpy(), batch.slice()))
+        generated = batch.select(non_tensor_batch_keys=["finish_reason"])
+        self.samples.generate(step, partial(segments_of, batch.batch["ordinal"].numpy(), generated.slice()))
         return batch
 
     def scored(self, batch: DataProto, step: int) -> DataProto:

@@ -33,6 +33,7 @@ from verl.data_proto.batch_metrics import chosen_values, scored_rows
 from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import names_of_samples
 from verl.data_proto.token_values import compared_log_probs
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
@@ -47,7 +48,10 @@ from verl.tracking.ledger.records import keys_of
 
 
 class PPO(PPOProgram):
-    """The phases of a step."""
+    """The phases of a step. Columns of the data's rows end with the rewards, unless `reads_data` or functions of the user may
+    read them later."""
+
+    reads_data = False
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
@@ -62,7 +66,7 @@ class PPO(PPOProgram):
             self.row_responses = RowResponses(handles.rollout, config, data.tokenizer, lambda: self.weight_version)
             handles = replace(handles, rollout=self.row_responses)
         if data.train is not None:
-            self.collector = Collector(config, handles, data.train, run, self.samples, self.stages)
+            self.collector = Collector(config, handles, data.train, run, self.samples, self.stages, self.reads_data)
 
     def train(self, step: int) -> StepBatch:
         """One step; weight version and samples advance only as the step succeeds."""
@@ -174,8 +178,8 @@ class PPO(PPOProgram):
         """The only phase that changes weights; the sampler carries the next version when it ends. Actor and critic train at
         the same time where they live on different devices."""
         batch, metrics = result.batch, result.metrics
-        keys = list(batch.non_tensor_batch["sample_key"])
-        require_fresh(batch.batch["weight_version"], self.weight_version, self.max_age, keys)
+        name = lambda row: names_of_samples(batch.slice(row, row + 1))[0]  # noqa: E731
+        require_fresh(batch.batch["weight_version"], self.weight_version, self.max_age, name)
         critic: Future[Updates] | None = None
         if self.critic is not None:
             with self.spans("update_critic"):

@@ -56,7 +56,7 @@ class AsyncPPO(PPO):
         super().__init__(config, data, roles, run)
         if data.train is not None:
             self.collector = self.ahead = AheadCollector(
-                config, self.roles_of_run, data.train, run, self.samples, self.stages
+                config, self.roles_of_run, data.train, run, self.samples, self.stages, self.reads_data
             )
             self.max_age = self.ahead.max_age
         self.old_log_probs = old_log_prob_source(config, self.needs, sampler_is_exact=False)

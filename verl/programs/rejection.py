@@ -45,6 +45,7 @@ class RejectionSampling(PPO):
     the kept ones, their share, the share of prompts that keep any, mean scores of all and of the kept. Other metrics are of
     the kept ones."""
 
+    reads_data = True
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
         "rejection/score/mean": ("reward", "{:.3f}"),
         "rejection/score/kept_mean": ("kept", "{:.3f}"),

@@ -16,6 +16,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.stored_column import copied
 from verl.errors import ConfigError
 from verl.registry import load_object, require_call
+from verl.tracking.ledger.records import keys_of
 
 Call = Callable[[DataProto, int], DataProto]
 
@@ -142,4 +143,4 @@ def _check(name: str, point: str, batch: object, before: DataProto) -> None:
 
 
 def _keys(batch: DataProto) -> list[object]:
-    return list(batch.non_tensor_batch["sample_key"])
+    return list(keys_of(batch))

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from verl.algorithms.advantages.turns import turn_numbers
+from verl.data_proto.media import MEDIA_COLUMNS
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
-from verl.data_proto.samples import Score, ScoreRequest
+from verl.data_proto.samples import Score, ScoreRequest, names_of_samples
 from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import token_columns
 from verl.errors import RewardError
@@ -123,7 +124,9 @@ def _batch(requests: Sequence[ScoreRequest]) -> DataProto:
     return DataProto.from_dict(columns, {name: object_array(values) for name, values in objects.items()})
 
 
-_NOT_READ = ("token_weight_version",)  # 8 bytes a token; a user's reward manager may read the other columns
+_NOT_READ = ("token_weight_version",)  # 8 bytes a token
+_OF_PROMPT = "sample_split uid data_source reward_model extra_info prompt_token_ids raw_prompt".split()
+_OBJECTS = (*_OF_PROMPT, "episode_reward", "episode_error", "episode_extra", *MEDIA_COLUMNS)
 
 
 class RewardModel(Protocol):
@@ -164,20 +167,22 @@ class RewardWorker:
         else:
             self._waiting[request.key] = request
 
-    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False, left_out=_NOT_READ)
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False, objects=_OBJECTS, left_out=_NOT_READ)
     def start_scoring(self, batch: DataProto) -> None:
         """Start to score the rows of `batch` that are not being scored yet; returns at once. `collect` waits for them."""
-        self._submit_unseen(batch, list(batch.non_tensor_batch["sample_key"]))
+        keys = names_of_samples(batch)
+        self._submit_unseen(batch, keys, self._given(batch, keys))
 
-    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, left_out=_NOT_READ)
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, objects=_OBJECTS, left_out=_NOT_READ)
     def collect(self, batch: DataProto) -> DataProto:
-        """Waits (with the manager's deadline) for the scores of the rows of `batch`, by their sample_key.
+        """Waits (with the manager's deadline) for the scores of the rows of `batch`, by their names.
 
         Columns token_level_scores [batch, response] with the score on the last response token, reward_parts, reward_error,
         is_scored, and the reward model's, if there is one.
         """
-        keys, known = list(batch.non_tensor_batch["sample_key"]), self._given(batch)
-        self._submit_unseen(batch, keys)
+        keys = names_of_samples(batch)
+        known = self._given(batch, keys)
+        self._submit_unseen(batch, keys, known)
         self._submitted.difference_update(keys)
         from_model = None if self.model is None else self.model.score(batch)
         if from_model is not None:
@@ -207,28 +212,25 @@ class RewardWorker:
         )
         return scored if from_model is None else scored.union(from_model)
 
-    def _given(self, batch: DataProto) -> dict[str, Score]:
+    def _given(self, batch: DataProto, keys: Sequence[str]) -> dict[str, Score]:
         """Scores of episodes that bring their own, and 0 for failed episodes and for samples that are not scored."""
         objects, scores = batch.non_tensor_batch, {}
         if self.needs_answer:
             answers = (_ground_truth(batch, row) for row in range(len(batch)))
-            scores = {k: Score(k, 0.0) for k, a in zip(objects["sample_key"], answers, strict=True) if a is None}
+            scores = {k: Score(k, 0.0) for k, a in zip(keys, answers, strict=True) if a is None}
         if "episode_reward" not in objects:
             return scores
-        for key, reward, error in zip(
-            objects["sample_key"], objects["episode_reward"], objects["episode_error"], strict=True
-        ):
+        for key, reward, error in zip(keys, objects["episode_reward"], objects["episode_error"], strict=True):
             if error is not None:
                 scores[key] = Score(key, 0.0, error=f"Episode {key} {error}; it has no score.")
             elif reward is not None:
                 scores[key] = Score(key, float(reward), {"acc": float(reward)})
         return scores
 
-    def _submit_unseen(self, batch: DataProto, keys: list[str]) -> None:
+    def _submit_unseen(self, batch: DataProto, keys: Sequence[str], known: Mapping[str, Score]) -> None:
         """Submit the samples of a rollout in another process. A rollout in this process has submitted its own already."""
         width = batch.batch["response_mask"].shape[1]
         exists = batch.batch["attention_mask"][:, -width:].bool()
-        known = self._given(batch)
         for row, key in enumerate(keys):
             if key not in self._submitted and key not in known:
                 token_ids = batch.batch["responses"][row][exists[row]].tolist()

@@ -20,7 +20,7 @@ from verl.data_proto.media import media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest, sample_key
 from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import Trajectory, to_columns, trajectory_of
 from verl.errors import ModelError
@@ -275,7 +275,7 @@ def _unfinished(rows: DataProto) -> list[Trajectory]:
 
 
 def _splits(rows: DataProto) -> list[str]:
-    return [key.rsplit("/", 2)[0] for key in rows.non_tensor_batch.get("sample_key", ())]
+    return list(rows.non_tensor_batch.get("sample_split", ()))
 
 
 def _prompt(rows: DataProto, row: int) -> tuple[int, ...]:
@@ -284,10 +284,10 @@ def _prompt(rows: DataProto, row: int) -> tuple[int, ...]:
 
 
 def sample_names(samples: Sequence[tuple[Trajectory, str]]) -> dict[str, np.ndarray]:
-    """The columns finish_reason and sample_key of samples with their splits."""
+    """The columns finish_reason and sample_split of samples with their splits."""
     return {
         "finish_reason": np.array([t.status for t, _ in samples], dtype=object),
-        "sample_key": np.array([sample_key(split, t.ordinal, t.sample) for t, split in samples], dtype=object),
+        "sample_split": np.array([split for _, split in samples], dtype=object),
     }
 
 
@@ -303,11 +303,6 @@ def episode_columns(episodes: Sequence[EpisodeResult], images: EpisodeImages) ->
         "episode_error": object_array([done.error for done in episodes]),
         "episode_extra": object_array([done.extra for done in episodes]),
     }
-
-
-def sample_key(split: str, ordinal: int, sample: int) -> str:
-    """Name of a sample, unique while it is being scored."""
-    return f"{split}/{ordinal}/{sample}"
 
 
 def sampling_params(config: RolloutConfig, *, validation: bool = False) -> SamplingParams:

@@ -7,7 +7,7 @@ mask afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +83,11 @@ def rollout_correction(
     return Correction(weights, accepted.to(response_mask.dtype), named)
 
 
-def require_fresh(weight_version: Tensor, version: int, max_age: int, keys: Sequence[str]) -> None:
+def require_fresh(weight_version: Tensor, version: int, max_age: int, name: Callable[[int], str]) -> None:
     """Raise ModelError for a sample whose weights are newer than `version` or more than `max_age` versions older.
 
-    `version`: of the weights that train now. weight_version [batch]: of each sample's oldest token. `keys` name samples.
+    `version`: of the weights that train now. weight_version [batch]: of each sample's oldest token. `name` is of the sample
+    in a row.
     """
     age = version - weight_version
     wrong = ((age < 0) | (age > max_age)).nonzero().flatten().tolist()
@@ -95,7 +96,7 @@ def require_fresh(weight_version: Tensor, version: int, max_age: int, keys: Sequ
     row = wrong[0]
     allowed = f"version {version}" if max_age == 0 else f"versions {version - max_age} to {version}"
     raise ModelError(
-        f"Sample {keys[row]} and {len(wrong) - 1} others of {len(keys)} were made by weights of version "
+        f"Sample {name(row)} and {len(wrong) - 1} others of {len(age)} were made by weights of version "
         f"{int(weight_version[row])}, but only {allowed} may train now; nothing was trained on them. The rollout engine has "
         "outdated weights: restart the run, which syncs them again."
     )
