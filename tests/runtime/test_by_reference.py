@@ -28,7 +28,7 @@ class Store:
 
     def run(self, runtime, group, method, plan, blocking):
         """In place of LocalRuntime._run."""
-        document, sent = encode(plan.calls[0], StoredBuffers())
+        document, sent = encode(tuple(plan.calls[0]), StoredBuffers())
         self.num_sent += sum(isinstance(buffer, int) for buffer in sent)
         read = [b if isinstance(b, np.ndarray) else StoredTensors(b, self.objects.get, dict) for b in sent]
         answer = runtime.workers.call(group.name, method, *decode(document, StoredBuffers(read)))

@@ -37,7 +37,7 @@ def far(worker, on_call=lambda method, num_bytes: None):
     the bytes of the tensors and arrays that it sends."""
 
     def runner(group, method, plan, blocking):
-        packed = pack(plan.calls[0])
+        packed = pack(tuple(plan.calls[0]))
         on_call(method, sum(map(len, packed[1:])))
         args, kwargs = unpack(packed)
         return plan.collect([unpack(pack(getattr(worker, method)(*args, **kwargs)))])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -58,10 +58,10 @@ def _joined(parts: list[Part], others: list[Part]) -> list[Part]:
     return [(a_cost + b_cost, a_rows + b_rows) for (a_cost, a_rows), (b_cost, b_rows) in pairs if a_rows or b_rows]
 
 
-def _blocks(costs: Sequence[float], num_parts: int) -> list[Rows]:
+def _blocks(costs: Sequence[float], num_parts: int) -> Iterable[Rows]:
     """Blocks of `num_parts` rows of neighbouring cost; joining blocks keeps all parts equally long."""
     by_cost = sorted(range(len(costs)), key=lambda row: (costs[row], row))
-    return [by_cost[start : start + num_parts] for start in range(0, len(by_cost), num_parts)]
+    return (by_cost[start : start + num_parts] for start in range(0, len(by_cost), num_parts))
 
 
 def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) -> list[list[int]]:
@@ -79,7 +79,7 @@ def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) 
             f"{num_rows} rows do not divide into {num_parts} equal parts; pad the batch or use equal_size=False."
         )
     with without_collection():  # thousands of small lists, no garbage among them
-        blocks = _blocks(costs, num_parts) if equal_size else [[row] for row in range(num_rows)]
+        blocks = _blocks(costs, num_parts) if equal_size else ([row] for row in range(num_rows))
         # only the heap holds partitions: lists of rows that earlier ones keep would grow with the square of the rows
         heap = [
             _Partial([(-float(costs[row]), [row]) for row in block], num_parts, min(block)).ranked() for block in blocks
@@ -200,7 +200,8 @@ class TokenCost:
     linear: float = 6144.0
     quadratic: float = 1.0
 
-    def __call__(self, num_tokens: int) -> float:
+    def __call__(self, num_tokens: Any) -> Any:
+        """Of one row, or of each of an array."""
         return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
 
 
@@ -236,73 +237,79 @@ def balanced_shares(
     num_parts: int,
     cost: TokenCost,
     rows: Sequence[int] | np.ndarray | None = None,
-    computed: Set[int] | None = None,
+    computed: Sequence[int] | np.ndarray | None = None,
     unit: str = "row",
-) -> list[Rows]:
-    """`rows` of the batch (default all) over `num_parts` ranks with nearly equal cost; ascending within a part. Rows of one
-    `unit` are in one part; with fewer units than parts the last parts are empty. Rows that are not `computed` (default:
-    all are) cost nothing.
+) -> list[np.ndarray]:
+    """`rows` of the batch (default all) over `num_parts` ranks with nearly equal cost, as int32; ascending within a part. Rows
+    of one `unit` are in one part; with fewer units than parts the last parts are empty. Rows that are not `computed`
+    (default: all are) cost nothing.
 
     The samples of a prompt stay together if the costliest share is at most a hundredth above the mean, or if dividing single
     rows does not make it cheaper. Prompts that are then computed twice count twice.
     """
+    chosen = np.arange(len(batch), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
     if num_parts == 1:
-        return [list(range(len(batch))) if rows is None else [int(row) for row in rows]]  # in the given order
-    chosen = range(len(batch)) if rows is None else np.asarray(rows, np.int64).data
-    # made at each use: a list for each row takes more memory than the rows
-    units: Callable[[], Iterable[Rows]] = lambda: ([row] for row in chosen)  # noqa: E731
-    num_units = len(chosen)
+        return [chosen]  # in the given order
+    units: np.ndarray = np.arange(len(chosen), dtype=np.int32)
+    first: np.ndarray = units
     if unit != "row":
-        ids, whole = unit_ids(batch, unit), dict[int, Rows]()
-        for row in chosen:
-            whole.setdefault(ids[row], []).append(row)
-        units, num_units = whole.values, len(whole)
-    if num_units <= num_parts:
-        return [sorted(rows) for rows in units()] + [[] for _ in range(num_parts - num_units)]
-    prompts, responses = _lengths(batch)
-    names = _prompt_names(batch)
-    groups: dict[object, Rows] = {}
-    for members in units():
-        groups.setdefault(names[members[0]], []).extend(members)
+        units = _numbered(np.array(unit_ids(batch, unit), np.int32)[chosen])
+        first = np.unique(units, return_index=True)[1]
+    if len(first) <= num_parts:
+        return [np.sort(chosen[units == part]) for part in range(num_parts)]
+    names = _numbered(_prompt_names(batch)[chosen])
+    lengths = _lengths(batch)
+    costs_of_length = cost(np.arange(lengths[1].max() + 1.0))
+    prompts, responses = (costs_of_length[of_rows[chosen]] for of_rows in lengths)
+    responses -= prompts
+    del lengths
+    if computed is not None:
+        is_left_out = np.isin(chosen, computed, invert=True)
+        prompts[is_left_out] = responses[is_left_out] = 0.0
 
-    def share_cost(part: Rows) -> float:
-        part = part if computed is None else [r for r in part if r in computed]
-        shared = {names[r]: prompts[r] for r in part}
-        return sum(cost(p) for p in shared.values()) + sum(
-            cost(prompts[r] + responses[r]) - cost(prompts[r]) for r in part
-        )
+    def costs(parts: np.ndarray) -> np.ndarray:
+        """Of the responses of each part, and once of each prompt in a part."""
+        keys = parts * np.int64(len(chosen)) + names
+        order = np.argsort(keys, kind="stable")
+        of_prompts = np.maximum.reduceat(prompts[order], starts := np.flatnonzero(np.diff(keys[order], prepend=-1)))
+        return np.bincount(parts, responses) + np.bincount(parts[order[starts]], of_prompts)
 
-    if len(groups) < num_parts:
-        return _partition(units(), num_parts, share_cost)
-    together = _partition(groups.values(), num_parts, share_cost)
-    costs = list(map(share_cost, together))
-    if max(costs) * num_parts <= _EVEN * sum(costs):  # dividing single rows takes half a kilobyte a row
-        return together
-    parted = _partition(units(), num_parts, share_cost)
-    return parted if max(map(share_cost, parted)) < max(costs) else together
+    def divided(numbers: np.ndarray) -> np.ndarray:
+        """The part of each row; rows of one number are in one part."""
+        part_of = np.empty(numbers.max() + 1, np.int32)
+        for part, members in enumerate(partition_by_cost(costs(numbers).tolist(), num_parts, equal_size=False)):
+            part_of[members] = part
+        return part_of.take(numbers)
+
+    groups = names if unit == "row" else _numbered(names[first])[units]
+    is_whole = groups.max() + 1 >= num_parts
+    parts = divided(groups if is_whole else units)
+    sums = costs(parts)
+    if is_whole and sums.max() * num_parts > _EVEN * sums.sum():  # dividing single rows takes half a kilobyte a row
+        parted = divided(units)
+        parts = parted if costs(parted).max() < sums.max() else parts
+    return sorted((np.sort(chosen[parts == part]) for part in range(num_parts)), key=lambda rows: int(rows[0]))
 
 
-def _partition(units: Iterable[Rows], num_parts: int, share_cost: Callable[[Rows], float]) -> list[Rows]:
-    units = list(units)
-    parts = partition_by_cost([share_cost(unit) for unit in units], num_parts, equal_size=False)
-    return sorted(sorted(row for unit in part for row in units[unit]) for part in parts)
+def _numbered(values: np.ndarray) -> np.ndarray:
+    """Values as numbers from 0, in the order of their first appearance."""
+    _, first, numbers = np.unique(values, return_index=True, return_inverse=True)
+    order = np.empty(len(first), np.int32)
+    order[np.argsort(first)] = np.arange(len(first))
+    return order.take(numbers)
 
 
-def _lengths(batch: DataProto) -> tuple[Sequence[int], Sequence[int]]:
-    """Prompt and response tokens of each row; a batch without masks has rows of equal length."""
-    columns = {} if batch.batch is None else batch.batch
-    names = set(columns.keys())
+def _lengths(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt tokens and all tokens of each row; a batch without masks has rows of equal length."""
+    names, none = set() if batch.batch is None else set(batch.batch.keys()), np.zeros(len(batch), np.int32)
     if "attention_mask" not in names:
-        return [0] * len(batch), [1] * len(batch)
-    total = columns["attention_mask"].sum(dim=1)
-    prompts = columns["prompt_mask"].sum(dim=1) if "prompt_mask" in names else total.new_zeros(total.shape)
-    return prompts.cpu().numpy().data, (total - prompts).cpu().numpy().data  # as Python's numbers, one at a time
+        return none, none + 1
+    total = batch.batch["attention_mask"].sum(dim=1).cpu().numpy()
+    return batch.batch["prompt_mask"].sum(dim=1).cpu().numpy() if "prompt_mask" in names else none, total
 
 
-def _prompt_names(batch: DataProto) -> Sequence[object]:
-    """A name for each row, equal for rows of one prompt: the ordinal or the uid; else every row is its own."""
+def _prompt_names(batch: DataProto) -> np.ndarray:
+    """A number for each row, equal for rows of one prompt: by the ordinal or the uid; else every row is its own."""
     if batch.batch is not None and "ordinal" in batch.batch.keys():
-        return batch.batch["ordinal"].cpu().numpy().data  # type: ignore[no-any-return]
-    if "uid" in batch.non_tensor_batch:
-        return list(batch.non_tensor_batch["uid"])
-    return range(len(batch))
+        return batch.batch["ordinal"].cpu().numpy()  # type: ignore[no-any-return]
+    return np.array(unit_ids(batch, "uid" if "uid" in batch.non_tensor_batch else "row"))

@@ -7,8 +7,9 @@ value = plan.collect(results of plan.answering, in that order)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -41,6 +42,22 @@ class MethodCall(NamedTuple):
         return MethodCall((batch, *self.args[1:]), {**self.kwargs, **more})
 
 
+@dataclass(frozen=True)
+class ShareCall:
+    """A MethodCall that is made each time it is read, so that the rows of one share at a time are in memory twice."""
+
+    make: Callable[[], MethodCall]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make()[index]
+
+
+Call = MethodCall | ShareCall
+
+
 class GroupShape(Protocol):
     """The facts about a group that dispatch reads."""
 
@@ -70,7 +87,7 @@ class CallPlan:
     """`calls[i]` is the call of the rank at index i (None: no call). Ranks of one model-parallel group share the object, so
     that a driver sends it once. `collect` takes the results of the ranks `answering`, in that order."""
 
-    calls: Sequence[MethodCall | None]
+    calls: Sequence[Call | None]
     answering: list[int]
     collect: Callable[[list[Any]], Any]
     rows: Shares = ()  # of the ND modes: the rows of each share
@@ -97,7 +114,7 @@ def plan_call(declared: Registered, group: GroupShape, args: tuple[object, ...],
 # -- modes that do not know about rows ---------------------------------------------------------------------------------
 
 
-def _rank_zero(group: GroupShape, call: MethodCall | None) -> CallPlan:
+def _rank_zero(group: GroupShape, call: Call | None) -> CallPlan:
     return CallPlan([call, *[None] * (group.world_size - 1)], [0], lambda results: results[0])
 
 
@@ -150,7 +167,7 @@ def _dp_compute_with_func(group: GroupShape, call: MethodCall) -> CallPlan:
         raise ValueError("The first argument of this call is the function that every rank runs.")
     function, *batches = call.args
     plan = _dp_compute_proto(group, MethodCall(tuple(batches), call.kwargs))
-    calls = [part._replace(args=(function, *part.args)) for part in plan.calls if part is not None]
+    calls = [MethodCall((function, *part[0]), part[1]) for part in plan.calls if part is not None]
     return CallPlan(calls, plan.answering, plan.collect)
 
 
@@ -184,7 +201,7 @@ _FLAT: dict[str, Callable[[GroupShape, MethodCall], CallPlan]] = {
 def _nd_compute(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
     shares = balanced_shares(call.batch, group.mesh.dp_size, group.cost)
     # a rank without rows runs one row all the same: the ranks of a sharded model compute together. Its result is dropped
-    filled = [rows or [0] for rows in shares] if len(call.batch) else shares
+    filled = [rows if len(rows) else np.zeros(1, np.int32) for rows in shares] if len(call.batch) else shares
     return _scattered(declared, group, call, filled, row_counts=[len(rows) for rows in shares])
 
 
@@ -228,18 +245,18 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, call: MethodCall) 
     assert group.schedule is not None, "a group with training calls has a schedule"
     batch, step = call.batch, call.args[1]
     cost, parts, unit = group.cost, group.mesh.dp_size, group.schedule.unit
-    numbers = group.schedule.computed(batch)
-    computed = None if len(numbers) == len(batch) else set(numbers)
-    cut = [
-        [np.array(share, np.int32) for share in balanced_shares(batch, parts, cost, rows, computed, unit)]
-        for rows in group.schedule.rows(batch, step)
-    ]
-    sent, calls, shares = _lean(batch, declared), list[MethodCall](), list[Rows | np.ndarray]()
-    for part in range(parts):
-        rows = np.unique(np.concatenate([mini[part] for mini in cut])) if cut else np.empty(0, np.int32)
-        shares.append(rows)
-        minis = [np.searchsorted(rows, mini[part]) for mini in cut]
-        calls.append(call.with_batch(_select(sent, rows), mini_batches=minis))
+    numbers = np.array(group.schedule.computed(batch), np.int32)
+    computed = None if len(numbers) == len(batch) else numbers
+    cut = [balanced_shares(batch, parts, cost, rows, computed, unit) for rows in group.schedule.rows(batch, step)]
+    none = np.empty(0, np.int32)
+    shares = [np.unique(np.concatenate([none, *(mini[part] for mini in cut)])) for part in range(parts)]
+    sent = _lean(batch, declared)
+
+    def share(part: int) -> MethodCall:
+        minis = [np.searchsorted(shares[part], mini[part]).astype(np.int32) for mini in cut]
+        return call.with_batch(_select(sent, shares[part]), mini_batches=minis)
+
+    calls = [ShareCall(partial(share, part)) for part in range(parts)]
     return _replicated(group, calls, shares, lambda results: results[0].merge(results[1:]))
 
 
@@ -247,7 +264,7 @@ def _scattered(
     declared: Registered, group: GroupShape, call: MethodCall, shares: Shares, row_counts: list[int] | None = None
 ) -> CallPlan:
     sent = _lean(call.batch, declared)
-    calls = [call.with_batch(_select(sent, rows)) for rows in shares]
+    calls = [ShareCall(partial(lambda rows: call.with_batch(_select(sent, rows)), rows)) for rows in shares]
     counts = row_counts if row_counts is not None else [len(rows) for rows in shares]
 
     def collect(results: list[Any]) -> object:
@@ -257,7 +274,7 @@ def _scattered(
 
 
 def _replicated(
-    group: GroupShape, calls: list[MethodCall], shares: Shares, collect: Callable[[list[Any]], Any]
+    group: GroupShape, calls: Sequence[Call], shares: Shares, collect: Callable[[list[Any]], Any]
 ) -> CallPlan:
     """The call of a share for every rank of its model-parallel group."""
     mesh = group.mesh
@@ -272,10 +289,10 @@ def _lean(batch: DataProto, declared: Registered) -> DataProto:
 
 
 def _select(batch: DataProto, rows: Rows | np.ndarray) -> DataProto:
-    numbers = np.asarray(rows, np.int64)
-    if len(numbers) and np.array_equal(numbers, np.arange(numbers[0], numbers[0] + len(numbers))):
+    numbers = np.asarray(rows, np.int32)
+    if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1 and (np.diff(numbers) == 1).all():
         return batch if len(numbers) == len(batch) else batch.slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return batch.select_idxs(numbers) if len(batch) else batch
+    return batch.select_idxs(numbers.astype(np.int64)) if len(batch) else batch
 
 
 def join_rows(results: Sequence[Any], shares: Shares) -> object:

@@ -41,7 +41,7 @@ class MiniBatchSchedule:
         members, size = list(units.values()), self.size or max(1, len(batch))
         mini_batches, num_units = [], len(batch) if self.unit == "row" else len(members)
         for epoch in range(self.epochs):
-            order = np.arange(num_units)
+            order: np.ndarray = np.arange(num_units, dtype=np.int32)
             if self.shuffle:
                 order = np.random.Generator(np.random.Philox(key=[self.seed + step, epoch])).permutation(num_units)
             if self.unit == "row":

@@ -43,7 +43,7 @@ from verl.runtime.ray_cluster import (
     own_address,
     own_device,
     read_buffer,
-    store_images,
+    store_call,
     store_value,
 )
 from verl.runtime.ray_process import Packed, PackedAnswer, Process, answer_call, open_answer, pack, unpack
@@ -171,9 +171,8 @@ class RayRuntime:
         """A call on the ranks of a group. What several ranks get is stored once, and rows are no longer held here then."""
         packed: dict[int, Any] = {id(None): None}
         for arguments in plan.calls:
-            if id(arguments) not in packed:
-                store_images(arguments)
-                packed[id(arguments)] = store_value(pack(arguments))
+            if arguments is not None and id(arguments) not in packed:
+                packed[id(arguments)] = store_call(*arguments)
         plan = replace(plan, calls=[packed[id(arguments)] for arguments in plan.calls])
 
         def call(process: Process, index: int) -> tuple[Process, Any]:

@@ -24,7 +24,7 @@ from verl.data_proto.media import StoredTensors, images_in, row_media_of
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError, first_line
 from verl.parallel.device import resolve_device, visible_devices
-from verl.parallel.dispatch import CallPlan, MethodCall
+from verl.parallel.dispatch import CallPlan
 from verl.runtime import ray_node
 from verl.runtime.ray_process import Packed, Process, last_lines, open_answer, pack, unpack
 from verl.runtime.ray_request import Request, ask_for_token, is_short, passed_environment
@@ -337,17 +337,18 @@ def store_value(value: Packed) -> object:
     return value if small else ray.put(value)
 
 
-def store_images(call: MethodCall | None) -> None:
-    """Have the images of batches among the arguments of `call` in Ray's object store, where each process reads the images of
-    its rows. They are there until no row has them."""
-    for batch in (*call.args, *call.kwargs.values()) if call is not None else ():
+def store_call(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The argument of a process for a call. The images of batches are in Ray's object store by themselves, where each process
+    reads the images of its rows. They are there until no row has them."""
+    for batch in (*args, *kwargs.values()):
         for row in (row_media_of(batch) or ()) if isinstance(batch, DataProto) else ():
             for media in images_in(row):
                 media.store(lambda tensors: read_buffer(ray.put(pack(dict(tensors)))))
+    return store_value(pack((args, kwargs)))
 
 
 def read_buffer(buffer: Any) -> Any:
-    """A buffer of a call: an object that is in the store by itself, such as images of `store_images`, or bytes."""
+    """A buffer of a call: an object that is in the store by itself, such as images of `store_call`, or bytes."""
     if isinstance(buffer, ray.ObjectRef):
         return StoredTensors(buffer, ray.get, unpack)
     return np.asarray(buffer)
