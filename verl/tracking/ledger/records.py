@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]  # (ordinal of the prompt, index of the sample)
 
-_ROWS = 256  # are cut at a time
+_ROWS = 64  # are cut at a time
 TRAINED, DROPPED, EVICTED = "trained", "dropped", "evicted"
 POLICY, ENVIRONMENT = "policy", "environment"
 
@@ -205,12 +205,12 @@ def scores_of(batch: DataProto) -> Iterator[Scored]:
     """The reward columns of a batch, one record per row."""
     from verl.data_proto.span_column import sums_of_rows
 
-    objects, rewards = batch.non_tensor_batch, sums_of_rows(batch.batch["token_level_scores"]).tolist()
+    objects, rewards = batch.non_tensor_batch, sums_of_rows(batch.batch["token_level_scores"]).data
     rows = zip(keys_of(batch), rewards, objects["reward_parts"], objects["reward_error"], strict=True)
     return (Scored(*key, reward, parts or {}, error) for key, reward, parts, error in rows)
 
 
 def keys_of(batch: DataProto) -> Iterator[Key]:
-    """(ordinal, sample) of every row."""
+    """(ordinal, sample) of every row, as Python's numbers one at a time."""
     columns = batch.batch
-    return zip(columns["ordinal"].tolist(), columns["sample_index"].tolist(), strict=True)
+    return zip(*(columns[name].numpy().data for name in ("ordinal", "sample_index")), strict=True)

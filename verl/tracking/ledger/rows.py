@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import MappingProxyType
 
 import numpy as np
 
-from verl.tracking.ledger.records import TRAINED, Key, SampleDigest, SegmentRecord
+from verl.tracking.ledger.records import TRAINED, Key, SampleDigest, SegmentRecord, digest_with_reward
 
-SAMPLE = np.dtype([("num_tokens", "<i4"), ("content", "V32"), ("digest", "V16")])  # digests of tokens; with the reward
+SAMPLE = np.dtype([("num_tokens", "<i4"), ("digest", "V32"), ("uses", "<i4")])  # uses in the step that trained it
+_SCORED = bytes(16)  # behind the 16 bytes of a digest with the reward; a digest of log-probs is there before
+_NONE: Mapping[int, SampleDigest] = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class Issued:
-    """The open samples of a prompt: a row of `table` for each of `samples`, and hashes of unfinished ones."""
+    """The open samples of a prompt: a row of `table`, from `first` on, for each of `samples`, and hashes of unfinished ones."""
 
     attempt: int
     step: int
     row: int  # of the data
     limit: int  # tokens
     samples: Sequence[int]
-    table: np.ndarray  # SAMPLE [samples]
+    table: np.ndarray  # SAMPLE [samples of several prompts]: a view for each prompt would take 14 bytes a sample
+    first: int = 0
     scored: int = 0  # the step in which they were scored
-    unfinished: dict[int, SampleDigest] = field(default_factory=dict)
+    unfinished: Mapping[int, SampleDigest] = field(default_factory=lambda: _NONE)
 
     def is_finished(self, sample: int) -> bool:
         """Whether it gets no further tokens."""
@@ -33,15 +36,17 @@ class Issued:
 
     def entry(self, sample: int) -> np.void:
         """Of the table."""
-        return self.table[self.samples.index(sample)]  # type: ignore[no-any-return]
+        return self.table[self.first + self.samples.index(sample)]  # type: ignore[no-any-return]
 
     def num_tokens(self) -> int:
         """Of all samples."""
-        return int(self.table["num_tokens"].sum())
+        return int(self.table["num_tokens"][self.first :][: len(self.samples)].sum())
 
     def add(self, segment: SegmentRecord) -> tuple[bytes, bytes | None]:
         """Add the next tokens of a sample; returns their content."""
-        digest = self.unfinished.setdefault(segment.sample, SampleDigest())
+        if segment.sample not in self.unfinished:
+            self.unfinished = {**self.unfinished, segment.sample: SampleDigest()}
+        digest = self.unfinished[segment.sample]
         content = digest.add(segment)
         self.entry(segment.sample)["num_tokens"] = digest.num_tokens
         return content
@@ -49,25 +54,28 @@ class Issued:
     def end_call(self, sample: int, finish_reason: str) -> None:
         """A sample that is finished needs its hashes no longer, which take a kilobyte."""
         if finish_reason != "length" or self.unfinished[sample].num_tokens >= self.limit:
-            self.entry(sample)["content"] = np.void(self.unfinished.pop(sample).content())
-            self.unfinished = self.unfinished or {}  # an emptied dict has the memory of a full one
+            self.entry(sample)["digest"] = np.void(self.unfinished[sample].content())
+            self.unfinished = {other: digest for other, digest in self.unfinished.items() if other != sample} or _NONE
 
-    def content(self, sample: int) -> bytes:
-        """The digests of its tokens and log-probs."""
-        if self.is_finished(sample):
-            return self.entry(sample)["content"].tobytes()  # type: ignore[no-any-return]
-        return self.unfinished.get(sample, SampleDigest()).content()
+    def score(self, step: int, sample: int, reward: float) -> None:
+        """Its digest is with the reward from now on."""
+        content = self.entry(sample)["digest"].tobytes()
+        if not self.is_finished(sample):
+            content = self.unfinished.get(sample, SampleDigest()).content()
+        self.scored, self.entry(sample)["digest"] = step, np.void(digest_with_reward(content, reward) + _SCORED)
+
+    def digest(self, sample: int) -> str | None:
+        """Of a scored sample."""
+        digest: bytes = self.entry(sample)["digest"].tobytes()
+        return digest[:16].hex() if any(digest) and digest.endswith(_SCORED) else None
 
 
-def rows_of_ends(
-    step: int, ended: Sequence[tuple[int, Issued]], fate: str, uses: Mapping[int, Sequence[int]] | None = None
-) -> Iterator[tuple[object, ...]]:
-    """The ends of all samples of prompts: `uses` of them as trained, the others by their `fate`."""
+def rows_of_ends(step: int, ended: Sequence[tuple[int, Issued]], fate: str) -> Iterator[tuple[object, ...]]:
+    """The ends of all samples of prompts: as trained where they have uses, the others by their `fate`."""
     for ordinal, issued in ended:
-        times = Counter((uses or {}).get(ordinal, ()))
         for sample in sorted(issued.samples):
-            of_sample = (TRAINED, times[sample]) if times[sample] else (fate, 0)
-            yield (step, *of_sample, ordinal, sample, issued.attempt)
+            uses = int(issued.entry(sample)["uses"])
+            yield (step, TRAINED if uses else fate, uses, ordinal, sample, issued.attempt)
 
 
 def by_sample(segments: Iterable[SegmentRecord]) -> Iterator[tuple[Key, Iterator[SegmentRecord]]]:

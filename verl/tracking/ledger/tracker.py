@@ -14,7 +14,6 @@ import os
 import struct
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 Segments = Sequence[records.SegmentRecord] | Callable[[Callable[[records.Key], int]], Iterable[records.SegmentRecord]]
 IN_CHECKPOINT = Path("samples") / NAME
-_SCORE = struct.Struct("<dqqq16s")  # reward, ordinal, sample, attempt, digest
+_SCORE = struct.Struct("<dqi")  # reward, ordinal, sample
 
 
 class SampleTracker:
@@ -97,8 +96,8 @@ class SampleTracker:
         end as evicted."""
         self._digested.result()
         prompts, samples, evicted = list(prompts), range(num_samples), list[tuple[int, Issued]]()
-        tables, issued = np.zeros((len(prompts), num_samples), SAMPLE), list[tuple[records.Prompt, int]]()
-        for prompt, table in zip(prompts, tables, strict=True):
+        table, issued = np.zeros(len(prompts) * num_samples, SAMPLE), list[tuple[records.Prompt, int]]()
+        for number, prompt in enumerate(prompts):
             ordinal = prompt.ordinal
             if ordinal < self.cursor:
                 raise CheckpointError(
@@ -109,7 +108,7 @@ class SampleTracker:
             if before is not None:
                 evicted.append((ordinal, before))
             attempt = 0 if before is None else before.attempt + 1
-            self._open[ordinal] = Issued(attempt, step, prompt.row, limit, samples, table)
+            self._open[ordinal] = Issued(attempt, step, prompt.row, limit, samples, table, number * num_samples)
             issued.append((prompt, attempt))
         if evicted:
             self._write("end", rows_of_ends(step, evicted, records.EVICTED))
@@ -153,30 +152,27 @@ class SampleTracker:
     def score(self, step: int, scores: Iterable[records.Scored]) -> None:
         """Record the rewards of samples; they end when the step succeeds."""
         self._digested.result()
-        facts, texts, errors, parts = bytearray(), list[str](), dict[int, str](), None
+        facts, texts, errors, parts, owners = bytearray(), list[str](), dict[int, str](), None, dict[int, Issued]()
         for number, scored in enumerate(scores):
             key = (scored.ordinal, scored.sample)
-            issued = self._issued(key, "was scored")
-            digest = records.digest_with_reward(issued.content(scored.sample), scored.reward)
-            issued.scored, issued.entry(scored.sample)["digest"] = step, np.void(digest)
-            facts += _SCORE.pack(scored.reward, *key, issued.attempt, digest)
+            issued = owners[scored.ordinal] = self._issued(key, "was scored")
+            issued.score(step, scored.sample, scored.reward)
+            facts += _SCORE.pack(scored.reward, *key)
             if scored.parts is not parts:
                 parts, text = scored.parts, json_text(scored.parts)
             texts.append(text)
             if scored.error is not None:
                 errors[number] = scored.error
         rows = (
-            (step, reward, text, errors.get(number), digest.hex(), *key)
-            for number, ((reward, *key, digest), text) in enumerate(zip(_SCORE.iter_unpack(facts), texts, strict=True))
+            (step, reward, text, errors.get(row), issued.digest(sample), ordinal, sample, issued.attempt)
+            for row, ((reward, ordinal, sample), text) in enumerate(zip(_SCORE.iter_unpack(facts), texts, strict=True))
+            for issued in (owners[ordinal],)
         )
         self._write("score", rows)
 
     def train(self, step: int, keys: Iterable[records.Key]) -> None:
         """Record a step that succeeded. Of the samples scored in it, the samples of `keys` trained and the others were dropped.
         A key occurs several times where the algorithm resamples rows."""
-        uses: dict[int, list[int]] = {}
-        for ordinal, sample in keys:
-            uses.setdefault(ordinal, []).append(sample)
         self._digested.result()
         scored = {ordinal for ordinal, issued in self._open.items() if issued.scored == step}
         ending = range(self.cursor, self.cursor + len(scored))
@@ -186,23 +182,23 @@ class SampleTracker:
                 f"Step {step} skipped prompt {lost}, which would be lost. This is a fault of the program; stop the run and "
                 "report it."
             )
-        for ordinal, samples in uses.items():
-            for sample in set(samples):
-                if ordinal not in ending or sample not in self._open[ordinal].samples:
-                    self._reject((ordinal, sample), f"trained in step {step}")
+        for ordinal, sample in keys:
+            if ordinal not in ending or sample not in self._open[ordinal].samples:
+                self._reject((ordinal, sample), f"trained in step {step}")
+            self._open[ordinal].entry(sample)["uses"] += 1
         ended = [(ordinal, self._open.pop(ordinal)) for ordinal in ending]
         trained = (
-            (ordinal, sample, times, digest.hex() if any(digest) else None)
+            (ordinal, sample, uses, issued.digest(sample))
             for ordinal, issued in ended
-            for sample, times in sorted(Counter(uses.get(ordinal, ())).items())
-            for digest in (issued.entry(sample)["digest"].tobytes(),)  # zeros without a score
+            for sample in sorted(issued.samples)
+            if (uses := int(issued.entry(sample)["uses"]))
         )
         num_trained, digest = records.chained_digest(self.offset.digest, step, trained)
         self.offset = records.Offset(step, self.cursor + len(ending), self.offset.num_trained + num_trained, digest)
         lengths = packed((issued.row, issued.num_tokens() / len(issued.samples)) for _, issued in ended)
         self.lengths.add(lengths)
         if ended:
-            self._write("end", rows_of_ends(step, ended, records.DROPPED, uses))
+            self._write("end", rows_of_ends(step, ended, records.DROPPED))
         self._write("lengths", [(step, lengths)])
         self._write("step", [tuple(vars(self.offset).values())])
 
