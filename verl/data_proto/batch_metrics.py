@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from verl.data_proto.span_column import SpanColumn
+from verl.data_proto.stored_column import blocks
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
@@ -180,7 +181,7 @@ def chosen_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _spread_of_tokens(values: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     """Mean, max and min of `values[mask]`, in blocks of rows that stay in the cache."""
     rows, parts = max(1, _BLOCK // mask.shape[1]), []
-    for block in zip(values.split(rows), mask.split(rows), strict=True):
+    for block in zip(blocks(values, rows), blocks(mask, rows), strict=True):
         chosen = chosen_values(*block).cpu().numpy()
         if chosen.size:
             parts.append((chosen.sum(dtype=np.float64), chosen.size, chosen.max(), chosen.min()))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verl.data_proto.stored_column import LazyColumn, dtype_of, split_rows
+from verl.data_proto.stored_column import LazyColumn, dtype_of
 
 _aten = torch.ops.aten
 _ROWS = 64  # whose values stay in the cache
@@ -42,7 +42,7 @@ class SpanColumn(LazyColumn):
     @staticmethod
     def __new__(cls, spans: RowSpans, width: int, is_view: bool = False) -> SpanColumn:
         column = cls._of((len(spans.values), width), dtype_of(spans.values), is_view)
-        column.spans = spans
+        column.spans = RowSpans(*map(_once, spans))
         return column
 
     def copied(self) -> torch.Tensor:
@@ -62,6 +62,16 @@ class SpanColumn(LazyColumn):
         for row, value, start, stop in zip(values, *(part.tolist() for part in self.spans), strict=True):
             row[start:stop] = value
         return values
+
+
+def _once(numbers: np.ndarray) -> np.ndarray:
+    """Equal numbers, such as the starts of all responses, in the memory of one. Compares bits."""
+    if len(numbers) < 2 or numbers.strides == (0,):
+        return numbers
+    bits = numbers.view(f"u{numbers.itemsize}")
+    return (
+        np.broadcast_to(numbers[:1].copy(), len(bits)) if bits[0] == bits[-1] and (bits == bits[0]).all() else numbers
+    )
 
 
 def _row(value: np.generic, start: int, stop: int, end: int) -> np.ndarray:
@@ -216,7 +226,6 @@ def _where(mask: torch.Tensor, values: torch.Tensor, other: torch.Tensor) -> tor
 
 
 SpanColumn.of_rows = {
-    _aten.split.Tensor: split_rows,
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
     _aten.select.int: _select,

@@ -10,7 +10,7 @@ A call sends the references and row numbers in place of values (verl/parallel/se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, SupportsIndex, TypeVar
@@ -233,9 +233,11 @@ def _chosen(column: StoredColumn, rows: range | np.ndarray, is_view: bool = Fals
     """The column of `rows`, without the parts that they do not need: these can leave the store."""
     parts = column.parts
     if len(parts) > 1 and len(rows):
-        starts = np.cumsum([0, *(len(part.array) for part in parts[:-1])])
-        ends = [rows[0], rows[-1]] if isinstance(rows, range) else rows
-        numbers = np.searchsorted(starts, ends, side="right") - 1
+        starts = np.cumsum([0, *(len(part.array) for part in parts)])
+        places = np.array([rows[0], rows[-1]]) if isinstance(rows, range) else rows
+        if all(((start <= places) & (places < end)).any() for start, end in pairwise(starts.tolist())):
+            return StoredColumn(parts, rows, is_view)
+        numbers = np.searchsorted(starts, places, side="right") - 1
         used = np.arange(numbers[0], numbers[-1] + 1) if isinstance(rows, range) else np.unique(numbers)
         lengths = np.array([len(parts[i].array) for i in used])
         moved = starts[used] - (np.cumsum(lengths) - lengths)  # of each used part, towards the start
@@ -262,7 +264,7 @@ def _index(column: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torc
         return None
     if index.dtype == torch.bool and len(index) != len(column):
         return None
-    return _chosen(column, np.asarray(column.rows)[index.numpy()])
+    return _chosen(column, np.asarray(column.rows, np.int32)[index.numpy()])
 
 
 def _row(column: StoredColumn, dim: int, index: int) -> torch.Tensor | None:
@@ -298,15 +300,12 @@ def _same(column: StoredColumn, is_view: bool = False) -> torch.Tensor | None:
     return same
 
 
-def split_rows(column: LazyColumn, size: int, dim: int = 0) -> list[torch.Tensor] | None:
-    """The result of torch.split, for `of_rows`."""
-    if dim != 0 or not column.is_stored:
-        return None
-    return [column[at : at + size] for at in range(0, len(column), size)]
+def blocks(column: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """The parts of torch.split, one at a time: each takes a kilobyte."""
+    return (column[at : at + size] for at in range(0, len(column), size))
 
 
 StoredColumn.of_rows = {
-    _aten.split.Tensor: split_rows,
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
     _aten.select.int: _row,

@@ -26,7 +26,7 @@ from verl.tracking.sinks.api import Guard, RunInfo, make_sink
 from verl.tracking.sinks.file import FileSink
 from verl.tracking.summary import Summary
 
-_ROWS, _TOKENS = 64, 1 << 13  # rows and tokens whose text is in memory at once; a longer row is alone
+_ROWS, _TOKENS = 64, 1 << 12  # rows and tokens whose text is in memory at once; a longer row is alone
 # Conversions of Python's and numpy's values by pyarrow import pandas where it is installed, and views of buffers do not.
 _NULL, _COMMA = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 4, 6], np.int32)), pa.py_buffer(b"null, "))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from verl.algorithms.correction.weights import LOG_RATIO_LIMIT, parse_is_threshold, ratios
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
 from verl.data_proto.metrics import Metric
+from verl.data_proto.stored_column import blocks
 
 _BLOCK = 1 << 15  # tokens
 
@@ -93,13 +94,17 @@ def rollout_gap_metrics(
     num_tokens = ours.numel()
     if num_tokens == 0:
         return {"training/rollout_probs_diff_valid": Metric.min(0.0)}
-    first = torch.stack([ours[0], theirs[0]]).double().exp()
+    first = torch.stack([ours[0], theirs[0]]).cpu().double().exp()
     # sums of what is left after the first token, so that constants have no variance; a block stays in the cache
     origin = torch.stack([first[0], first[1], (first[0] - first[1]).abs()])[:, None]
     sums, products, highest = origin.new_zeros(3), origin.new_zeros(3, 3), origin.new_zeros(())
-    for block in zip(ours.split(_BLOCK), theirs.split(_BLOCK), strict=True):
-        p, q = (values.double().exp() for values in block)
-        values = torch.stack([p, q, (p - q).abs_()])
+    values = origin.new_empty(3, _BLOCK)  # one for all blocks: freed memory of tensors has holes
+    for block in zip(blocks(ours, _BLOCK), blocks(theirs, _BLOCK), strict=True):
+        if (count := len(block[0])) != values.shape[1]:
+            values = origin.new_empty(3, count)
+        for row, log_p in zip(values, block, strict=False):
+            row.numpy()[:] = log_p.cpu().numpy()
+        torch.sub(*values[:2].exp_(), out=values[2]).abs_()
         highest = torch.maximum(highest, values[2].amax())
         values -= origin
         sums += values.sum(dim=1)
