@@ -39,7 +39,7 @@ _PLAIN_TYPES = {type(None), str, bool, int}
 _STORED_BYTES = (
     1 << 17
 )  # from which on a tensor stays in the store; above the 100 KB up to which Ray sends a value itself
-_LOOKED_AT = 256  # rows of a column of plain values: whether they share objects
+_LOOKED_AT = 256  # rows of a column that are looked at for shared objects, and objects that become text at a time
 _PLAIN = (str, bool, int)  # float is apart: JSON has no NaN that every reader takes
 
 
@@ -174,8 +174,12 @@ def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> obj
         first: dict[int, int] = {}
         numbers = np.fromiter((first.setdefault(id(v), len(first)) for v in values), np.int32, len(values))
         rows = np.unique(numbers, return_index=True)[1].tolist()
-        objects = [_pack(values[row], buffers, f"{place}[{row}]") for row in rows]
-        return {**head, "v": objects, "n": _pack_array(numbers, buffers, place)}
+        parts = (rows[at : at + _LOOKED_AT] for at in range(0, len(rows), _LOOKED_AT))
+        objects = ([_pack(values[row], buffers, f"{place}[{row}]") for row in part] for part in parts)
+        if len(rows) <= _LOOKED_AT:
+            return {**head, "v": next(objects, []), "n": _pack_array(numbers, buffers, place)}
+        text = b"\n".join(json.dumps(part, separators=(",", ":")).encode() for part in objects)  # a tenth of the lists
+        return {**head, "v": _pack(text, buffers, place), "n": _pack_array(numbers, buffers, place)}
     if value.dtype.kind not in "biufcSU":
         raise TypeError(f"{place} is an array of {value.dtype}, which cannot be sent to another process.")
     buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
@@ -258,6 +262,8 @@ def _unpack_array(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.n
 
 def _unpack_objects(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
     objects = _unpack(packed["v"], buffers)
+    if isinstance(objects, bytes):
+        objects = [value for text in objects.splitlines() for value in _unpack(json.loads(text), buffers)]
     if "n" in packed:  # rows share objects again
         objects = [objects[number] for number in _unpack_array(packed["n"], buffers).tolist()]
     values: np.ndarray = object_array(objects).reshape(packed["s"])
