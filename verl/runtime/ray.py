@@ -81,6 +81,7 @@ class RayRuntime:
     is_rank_zero = True
 
     def __init__(self, source: SpecSource):
+        keep_freed_memory(one_arena=True)  # the threads that write use what the step has freed
         self.source = source
         specs = source.specs()
         run = self.run = specs.run
