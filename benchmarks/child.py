@@ -37,10 +37,6 @@ class Channel:
             self._cpu_before_s = cpu_seconds()
             yield message["name"], message["arguments"]
 
-    def next(self) -> tuple[str, dict[str, Any]] | None:
-        """The next command, or None at the end."""
-        return next(self.commands(), None)
-
     def reply(self, result: dict[str, Any] | None = None) -> None:
         self._write({"ok": True, "result": {**(result or {}), "cpu_before_s": self._cpu_before_s, **usage()}})
 
@@ -71,7 +67,7 @@ def run_held(run: Callable[..., None]) -> None:
     """Call `run(channel, **arguments)` with the first command's arguments. It replies when it is built, and takes the further
     commands itself: a trainer whose loop is held between steps. An error goes to the parent."""
     channel = Channel()
-    if asked := channel.next():
+    if asked := next(channel.commands(), None):
         with channel.failures():
             run(channel, **asked[1])
 

@@ -169,7 +169,9 @@ def section(rows: Sequence[dict[str, Any]]) -> str:
             last[row["step"]] = row
     predictions = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
     numbers = {name: dict(row.get("numbers", {})) for name, row in last.items()}
-    lines = [BEGIN, "", _heading(numbers.get("environment", {}), bool(rows)) + predictions["note"], ""]
+    environment = numbers.get("environment", {})
+    machine = [str(environment[name][0]) for name in ("device", "torch", "transformers") if name in environment]
+    lines = [BEGIN, "", f"{', '.join(machine) or 'Unknown device'}. {predictions['note']}", ""]
     if rows:
         lines += ["| step | result | time (s) | expected (s) |", "|---|---|---|---|"]
         lines += [
@@ -199,13 +201,6 @@ def keep(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Write the report without its ends of logs, which name paths of the machine."""
     shortened = ({name: value for name, value in row.items() if name != "tail"} for row in rows)
     file.write_text("".join(json.dumps(row) + "\n" for row in shortened), encoding="utf-8")
-
-
-def _heading(environment: dict[str, list[Any]], has_run: bool) -> str:
-    if not has_run:
-        return "No GPU has run this yet. "
-    machine = [str(environment[name][0]) for name in ("device", "torch", "transformers") if name in environment]
-    return f"{', '.join(machine) or 'Unknown device'}. "
 
 
 def _result(row: dict[str, Any]) -> str:

@@ -412,11 +412,7 @@ def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tens
 
 def accumulate(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor) -> None:
     """The gradients of all rows, micro-batch by micro-batch."""
-    num_tokens = int(columns["response_mask"].sum())
-
-    def aggregated(losses: torch.Tensor, mask: torch.Tensor, mode: str | None = None) -> torch.Tensor:
-        return agg_loss(losses, mask, mode or "token-mean", batch_num_tokens=num_tokens)
-
+    aggregated = partial(agg_loss, loss_agg_mode="token-mean", batch_num_tokens=int(columns["response_mask"].sum()))
     micro = MicroBatching(max_tokens=bench.shape.micro_tokens)
     for rows in plan_micro_batches(unpadded_rows(columns), micro, share_prompts=True):
         part = {name: column[rows] for name, column in columns.items()}

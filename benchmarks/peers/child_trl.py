@@ -57,7 +57,7 @@ class Gate(TrainerCallback):
         self.channel, self.side, self.device, self.started = channel, side, device, 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.channel.next() is None:
+        if next(self.channel.commands(), None) is None:
             raise SystemExit(0)
         self.side.begin()
         self.started = time.perf_counter()

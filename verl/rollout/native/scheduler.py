@@ -223,9 +223,8 @@ class Scheduler:
         request = replace(
             group.request, token_ids=tokens_so_far, first_sample=first, num_samples=1, media=None, spans=images
         )
-        saved = (
-            self._held(row) if self.resumes_below else NOTHING_SAVED
-        )  # keys of older weights cannot be computed again
+        # keys of older weights cannot be computed again
+        saved = self._held(row) if self.resumes_below else NOTHING_SAVED
         self._remove(row)
         self.prompts.waiting.appendleft(Group(request, deque([0]), 1, saved, drawn=(tokens, log_probs)))
         self.num_preempted += 1
