@@ -31,8 +31,8 @@ BEGIN, END = "<!-- results: written by benchmarks/versions.py, do not edit -->",
 # interfaces of PyTorch and transformers; clients of services, kernels in C and plans show little of a release
 FILES = {
     "models": "adapter_choice chunked_mlp convert cpu_decoder folder load log_probs lora neftune optim packed padded rounding "
-    "straight text_tokens tokenizer_files varlen",
-    "rollout": "contract device_backend native_forward paging rollout_model sampling tensor_parallel_experts",
+    "straight text_tokens varlen",
+    "rollout": "contract device_backend native_forward paging rollout_model sampling",
     "engines": "checkpointing contract fsdp offload",
     "reshard": "device_memory digest rounding_layouts transport update weight_files",
 }
