@@ -94,3 +94,12 @@ def test_a_win_rate_is_half_of_a_group_without_difference():
     rewards = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 3.0]])
     advantages, _ = recipe.win_rates(rewards, torch.ones(3, 2), index=["a", "a", "b"])
     assert advantages.tolist() == [[0.0, 0.0]] * 3
+
+
+def test_a_users_program_reads_the_data_after_the_rewards(tiny_run, tmp_path):
+    (file := tmp_path / "reader.py").write_text(
+        "from verl.programs.ppo import PPO\n\n\nclass Reader(PPO):\n    def assign_credit(self, result, step):\n"
+        "        self.rows = [dict(row) for row in result.batch.non_tensor_batch['extra_info']]\n"
+        "        assert len(self.rows) == len(result.batch)\n        super().assign_credit(result, step)\n"
+    )
+    assert len(tiny_run(f"algorithm.program={file}:Reader").training_rows()) == 2

@@ -53,6 +53,10 @@ class PPO(PPOProgram):
 
     reads_data = False
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.reads_data |= not cls.__module__.startswith("verl.")  # a user's program may read any column
+
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
         handles, self.spans = self.roles_of_run, run.spans
