@@ -68,8 +68,9 @@ def test_episodes_continue_under_newer_weights(agent_run):
     rows = run.training_rows()
     assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 2, 2]
     assert max(row["training/off_policy/trajectory_spans/max"] for row in rows) >= 1
-    assert sum(row["rollout/num_paused_episodes"] for row in rows) > 0
-    assert all(row["rollout/num_failed_episodes"] == 0 for row in rows)
+    generated = [row for row in rows if "rollout/num_episodes" in row]  # the last step may only train
+    assert sum(row["rollout/num_paused_episodes"] for row in generated) > 0
+    assert sum(row["rollout/num_failed_episodes"] for row in generated) == 0
     names = [(r["episode"], r["call"]) for r in episodes(run, "tool")]
     assert len(names) == len(set(names)) > 0  # no call was made again for the next part
 

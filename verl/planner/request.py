@@ -139,7 +139,7 @@ def read_lengths(file: Path) -> list[float]:
     if file.stat().st_size > _SAMPLE_BYTES:
         raise ConfigError(f"plan.workload.samples={file} has more than 1 GiB; give one step of the run.")
     lengths = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:

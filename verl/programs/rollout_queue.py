@@ -29,7 +29,7 @@ from verl.agents.images import EpisodeImages
 from verl.agents.journal import FOLDER
 from verl.agents.recorded import recorded
 from verl.data.loader import PromptLoader
-from verl.data_proto.future import DataProtoFuture, Finished, Future
+from verl.data_proto.future import DataProtoFuture, Future
 from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -114,7 +114,7 @@ class RolloutQueue:
         if self.partial and self.depth > 1:
             self.first = max(1, self.limit // (self.depth * min(self.depth, 4)))
             self.part = max(1, -(-(self.limit - self.first) // (self.depth - 1)))
-        self.metrics: Future[dict[str, Metric]] = Finished({})  # of the last generation
+        self.metrics = list[Future[dict[str, Metric]]]()  # of each generation of the step
         self._batches: list[Batch] = []
 
     def qsize(self) -> int:
@@ -135,7 +135,7 @@ class RolloutQueue:
         started = [self._issued(following + number * self.count, step) for number in range(num_new)]
         self._batches += started
         generates = self._generate(started, earlier, self.part, step, self.first)
-        self.metrics = self.rollout.end_generation() if generates else Finished({})
+        self.metrics = [self.rollout.end_generation()] if generates else []
 
     def start_scoring(self, reward: RewardHandle) -> None:
         """Score complete batches before their turn, while others train. Where rollout and reward share their devices, samples
@@ -163,7 +163,7 @@ class RolloutQueue:
             self._generate([fresh], [], self.limit, step, self.limit)
             batch, generates = fresh, True
         if generates:
-            self.metrics = self.rollout.end_generation()
+            self.metrics.append(self.rollout.end_generation())
         if batch.scoring is not None:
             batch.scoring.get()
         return batch.prompts, self._joined(batch), num_evicted
