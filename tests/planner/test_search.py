@@ -167,9 +167,8 @@ def test_the_search_equals_all_pairs_of_options():
     shape = known_shape("Qwen2.5-1.5B")
     flow, cluster = Dataflow.ppo(shape, None, shape), Cluster.of("h100_sxm", 2, gpus_per_node=2)
     arguments = (cluster, SMALL, TINY_SPACE)
-    actors = _together(
-        flow, cluster, list(_trained(flow, "actor", *arguments)), list(_rollouts(flow, *arguments)), TINY_SPACE
-    )
+    trained, rollouts = list(_trained(flow, "actor", *arguments)), list(_rollouts(flow, *arguments))
+    actors = _together(flow, cluster, SMALL, trained, rollouts)
     best = float("inf")
     for a, b in itertools.product(list(actors), list(_trained(flow, "reference", *arguments))):
         if a.resident + b.resident + max(a.peak, b.peak) <= cluster.memory:

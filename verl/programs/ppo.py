@@ -48,14 +48,7 @@ from verl.tracking.ledger.records import keys_of
 
 
 class PPO(PPOProgram):
-    """The phases of a step. Columns of the data's rows end with the rewards, unless `reads_data` or functions of the user may
-    read them later."""
-
-    reads_data = False
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.reads_data |= not cls.__module__.startswith("verl.")  # a user's program may read any column
+    """The phases of a step."""
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
@@ -182,8 +175,8 @@ class PPO(PPOProgram):
         """The only phase that changes weights; the sampler carries the next version when it ends. Actor and critic train at
         the same time where they live on different devices."""
         batch, metrics = result.batch, result.metrics
-        name = lambda row: names_of_samples(batch.slice(row, row + 1))[0]  # noqa: E731
-        require_fresh(batch.batch["weight_version"], self.weight_version, self.max_age, name)
+        versions = batch.batch["weight_version"]
+        require_fresh(versions, self.weight_version, self.max_age, lambda row: names_of_samples(batch)[row])
         critic: Future[Updates] | None = None
         if self.critic is not None:
             with self.spans("update_critic"):

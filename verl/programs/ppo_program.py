@@ -131,8 +131,9 @@ def greedy_curves(curves: Curves) -> Curves:
 
 class PPOProgram(Program[PPOConfig]):
     """Subclasses define `train`. `samples` records which samples have trained, and so the prompt with which the next step
-    starts."""
+    starts. Columns of the data end with the rewards, unless `reads_data` or functions of the user may read them later."""
 
+    reads_data = False
     console_metrics: ClassVar[StepMetrics] = {
         "critic/score/mean": ("reward", "{:.3f}"),
         "actor/pg_loss": ("loss", "{:.3g}"),
@@ -177,6 +178,10 @@ class PPOProgram(Program[PPOConfig]):
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
         return ppo_roles(config, train=train)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.reads_data |= not cls.__module__.startswith("verl.")  # a user's program may read any column
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         self.config = config
