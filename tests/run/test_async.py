@@ -11,8 +11,10 @@ import torch
 from tests.run.test_resume import weights
 from tests.slow import slow
 from verl.data_proto.future import Finished
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, InterruptedRun
+from verl.programs.collect import rollout_metrics
 from verl.programs.ppo import PPO
 from verl.programs.ppo_async import age_metrics
 from verl.programs.rollout_queue import expected_tokens
@@ -318,3 +320,10 @@ def test_a_slow_rollout_changes_no_sample(tiny_run, in_parts, monkeypatch):
     assert late.repeatable == in_parts.repeatable
     assert weights(late, 5) == weights(in_parts, 5)
     assert json.loads((in_parts.folder / "timeline.jsonl").read_text().splitlines()[0])["of"] == 5
+
+
+def test_counts_and_seconds_of_two_generations_are_added():
+    first = {"num_tokens": Metric.sum(3.0), "seconds": Metric.max(1.0), "num_replicas": Metric.sum(2.0)}
+    second = {"num_tokens": Metric.sum(4.0), "seconds": Metric.max(2.0), "num_replicas": Metric.sum(2.0)}
+    values = {name: metric.value for name, metric in rollout_metrics(first, second).items()}
+    assert values == {"rollout/num_tokens": 7.0, "rollout/seconds": 3.0, "rollout/num_replicas": 2.0}

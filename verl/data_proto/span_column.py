@@ -69,9 +69,8 @@ def _once(numbers: np.ndarray) -> np.ndarray:
     if len(numbers) < 2 or numbers.strides == (0,):
         return numbers
     bits = numbers.view(f"u{numbers.itemsize}")
-    return (
-        np.broadcast_to(numbers[:1].copy(), len(bits)) if bits[0] == bits[-1] and (bits == bits[0]).all() else numbers
-    )
+    is_one = bits[0] == bits[-1] and (bits == bits[0]).all()
+    return np.broadcast_to(numbers[:1].copy(), len(bits)) if is_one else numbers
 
 
 def _row(value: np.generic, start: int, stop: int, end: int) -> np.ndarray:

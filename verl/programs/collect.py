@@ -6,6 +6,7 @@ Where rewards train, rows without a usable score (column is_scored) lose their r
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ from verl.roles.rollout import greedy, sampling_params
 from verl.tracking.ledger.records import issued_prompts, scores_of, segments_of
 from verl.tracking.ledger.tracker import SampleTracker
 
+_ADDED = re.compile(r"rollout/(num_(?!replicas|graphs)\w+|seconds|\w+_s)")  # metrics that a further generation adds to
 _MOST_UNSCORED = 3  # rounds in a row without a score; a judge may be down for a while
 
 
@@ -200,9 +202,13 @@ def unscored(batch: DataProto, where: str) -> RewardError:
     )
 
 
-def rollout_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The rollout's metrics under the names that are logged."""
-    return {f"rollout/{name}": metric for name, metric in metrics.items()}
+def rollout_metrics(*generations: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The rollout's metrics as they are logged: counts and seconds of all generations, all else of the last one."""
+    metrics = dict[str, Metric]()
+    for name, metric in ((f"rollout/{name}", metric) for part in generations for name, metric in part.items()):
+        is_added = name in metrics and _ADDED.fullmatch(name)
+        metrics[name] = Metric.last(metrics[name].value + metric.value) if is_added else metric
+    return metrics
 
 
 def first_groups(batch: DataProto, count: int) -> DataProto:

@@ -28,7 +28,7 @@ import torch
 
 from verl.config import PPOConfig
 from verl.config.active_keys import runs_agents
-from verl.data_proto.metrics import Metric, merge_metrics
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.programs.api import PROGRAMS, Program, RunContext
 from verl.programs.collect import Collector, prompts_per_generation, rollout_metrics
@@ -69,7 +69,7 @@ class AsyncPPO(PPO):
         """See PPO. What trained leaves the queue as the step succeeds."""
         result = super().train(step)
         # waited for at the end: a rollout with separate devices generates while the others train
-        result.metrics.update(rollout_metrics(merge_metrics(part.get() for part in self.rollout_queue.metrics)))
+        result.metrics.update(rollout_metrics(*(part.get() for part in self.rollout_queue.metrics)))
         self.rollout_queue.forget_before(self.samples.cursor)
         return result
 

@@ -111,9 +111,7 @@ def memory_needed(
         parts["KV cache or activations"] = max(cache, active)
     else:
         parts["KV cache"], parts["activations"] = cache, active
-    if (
-        rollout.keep_partial_kv_cache and rollout.partial_rollout and not offloads
-    ):  # on a GPU they are in the host's memory
+    if rollout.keep_partial_kv_cache and rollout.partial_rollout and not offloads:  # a GPU's are in the host's memory
         unfinished = rollout.prefetch_num * data.train_batch_size * rollout.n
         parts["KV cache of unfinished responses"] = cache_bytes(
             policy, unfinished, 1, rollout.prompt_length, rollout.response_length, width
