@@ -167,7 +167,8 @@ def _dp_compute_with_func(group: GroupShape, call: MethodCall) -> CallPlan:
         raise ValueError("The first argument of this call is the function that every rank runs.")
     function, *batches = call.args
     plan = _dp_compute_proto(group, MethodCall(tuple(batches), call.kwargs))
-    calls = [MethodCall((function, *part[0]), part[1]) for part in plan.calls if part is not None]
+    parts = (MethodCall(*part) for part in plan.calls if part is not None)
+    calls = [part._replace(args=(function, *part.args)) for part in parts]
     return CallPlan(calls, plan.answering, plan.collect)
 
 

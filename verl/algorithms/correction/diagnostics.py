@@ -103,7 +103,7 @@ def rollout_gap_metrics(
         if (count := len(block[0])) != values.shape[1]:
             values = origin.new_empty(3, count)
         for row, log_p in zip(values, block, strict=False):
-            row.numpy()[:] = log_p.cpu().numpy()
+            row.copy_(log_p)
         torch.sub(*values[:2].exp_(), out=values[2]).abs_()
         highest = torch.maximum(highest, values[2].amax())
         values -= origin
