@@ -83,8 +83,8 @@ class Scheduler:
 
     `max_num_seqs` bounds the rows, `max_num_batched_tokens` the tokens of a step; `chunk_tokens`: see Prompts.take_chunks.
     Keys and values of kept samples take at most `max_saved_bytes` (None: no limit). The longest idle are
-    dropped, and computed again when their sample continues. `paused` holds them for a later generation, where given: of samples
-    that end by their limit with fewer than `resumes_below` tokens.
+    dropped, and computed again when their sample continues. A sample that ends by its limit with fewer than `resumes_below`
+    tokens continues in a later generation: its keys and values go to `paused`, unless that is None.
     """
 
     def __init__(
