@@ -15,6 +15,21 @@ from verl.families import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES, REFERENC
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
     from verl.config.roots.preference import PreferenceConfig
+    from verl.config.sections.rollout import RolloutConfig
+
+MOST_REUSED_TOKENS = 1 << 16  # listing more slots in each step takes longer than the forward of a tiny model
+REUSED_SHARE = 4  # activations that the sampler keeps take at most 1 / REUSED_SHARE of free memory
+
+
+def reuse_obstacle(rollout: RolloutConfig) -> str | None:
+    """The setting for which updates on a CPU compute their forward; None where they may read the sampler's activations."""
+    if not rollout.reuse_activations_gb:
+        return "actor_rollout_ref.rollout.reuse_activations_gb=0"
+    if rollout.prefetch_num:
+        return "samples are made ahead of their update"
+    if rollout.kv_cache_config.enable_paged_attention:
+        return "the KV cache is paged"
+    return None
 
 
 def selects_samples(root: PPOConfig) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal
 
-from verl.config.sections.rollout import MOST_REUSED_TOKENS
+from verl.config.active_keys import MOST_REUSED_TOKENS
 from verl.planner.shapes import ModelShape
 
 Recompute = Literal["none", "selective", "full"]

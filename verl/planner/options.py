@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from verl.config.sections.rollout import REUSED_SHARE
+from verl.config.active_keys import REUSED_SHARE
 from verl.planner.cluster import Cluster
 from verl.planner.generation import generation_memory, time_generate, time_transition
 from verl.planner.memory import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import LoadedConfig, PPOConfig, PreferenceConfig, RunConfig
-from verl.config.active_keys import LABELLED_LOSSES, uses_critic, uses_reference
+from verl.config.active_keys import LABELLED_LOSSES, reuse_obstacle, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.roots.reward_model import PAIR_LOSSES, RMConfig
 from verl.config.values import parse_override
@@ -237,8 +237,8 @@ def reused_bytes(config: PPOConfig) -> float:
 
     group, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     dtype = compute_dtype(group.actor.fsdp_config.dtype, resolve_device("cpu"))
-    ahead = rollout.prefetch_num or rollout.kv_cache_config.enable_paged_attention
-    records = rollout.name == "native" and not ahead and not group.model.lora_rank and str(dtype) == "torch.bfloat16"
+    is_whole = rollout.name == "native" and not group.model.lora_rank
+    records = is_whole and reuse_obstacle(rollout) is None and str(dtype) == "torch.bfloat16"
     return rollout.reuse_activations_gb * 1e9 if records else 0.0
 
 

@@ -16,10 +16,9 @@ from typing import Any
 from verl.cli.checklist import Subject
 from verl.cli.report import Level, Line, fail, passed, skip, warn
 from verl.config import FSDPConfig, PPOConfig, PreferenceConfig, SFTConfig
-from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
+from verl.config.active_keys import REUSED_SHARE, runs_on_several_devices, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.actor import ActorConfig
-from verl.config.sections.rollout import REUSED_SHARE
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 from verl.parallel.memory import available_memory, memory_limit
 from verl.planner.memory import WEIGHT, ParallelLayout, kv_bytes_per_token, memory, recorded_activations

@@ -13,9 +13,6 @@ _SAMPLED = "existing releases sample whatever do_sample says"
 AGENTS = "runs_agents"
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 SERVICE = "actor_rollout_ref.rollout.name=http|sglang"
-# of activations that the sampler keeps: listing more slots in each step takes longer than the forward of a tiny model
-MOST_REUSED_TOKENS = 1 << 16
-REUSED_SHARE = 4  # the part of free memory is at most 1 / REUSED_SHARE
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,7 @@ class RolloutConfig(Section):
     max_model_len: int | None = used(None, "longest prompt plus response; null: what the model can hold")
     max_num_seqs: int = used(256, "samples in generation at once (slots of the native engine)", sizing=True, ge=1)
     max_num_batched_tokens: int = used(
-        8192, "prompt tokens computed at once (native engine's prefill)", sizing=True, ge=1
+        8192, "prompt tokens computed at once (prefill of the native engine)", sizing=True, ge=1
     )
     kv_cache_config: KVCacheConfig = section(
         KVCacheConfig, "paged KV cache", when="actor_rollout_ref.rollout.name=native", sizing=True
@@ -314,7 +311,9 @@ class RolloutConfig(Section):
         ge=1,
     )
     log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
-    log_prob_max_token_len_per_gpu: int = used(16384, "tokens per forward if cut by token count", sizing=True, ge=1)
+    log_prob_max_token_len_per_gpu: int = used(
+        16384, "tokens per forward pass when cut by token count", sizing=True, ge=1
+    )
     prefetch_num: int = used(
         0,
         "batches of samples made ahead of training; above 0 the asynchronous program runs, and a sample is at most so many "
@@ -394,5 +393,7 @@ class RolloutConfig(Section):
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "further settings by engine")
     prometheus: PrometheusConfig = section(PrometheusConfig, "metrics for Prometheus")
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "how weights reach the engine")
-    enable_rollout_routing_replay: bool = used(False, "record the experts of rollout, for actor.router_replay.mode=R3")
+    enable_rollout_routing_replay: bool = used(
+        False, "record the experts that rollout chooses, for actor.router_replay.mode=R3"
+    )
     quantization: str | None = used(None, "quantised weights in the engine")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from verl.config.sections.rollout import MOST_REUSED_TOKENS
+from verl.config.active_keys import MOST_REUSED_TOKENS
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.lora import is_adapter
 from verl.models.packing import PackedBatch

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from verl.config import full_key
-from verl.config.sections.rollout import REUSED_SHARE
+from verl.config.active_keys import REUSED_SHARE, reuse_obstacle
 from verl.data_proto.samples import SampleKey
 from verl.models.cpu.reuse import ActivationStore, store_for
 from verl.models.cpu.weights import DenseDecoder
@@ -26,12 +25,8 @@ if TYPE_CHECKING:
 def obstacle(module: HFModule, config: RolloutConfig) -> str | None:
     """The reason why updates of `module` on a CPU compute their forward; None where they read the sampler's activations."""
     decoder, compiled = DenseDecoder.of(module), kernels()
-    if not config.reuse_activations_gb:
-        return f"no: {full_key('rollout.reuse_activations_gb')}=0"
-    if config.prefetch_num:
-        return "no: samples are made ahead of their update"
-    if config.kv_cache_config.enable_paged_attention:
-        return "no: the KV cache is paged"
+    if setting := reuse_obstacle(config):
+        return f"no: {setting}"
     if decoder is None or decoder.embed.dtype != torch.bfloat16 or is_vision_model(module):
         return "no: sampler and training forward have equal bits for whole dense text models in bfloat16"
     if compiled is None or not compiled.equals_trainer(decoder):
