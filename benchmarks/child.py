@@ -1,4 +1,4 @@
-"""The child's side of a measured process: one JSON line in, one JSON line out. Standard library only.
+"""The child's side of a measured process: one JSON line in, one JSON line out. Needs only psutil, which TRL has too.
 
 A child is a script that calls `serve({"build": ..., "step": ...})`. Between commands it blocks in a read, so it costs no
 processor time while another child is measured. It dies with its parent.
@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 class Channel:
@@ -86,12 +88,9 @@ def cpu_seconds() -> float:
 
 
 def _cpu_seconds_of(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    user, system = 11, 12  # of the fields behind the name
-    return (int(fields[user]) + int(fields[system])) / os.sysconf("SC_CLK_TCK")
+    with contextlib.suppress(psutil.Error):  # a process that has just ended
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    return 0.0
 
 
 def high_water_mark(pid: int) -> int:
@@ -105,13 +104,10 @@ def high_water_mark(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, from /proc."""
-    pids: list[int] = []
-    with contextlib.suppress(OSError):  # a process that has just ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                pids += [int(child), *descendants(int(child))]
-    return pids
+    """Processes below `pid`."""
+    with contextlib.suppress(psutil.Error):
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def die_with_parent() -> None:

@@ -5,7 +5,7 @@ steps.
     python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
     python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
     python -m benchmarks.scale --checkpoints        the table of checkpoints (1 billion parameters: 12 GB, twice)
-    python -m benchmarks.scale --tails              the table of response lengths
+    python -m benchmarks.scale --tails              the table of response lengths; --model PATH: of a real model, once
     python -m benchmarks.controller                 the table of the controller
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
@@ -61,7 +61,7 @@ SIZES = (1_000, 20_000, 400_000, 5_000_000)
 SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
 PARAMETERS = (16_777_216, 67_108_864, 268_435_456, 1_006_632_960)
 RESPONSES = (64, 128, 256, 512)
-_SLOTS, _LIMIT = 64, 1024  # responses at a time, tokens of a response
+_SLOTS, _LIMIT, _PROMPT = 64, 1024, 16  # responses at a time, tokens of a response and of a prompt
 _BLOCK = 1 << 22  # parameters of a tensor of a checkpoint
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
@@ -160,7 +160,8 @@ class Costs:
             "|---|" + "---|" * (len(self.sizes) + 1),
         ]
         for name, row in self.rows.items():
-            lines.append(f"| {name} | {' | '.join(f'{cost:.3g}' for cost in row)} | {exponent(self.sizes, row):.2f} |")
+            slope = f"{exponent(self.sizes, row):.2f}" if len(row) > 1 else ""
+            lines.append(f"| {name} | {' | '.join(f'{cost:.3g}' for cost in row)} | {slope} |")
         return "\n".join(lines)
 
 
@@ -266,18 +267,18 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
     print(costs.table(), flush=True)
 
 
-# of a response: tokens before this generation, new ones, ones that are expected, and whether it ends with them
-Part = namedtuple("Part", "before new expected ends", defaults=(0.0, True))
+# tokens of a response: earlier, new, expected; whether it ends with them; earlier ones without keys
+Part = namedtuple("Part", "before new expected ends computed", defaults=(0.0, True, 0))
 
 
-def measure_tails(sizes: Sequence[int], folder: Path) -> None:
+def measure_tails(sizes: Sequence[int], folder: Path, path: Path | None = None) -> None:
     """Generation against responses of equal length, for lengths of a log-normal distribution with 1% at the limit, half
     of whose variance is between prompts: of a synchronous step in a first and in a later epoch, and of a step of partial
     rollouts, in which all cohorts make a part, with and without keys and values of earlier parts. Processor time, decode
     steps (as multiples of tokens / slots), and prompt tokens computed, a new token."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2 * _LIMIT}
-    path = make_tiny_model(folder / "model", **shape)
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype=torch.float32).eval()
+    path, num_rounds = (path, 1) if path else (make_tiny_model(folder / "model", **shape), 3)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype="auto").eval()
     config = RolloutConfig(max_num_seqs=_SLOTS, keep_partial_kv_cache=True)
     engine = NativeRollout(model, None, config, eos_token_ids=[])
     params, costs = SamplingParams(max_new_tokens=_LIMIT, ignore_eos=True), Costs(sizes)
@@ -285,8 +286,9 @@ def measure_tails(sizes: Sequence[int], folder: Path) -> None:
     def cost_of_token(requests: list[Part], step: int = 2) -> np.ndarray:
         """[processor seconds, decode steps of all slots, prompt tokens]."""
         generation, started = engine.open(params, step=step), time.process_time()
-        for number, (before, new, expected, ends) in enumerate(requests):
-            ids, drawn = (5,) * (16 + before), _LIMIT if before and ends else before  # at the limit nothing is kept
+        for number, (before, new, expected, ends, _) in enumerate(requests):
+            drawn = _LIMIT if before and ends else before  # at the limit nothing is kept
+            ids = (5,) * (_PROMPT + before)
             generation.add(PromptRequest(number, ids, 0, drawn, max_new_tokens=new, expected_tokens=expected))
         while generation.poll():
             pass
@@ -295,10 +297,10 @@ def measure_tails(sizes: Sequence[int], folder: Path) -> None:
         return np.array([seconds, *counts]) / int(facts["num_generated_tokens"])
 
     def cost_with_keys(requests: list[Part]) -> np.ndarray:
-        """As `cost_of_token`, with keys and values of all earlier tokens but the last."""
+        """As `cost_of_token`, with keys and values of all earlier tokens but the last and `Part.computed`."""
         engine.forget()
         engine.trains, engine.resumes_below = True, _LIMIT
-        cost_of_token([part._replace(before=max(part.before - 1, 0), new=1, ends=False) for part in requests], step=1)
+        cost_of_token([Part(max(p.before - p.computed - 1, 0), 1, 0.0, False) for p in requests], step=1)
         cost, engine.trains = cost_of_token(requests), False
         return cost
 
@@ -308,8 +310,8 @@ def measure_tails(sizes: Sequence[int], folder: Path) -> None:
         mean, squares = int(lengths.mean()), float((lengths**2).mean())
         mixes = {"": [Part(0, mean)] * size, "a first epoch": [Part(0, n) for n in lengths.tolist()]}
         mixes["a later epoch"] = [Part(0, *pair) for pair in zip(lengths.tolist(), earlier.tolist(), strict=True)]
-        # responses of equal length, whose tokens see as many keys as these
-        continued = {"kept, equal lengths": [Part(int(squares / mean - mean) // 2, mean)] * size}
+        # responses of equal length, whose tokens see as many keys as these, and which compute a prompt
+        continued = {"kept, equal lengths": [Part(int(squares / mean - mean) // 2, mean, computed=_PROMPT)] * size}
         for parts in (2, 4, 8):
             first = _LIMIT // (parts * min(parts, 4))  # as in verl/programs/rollout_queue.py
             ends = [0, *range(first, _LIMIT, -(-(_LIMIT - first) // (parts - 1))), _LIMIT]
@@ -317,7 +319,9 @@ def measure_tails(sizes: Sequence[int], folder: Path) -> None:
             mixes[f"{parts} parts"] = continued[f"kept, {parts} parts"] = [
                 Part(at, min(end, n) - at, 0.0, n <= end) for at, end in cuts for n in lengths.tolist() if n > at
             ]
-        rounds = [[*map(cost_of_token, mixes.values()), *map(cost_with_keys, continued.values())] for _ in range(3)]
+        rounds = [
+            [*map(cost_of_token, mixes.values()), *map(cost_with_keys, continued.values())] for _ in range(num_rounds)
+        ]
         bound, *least = np.min(rounds, axis=0).tolist()
         row = {}
         for name, (seconds, steps, computed) in zip([*mixes, *continued][1:], least, strict=True):
@@ -397,15 +401,16 @@ def main() -> None:
     modes = {"ledger": (measure_ledger, SAMPLES), "steps": (measure_steps, STEPS), "tails": (measure_tails, RESPONSES)}
     modes["checkpoints"] = (measure_checkpoints, PARAMETERS)
     parser = argparse.ArgumentParser(description="Cost of a run against its size.")
-    parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")
+    parser.add_argument("--sizes", type=lambda text: [*map(int, text.split(","))], help="rows or samples, increasing")
+    parser.add_argument("--model", type=Path, help="a folder of a model for --tails")
     for mode in modes:
         parser.add_argument(f"--{mode}", action="store_true")
     arguments = parser.parse_args()
     work, sizes = next((modes[name] for name in modes if getattr(arguments, name)), (measure_starts, SIZES))
-    if arguments.sizes:
-        sizes = tuple(int(size) for size in arguments.sizes.split(","))
+    if arguments.model:
+        work = partial(measure_tails, path=arguments.model)
     with tempfile.TemporaryDirectory() as folder:
-        work(sizes, Path(folder))
+        work(arguments.sizes or sizes, Path(folder))
 
 
 if __name__ == "__main__":
