@@ -53,6 +53,7 @@ def parser_of(description: str | None, forms: Mapping[str, TRLForm], *, rows: in
     add_run_options(parser, learning_rate=2e-5)
     add_trl_options(parser, forms, list(forms))
     parser.add_argument("--rows", type=int, default=rows, help="rows of an optimizer step")
+    parser.add_argument("--preamble", type=int, default=0, help="sentences of four tokens in each row's system prompt")
     parser.set_defaults(rounds=5)
     return parser
 
@@ -66,7 +67,8 @@ def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows = draw_pictures(count, 17)
     else:
         rows = [row_of(*sample_word(rng, *options.letters), "train", i) for i in range(count)]
-    pairs = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
+    system = [{"role": "system", "content": "Count each letter. " * options.preamble}] if options.preamble else []
+    pairs = [{"prompt": system + row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
     return (
         [{**pair, "images": row["images"]} for pair, row in zip(pairs, rows, strict=True)] if options.images else pairs
     )

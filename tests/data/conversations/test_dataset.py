@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from verl.data.conversations.dataset import ConversationLoader, load_conversatio
 from verl.data.conversations.tokens import TrainingSequence
 from verl.data.files import write_parquet
 from verl.errors import DataError
+from verl.models.packing import num_computed, unpadded_rows
 
 tokenizer = tokenizer_of("chatml")
 TEXTS = [{"text": "x" * n} for n in (3, 9, 5)]  # with eos 4, 10 and 6 tokens
@@ -230,6 +232,19 @@ class TestOrder:
         assert columns["responses"].tolist() == [[12, 13, 14, 15], [21, 22, 0, 0]]
         assert columns["response_mask"].tolist() == [[True, False, True, True], [True, True, False, False]]
         assert columns["attention_mask"].sum(1).tolist() == [6, 3]
+
+    @pytest.mark.parametrize(("num_trained", "split", "computed"), [(30, 81, 81 + 3 * 31), (900, 83, 3 * 83 + 3 * 899)])
+    def test_a_long_common_start_is_the_prompt(self, num_trained, split, computed):
+        """Three rows of four have one, two tokens shorter than their prompts."""
+        starts = [[*range(100, 180), third, row, 7] for row, third in enumerate((1, 1, 1, 9))]
+        starts[3][0] = 99
+        rows = [np.array([*start, *range(num_trained)], dtype=np.int32) for start in starts]
+        batch = training_batch([TrainingSequence(ids, np.arange(len(ids)) >= 83) for ids in rows]).batch
+        assert batch["prompt_mask"].sum(1).tolist() == [split, split, split, 83]
+        whole = torch.cat([batch["prompts"], batch["responses"]], dim=1)[batch["attention_mask"]]
+        assert whole.tolist() == np.concatenate(rows).tolist()
+        assert batch["response_mask"].sum(1).tolist() == [num_trained] * 4
+        assert num_computed(unpadded_rows(batch)) == computed + 83 + num_trained - 1
 
     def test_batches_larger_than_the_data_are_refused(self, tmp_path):
         with pytest.raises(DataError, match="data.train_batch_size is 8, but 7 rows train"):

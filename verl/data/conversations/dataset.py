@@ -30,12 +30,13 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import label_mask, num_embeddings, token_ids, token_mask
 from verl.data_proto.tokenizer import Tokenizer
+from verl.data_proto.trajectory import token_columns
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from verl.config.sections.data import PreferenceDataConfig
 
-
+_COMMON_TOKENS = 64  # rows with fewer equal tokens at their start are not compared
 # keys of `data` that no sequence depends on
 _NOT_OF_ROWS = (
     "train_files", "val_files", "train_max_samples", "val_max_samples", "train_batch_size", "use_dynamic_bsz",
@@ -316,26 +317,37 @@ def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:
 
 def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
     """Columns prompts, prompt_mask, responses, response_mask and attention_mask of one row per sequence. The prompt is
-    everything before the first trained token; tokens after the last trained one change no loss and are left out."""
+    everything before the first trained token, or the start that many rows have in common; tokens after the last trained one
+    change no loss and are left out."""
     bounds = [(int(trained[0]), int(trained[-1]) + 1) for s in sequences for trained in [s.loss_mask.nonzero()[0]]]
-    width, length = max(first for first, _ in bounds), max(end - first for first, end in bounds)
-    prompts, responses = (torch.zeros(len(bounds), size, dtype=torch.int64) for size in (width, length))
-    prompt_mask, exists, response_mask = (
-        torch.zeros(len(bounds), n, dtype=torch.bool) for n in (width, length, length)
-    )
-    for row, (sequence, (first, end)) in enumerate(zip(sequences, bounds, strict=True)):
-        ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
-        prompts[row, width - first :], responses[row, : end - first] = ids[:first], ids[first:end]
-        prompt_mask[row, width - first :], exists[row, : end - first] = True, True
-        response_mask[row, : end - first] = torch.from_numpy(sequence.loss_mask[first:end])
-    columns = {"prompts": prompts, "prompt_mask": prompt_mask, "responses": responses, "response_mask": response_mask}
-    rows = {
-        id(s.images): s.images for s in sequences if s.images is not None
-    }  # the sequences of a row share its images
-    pixels = {name: images.read().media for name, images in rows.items()}
+    rows = [
+        (sequence.input_ids[:split], sequence.input_ids[split:end], sequence.loss_mask[split:end])
+        for sequence, split, (_, end) in zip(sequences, _prompt_lengths(sequences, bounds), bounds, strict=True)
+    ]
+    # the sequences of a row share its images
+    of_rows = {id(s.images): s.images for s in sequences if s.images is not None}
+    pixels = {name: images.read().media for name, images in of_rows.items()}
     media = [pixels.get(id(sequence.images)) for sequence in sequences]
     objects = {"media": object_array(media)} if any(media) else {}
-    return DataProto.from_dict({**columns, "attention_mask": torch.cat([prompt_mask, exists], dim=1)}, objects)
+    return DataProto.from_dict(token_columns(rows), objects)
+
+
+def _prompt_lengths(sequences: Sequence[TrainingSequence], bounds: Sequence[tuple[int, int]]) -> list[int]:
+    """The first trained token of each row in `bounds`, or the end of a start that rows have in common (system prompt, tools)
+    where this saves a tenth of their tokens: training computes equal prompts once (verl.models.packing)."""
+    groups, lengths = dict[bytes, list[int]](), [first for first, _ in bounds]
+    for row, sequence in enumerate(sequences):
+        if lengths[row] >= _COMMON_TOKENS and sequence.images is None:
+            groups.setdefault(sequence.input_ids[:_COMMON_TOKENS].tobytes(), []).append(row)
+    for rows in groups.values():
+        starts = np.stack([sequences[row].input_ids[: min(lengths[r] for r in rows)] for row in rows])
+        common = int((starts == starts[0]).all(axis=0).cumprod().sum())
+        prompts = {sequences[row].input_ids[: lengths[row]].tobytes(): lengths[row] for row in rows}.values()
+        num_saved = sum(prompts) - common - sum(lengths[row] - common for row in rows)
+        if num_saved > (sum(prompts) + sum(bounds[row][1] - lengths[row] for row in rows)) / 10:
+            for row in rows:
+                lengths[row] = common
+    return lengths
 
 
 class ConversationLoader:
