@@ -188,7 +188,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
             section = config.data
             for rows in self.datasets:
                 self.partners[id(rows)] = partners_of(
-                    len(rows),
+                    rows.prompts(),
                     section.train_batch_size,
                     seed=config.trainer.seed if section.seed is None else section.seed,
                     shuffle=section.shuffle and rows is not data.validation,

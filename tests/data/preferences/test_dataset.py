@@ -154,8 +154,11 @@ class TestSingleCompletions:
 
     def test_mismatched_completions_are_of_another_prompt(self, tmp_path):
         dataset = load(write(tmp_path / "a.jsonl", self.ROWS), paired=False)
-        partners = partners_of(5, 4, seed=0, shuffle=False)
+        partners = partners_of(dataset.prompts(), 4, seed=0, shuffle=False)
         assert partners == [4, 0, 1, 2, 3]  # a single row is no batch
+        # the two rows of a pair have one prompt; a batch may have no other one
+        assert partners_of([*"aabbcc"], 4, seed=0, shuffle=False) == [3, 3, 1, 1, 3, 3]
+        assert partners_of([*"aaa"], 2, seed=0, shuffle=False) == [2, 0, 1]
         sequences = dataset.mismatched([0, 3], partners, max_length=5)
         assert [shown(tokenizer, s) for s in sequences] == ["0[[aaaa]]", f"3[[aaa{END}]]"]
         assert sequence_batch(sequences).batch["ordinal"].tolist() == [0, 1]
@@ -164,7 +167,7 @@ class TestSingleCompletions:
     def test_partners_rotate_the_batches_of_the_first_epoch(self, num_rows, size, seed, shuffle):
         from verl.data.order import PromptOrder
 
-        partners = partners_of(num_rows, size, seed=seed, shuffle=shuffle)
+        partners = partners_of(range(num_rows), size, seed=seed, shuffle=shuffle)
         assert sorted(partners) == list(range(num_rows))
         assert all(partner != row for row, partner in enumerate(partners))
         if size <= num_rows:

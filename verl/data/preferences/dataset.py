@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from verl.data.dataset import Files
     from verl.data_proto.media import Media
     from verl.data_proto.proto import DataProto
+
+
+_SEARCHED = 1024  # rows outside of a batch, for one with another prompt
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,11 @@ class PreferenceDataset(ConversationDataset):
             batch.batch["completion_mask"] = mask
         return batch
 
+    def prompts(self) -> list[bytes]:
+        """A name for the prompt of each row: its tokens."""
+        first = (self._rows[row][0] for row in range(len(self)))
+        return [sequence.input_ids[: sequence.num_prompt_tokens].tobytes() for sequence in first]
+
     def mismatched(
         self, rows: Sequence[int], partners: Sequence[int], max_length: int | None
     ) -> list[PreferenceSequence]:
@@ -176,16 +185,22 @@ class PreferenceDataset(ConversationDataset):
         return sequences
 
 
-def partners_of(num_rows: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
-    """The row before each row in its batch of the first epoch, or the last one for the first. A last batch that is
-    incomplete counts too, a single row as part of the batch before it."""
+def partners_of(prompts: Sequence[object], batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
+    """The last row with another prompt before each row in its batch of the first epoch, which is a ring. Where all of it has
+    one prompt, the search continues in the order of all rows. A last batch that is incomplete counts too, a single row as part
+    of the batch before it."""
+    num_rows = len(prompts)
     order = PromptOrder(num_rows, seed, shuffle)
     rows = [order.row(number)[1] for number in range(num_rows)]
     starts = [start for start in range(0, num_rows, batch_size) if start == 0 or start < num_rows - 1]
     partners = [0] * num_rows
     for start, end in zip(starts, [*starts[1:], num_rows], strict=True):
         for place in range(start, end):
-            partners[rows[place]] = rows[place - 1 if place > start else end - 1]
+            inside = chain(range(place - 1, start - 1, -1), range(end - 1, place, -1))
+            outside = chain(range(start - 1, -1, -1), range(num_rows - 1, end - 1, -1))
+            own, before = rows[place], rows[place - 1 if place > start else end - 1]
+            near = (rows[other] for other in islice(chain(inside, outside), batch_size + _SEARCHED))
+            partners[own] = next((row for row in near if prompts[row] != prompts[own]), before)
     return partners
 
 
