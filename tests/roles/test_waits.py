@@ -55,7 +55,7 @@ def test_a_loss_does_not_wait_for_the_device(name):
     columns |= {column: torch.zeros(rows, length) for column in _OF_TOKENS}
     columns |= {column: torch.zeros(rows) for column in _OF_ROWS}
     columns |= {"ordinal": torch.arange(rows) // 2, "sample_index": torch.arange(rows) % 2}
-    columns |= {"chosen": torch.arange(rows) % 2 == 0, "num_chosen_tokens": torch.ones(rows)}
+    columns |= {"chosen": torch.arange(rows) % 2 == 0}
     objective = OBJECTIVES[name]()
     objective.start_mini_batch(0, 0)
     shapes = {"sequence_scores": (rows,)}
@@ -64,7 +64,9 @@ def test_a_loss_does_not_wait_for_the_device(name):
         for output in objective.outputs
     }
     loss, metrics = objective(
-        outputs, DataProto.from_dict(columns), BatchTotals(int(columns["response_mask"].sum()), rows, rows // 2)
+        outputs,
+        DataProto.from_dict(columns),
+        BatchTotals(int(columns["response_mask"].sum()), rows, rows // 2, num_chosen_tokens=rows),
     )
     assert loss.device.type == "meta"
     assert any(isinstance(value, torch.Tensor) for metric in metrics.values() for value, _ in metric.observations)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from verl.data_proto.media import Media, RowMedia, row_media_of
@@ -24,12 +25,15 @@ Unit = list[PackedRow]  # rows that stay together
 
 def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") -> list[int]:
     """Numbers of response tokens, rows with response tokens, and units in this rank's share of a mini-batch: of all rows, then
-    of `rows` (None: of all)."""
+    of `rows` (None: of all); and the response tokens of its chosen completions."""
     tokens, units = batch.batch["response_mask"].sum(dim=1), unit_ids(batch, unit)
     chosen = list(range(len(batch))) if rows is None else list(rows)
+    preferred = batch.batch.get("chosen", None)
+    is_mask = preferred is not None and preferred.dtype == torch.bool  # a loop of the user's may have numbers there
     return [
         *(int(tokens.sum()), int((tokens > 0).sum()), len(set(units))),
         *(int(tokens[chosen].sum()), int((tokens[chosen] > 0).sum()), len({units[row] for row in chosen})),
+        int(tokens[preferred].sum()) if is_mask else 0,
     ]
 
 
@@ -85,10 +89,9 @@ def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> lis
 
 def batch_totals(sizes: Sequence[int]) -> BatchTotals:
     """The totals of `sizes_of` summed over all ranks."""
-    num_tokens, num_sequences, num_units, *rest = sizes
-    computed = BatchTotals(rest[0], rest[1], rest[2])
-    left_out = computed.num_sequences != num_sequences
-    return BatchTotals(num_tokens, num_sequences, num_units, computed if left_out else None)
+    num_tokens, num_sequences, num_units, *rest, num_chosen_tokens = sizes
+    computed = BatchTotals(rest[0], rest[1], rest[2]) if rest[1] != num_sequences else None
+    return BatchTotals(num_tokens, num_sequences, num_units, computed, num_chosen_tokens)
 
 
 def plan_micro_batches(

@@ -99,13 +99,11 @@ class OnlinePreference(PPO):
     def _paired(self, batch: DataProto, pairs: list[tuple[int, int]]) -> DataProto:
         """The rows of the pairs with the columns of PreferenceObjective."""
         paired = batch.select_idxs([row for pair in pairs for row in pair])
-        columns, chosen = paired.batch, torch.tensor([True, False]).repeat(len(pairs))
-        columns["chosen"] = chosen
-        num_tokens = int(columns["response_mask"][chosen].sum())
-        columns["num_chosen_tokens"] = torch.full((len(paired),), num_tokens, dtype=torch.float64)
+        paired.batch["chosen"] = torch.tensor([True, False]).repeat(len(pairs))
         if self.reference is not None:
             with self.spans("ref"):
-                columns["ref_logp"] = completion_log_probs(self.reference, paired, self.config.preference.ld_alpha)
+                log_probs = completion_log_probs(self.reference, paired, self.config.preference.ld_alpha)
+                paired.batch["ref_logp"] = log_probs
         return paired
 
     def update(self, result: StepBatch, step: int) -> None:

@@ -4,8 +4,8 @@
                                                         (validation: model.forward, the same objective)
 
 The two completions of a pair are adjacent rows with one prompt, which a packed forward computes once; they stay in one
-micro-batch and on one rank. Whatever a loss needs of the whole batch (KTO's KL estimate, the ranks of AOT, the token count of
-the negative log-likelihood) is computed here and travels as a column, so that neither micro-batches nor ranks change a loss.
+micro-batch and on one rank. Whatever a loss needs of the whole batch (KTO's KL estimate, the ranks of AOT) is computed here and
+travels as a column, so that neither micro-batches nor ranks change a loss.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric, merge_metrics, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
-from verl.engines.api import BatchTotals
+from verl.engines.micro_batches import batch_totals, sizes_of
 from verl.errors import DataError
 from verl.models.load import eos_token_ids_of
-from verl.parallel.balance import unit_ids
 from verl.programs.api import RunContext, StepResult
 from verl.programs.given_rows import GivenRows, GivenRowsProgram, line_of_step, model_spec, specs_of, with_held_out
 from verl.roles.api import Broadcast, ModelHandle, Objective, Roles, RoleSpec, RoleSpecs
@@ -216,16 +215,10 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
             for batch, rows in zip(batches, chunks, strict=True):
                 with self.run.spans("reference"):
                     batch.batch["ref_logp"] = self.reference.of(batch, dataset.sequences(rows))
-        constants: dict[str, float] = {}
-        if "nll" in self.loss.wants:
-            constants["num_chosen_tokens"] = sum(
-                int(batch.batch["response_mask"][batch.batch["chosen"]].sum()) for batch in batches
-            )
         if "shift" in self.loss.wants:
-            constants["shift"] = self._kl(dataset, chunks) if self.partners else self.mean_reward
-        for batch in batches:
-            for name, value in constants.items():
-                batch.batch[name] = torch.full((len(batch),), float(value), dtype=torch.float64)
+            shift = self._kl(dataset, chunks) if self.partners else self.mean_reward
+            for batch in batches:
+                batch.batch["shift"] = torch.full((len(batch),), shift, dtype=torch.float64)
         if {"matched_margin", "matched_chosen"} & self.loss.wants:
             self._match(batches)
         return batches
@@ -294,9 +287,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
 
     def validate(self, step: int) -> dict[str, float]:
         batches = self._batches(self.datasets[-1], list(self.held_out()))
-        masks = [batch.batch["response_mask"] for batch in batches]
-        num_units = sum(len(set(unit_ids(batch, self.loss.unit))) for batch in batches)
-        totals = BatchTotals(sum(int(mask.sum()) for mask in masks), sum(map(len, masks)), num_units)
+        totals = batch_totals(np.sum([sizes_of(batch, None, self.loss.unit) for batch in batches], axis=0).tolist())
         batch_metrics = []
         for batch in batches:
             outputs = self.model.forward(batch, {name: name for name in self.loss.outputs}).get().batch

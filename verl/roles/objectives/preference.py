@@ -43,7 +43,7 @@ class PreferenceObjective(Objective):
     """sum_k weight_k * mean over pairs (or labelled completions) of loss_k.
 
     Reads the columns response_mask and chosen; with a reference ref_logp [batch], its log pi_ref(y) (see `row_sums`); and
-    the constants [batch] of the losses in use: num_chosen_tokens of the whole batch, shift, matched_margin, matched_ratio.
+    the constants [batch] of the losses in use: shift, matched_margin, matched_ratio.
     Metrics have TRL's names: rewards/{chosen,rejected,accuracies,margins}, logps/{chosen,rejected}, logits/{chosen,rejected}
     (means over the vocabulary and the tokens of completions), entropy, mean_token_accuracy (of chosen completions);
     nll_loss, log_odds_chosen, log_odds_ratio and kl of the losses that have them.
@@ -110,7 +110,7 @@ class PreferenceObjective(Objective):
         of_pairs: dict[str, Any] = both("logp", sums) | both("mean", means)
         if "nll" in self.wants:
             nll = -(log_probs * columns["response_mask"]).sum(1)[chosen]
-            of_pairs["nll"] = nll * totals.num_units / columns["num_chosen_tokens"][chosen]
+            of_pairs["nll"] = nll * (totals.num_units / totals.num_chosen_tokens)
         if self.has_reference:
             score = preference_losses.divergence_score(terms["ratio"], self.config.f_divergence, self.config.f_alpha)
             per_token = score / mask_of(columns).sum(1).clamp(min=1)
