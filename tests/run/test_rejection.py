@@ -79,18 +79,24 @@ def test_rounds_raise_the_likelihood_of_what_they_keep(tiny_run):
     assert rows[-1]["rejection/score/mean"] > rows[0]["rejection/score/mean"]
 
 
+def formats_of(run, model):
+    """Formats of the kept rows, which train in fine-tuning the tokens that were sampled."""
+    config = load_config([f"model.path={model}"], schema=SFT).config
+    dataset = load_conversations(run.folder / "kept.jsonl", load_tokenizer(config.model), config.data, keep_going=True)
+    for number, row in enumerate(kept_rows(run)):
+        samples = {(s["ordinal"], s["sample_index"]): s for s in run.samples_of(row["step"])}
+        sample, (sequence,) = samples[row["ordinal"], row["sample_index"]], dataset[number]
+        assert sequence.input_ids.tolist() == sample["prompt_ids"] + sample["response_ids"]
+        assert sequence.num_trained == len(sample["response_ids"])
+    return dataset.summaries[0].formats
+
+
 def test_the_file_of_selected_samples_trains_by_sft(tiny_run, tiny_llama, steps):
     run = tiny_run(*SETTINGS)
-    rows, trained = kept_rows(run), [batch for _, batch in steps]
+    rows = kept_rows(run)
     assert [row["step"] for row in rows] == [1] * 4 + [2] * 4
-    assert [row["ordinal"] for row in rows] == [o for batch in trained for o in batch.batch["ordinal"].tolist()]
-    config = load_config([f"model.path={tiny_llama}"], schema=SFT).config
-    dataset = load_conversations(run.folder / "kept.jsonl", load_tokenizer(config.model), config.data, keep_going=True)
-    assert dataset.summaries[0].formats == {"prompt_completion": 8}
-    prompts = [columns["prompts"][columns["prompt_mask"]].tolist() for b in trained for columns in b.batch]
-    for prompt, (sequence,) in zip(prompts, (dataset[i] for i in range(8)), strict=True):
-        assert sequence.input_ids[: len(prompt)].tolist() == prompt
-        assert not sequence.loss_mask[: len(prompt)].any()
+    assert [row["ordinal"] for row in rows] == [o for _, batch in steps for o in batch.batch["ordinal"].tolist()]
+    assert formats_of(run, tiny_llama)["tokenized"] > 0  # a message's end would follow a cut response
 
 
 def test_a_step_that_keeps_nothing_leaves_the_weights_and_says_why(tiny_run, tiny_llama, caplog):
@@ -105,11 +111,13 @@ def test_a_step_that_keeps_nothing_leaves_the_weights_and_says_why(tiny_run, tin
     assert "below rejection.min_score=2" in caplog.text
 
 
-def test_truncated_samples_are_left_out(tiny_run, steps):
+def test_truncated_samples_are_left_out(tiny_run, tiny_llama, steps):
     settings = ("rejection.keep=4", "rejection.dedup=False", "data.train_batch_size=24", "data.max_response_length=12")
-    row = tiny_run(SETTINGS[0], *settings, "trainer.total_training_steps=1").training_rows()[0]
+    run = tiny_run(SETTINGS[0], *settings, "trainer.total_training_steps=1")
+    row = run.training_rows()[0]
     reasons = list(steps[0][0].non_tensor_batch["finish_reason"])
     assert 0 < row["rejection/kept"] == reasons.count("stop") < len(reasons)
+    assert formats_of(run, tiny_llama)["prompt_completion"] > 0
 
 
 def test_a_resumed_run_equals_the_unbroken_one(tiny_run):

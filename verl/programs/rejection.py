@@ -18,6 +18,8 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from verl.algorithms.filters import best_of_groups
 from verl.config import PPOConfig
 from verl.data_proto.batch_metrics import scored_rows
@@ -140,22 +142,38 @@ class RejectionSampling(PPO):
         return f": those that could be were cut at data.max_response_length={longest} (rejection.truncated=False)"
 
     def _rows(self, batch: DataProto, step: int) -> list[dict[str, object]]:
-        """Rows of the format prompt_completion."""
+        """Rows of the format prompt_completion; of the format tokenized where that would train other tokens than this step."""
         assert self.data.train is not None
         numbers = batch.batch["row_index"].tolist()
         images = {number: self.data.train.images(number) for number in set(numbers)} if media_of(batch) else {}
+        samples = zip(
+            batch.non_tensor_batch["raw_prompt"], sample_rows(batch, self.data.tokenizer), numbers, strict=True
+        )
         return [
             {
-                "prompt": list(messages),
-                "completion": [{"role": "assistant", "content": row["response"]}],
+                **(
+                    {"prompt": list(messages), "completion": [{"role": "assistant", "content": row["response"]}]}
+                    if number in images or self._is_text(row)
+                    else _tokenized(row)
+                ),
                 **images.get(number, {}),
                 **{name: row[name] for name in _COPIED},
                 "step": step,
             }
-            for messages, row, number in zip(
-                batch.non_tensor_batch["raw_prompt"], sample_rows(batch, self.data.tokenizer), numbers, strict=True
-            )
+            for messages, row, number in samples
         ]
+
+    def _is_text(self, row: Mapping[str, Any]) -> bool:
+        """Whether the text of a response has all of its tokens but the last, and all of them train: not where it was cut, where
+        a tool or user has answered in between, or where a character is incomplete."""
+        text = self.data.tokenizer.decode(row["response_ids"][:-1].tolist(), skip_special_tokens=False)
+        return "response_mask" not in row and text == row["response"] and "\ufffd" not in text
+
+
+def _tokenized(row: Mapping[str, Any]) -> dict[str, object]:
+    prompt, response = row["prompt_ids"].tolist(), row["response_ids"].tolist()
+    mask = row.get("response_mask", np.ones(len(response))).astype(int).tolist()
+    return {"input_ids": prompt + response, "loss_mask": [0] * len(prompt) + mask}
 
 
 def _responses(batch: DataProto) -> list[tuple[int, ...]]:
