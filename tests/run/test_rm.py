@@ -236,10 +236,14 @@ def test_a_resumed_run_equals_the_unbroken_one(rm_run):
 
 
 class TestCheckpoint:
-    def test_opens_with_transformers_and_rewards_a_policy(self, rm_run, rm_overrides, tiny_run, tiny_llama):
+    def test_opens_with_transformers_and_rewards_a_policy(self, rm_run, rm_overrides, tiny_run, tmp_path):
         """From a language model without a head: the scores of training equal transformers' scores, also of a padded batch, in
         which transformers finds the last token of a row by the padding token, and the scores in reinforcement learning."""
-        run = rm_run("sigmoid", f"model.path={tiny_llama}", "trainer.save_freq=5", "trainer.test_freq=5")
+        base = make_tiny_model(tmp_path / "base", pad_token_id=258)  # the end of a turn, as in SmolLM2
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.save_pretrained(base)
+        run = rm_run("sigmoid", f"model.path={base}", "trainer.save_freq=5", "trainer.test_freq=5")
         folder = run.folder / "global_step_5" / "model" / "huggingface"
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
         assert model.config.num_labels == 1
@@ -247,7 +251,7 @@ class TestCheckpoint:
         with torch.no_grad():
             scores = reference_scores(model, batch)
         assert [row["score"] for row in run.samples_of(5, "val")] == pytest.approx(scores.tolist(), rel=1e-4, abs=1e-5)
-        tokenizer, texts = AutoTokenizer.from_pretrained(folder), ["a", "a longer text"]
+        tokenizer, texts = AutoTokenizer.from_pretrained(folder), ["a<|im_end|>", "a longer text<|im_end|>"]
         with torch.no_grad():
             together = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0]
             alone = [float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in texts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable
@@ -14,11 +15,13 @@ import torch.distributed as dist
 
 from verl.agents.agents import Agents
 from verl.config import ModelConfig, RolloutConfig, full_key
+from verl.data.conversations.turn_ends import TurnEnds
 from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
 from verl.errors import ConfigError
+from verl.models.heads import SequenceScoreModel
 from verl.models.hf_module import HFModule
 from verl.models.load import load_tokenizer
 from verl.models.padded import forward_kind
@@ -130,11 +133,15 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
 
 def _hf_files(module: HFModule, model: ModelConfig, folder: Path) -> None:
     """Write the config, generation config, tokenizer and image processor, which `from_pretrained` needs with the weights."""
-    module.config.save_pretrained(folder)
+    config, tokenizer = module.config, load_tokenizer(replace(model, text_tokens=[]))
+    if isinstance(module, SequenceScoreModel):  # whose score transformers reads before the last padding tokens
+        config, padding = copy.deepcopy(config), TurnEnds(tokenizer).padding
+        config.get_text_config().pad_token_id = padding
+        tokenizer.pad_token = None if padding is None else tokenizer.convert_ids_to_tokens(padding)
+    config.save_pretrained(folder)
     generation_config = getattr(module, "generation_config", None)
     if generation_config is not None:
         generation_config.save_pretrained(folder)
-    tokenizer = load_tokenizer(replace(model, text_tokens=[]))
     tokenizer.save_pretrained(folder)
     if tokenizer.processor is not None:
         tokenizer.processor.save_pretrained(folder)

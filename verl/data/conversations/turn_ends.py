@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from verl.data.prompts import encode_text, render_chat
+from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
@@ -61,6 +62,13 @@ class TurnEnds:
         if token_id is None:
             raise DataError(f"{place}: the tokenizer has no end-of-sequence token to end the text with; give it one.")
         return int(token_id)
+
+    @property
+    def padding(self) -> int | None:
+        """A special token that ends no row, the tokenizer's padding if possible (None: there is no such token)."""
+        ends, limit = (self.tokenizer.eos_token_id, self._token_of_chat), num_embeddings(self.tokenizer)
+        tokens = (self.tokenizer.pad_token_id, *sorted(self.special))
+        return next((token for token in tokens if token is not None and token not in ends and token < limit), None)
 
     @cached_property
     def _token_of_chat(self) -> int | None:
