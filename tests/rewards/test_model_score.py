@@ -70,7 +70,7 @@ def test_a_batched_function_gets_lists(scored):
 
 @pytest.mark.parametrize("manager", ["naive", "batch"])
 def test_the_last_number_of_a_judge_counts_and_a_reply_without_one_costs_its_sample(scored, manager):
-    scores = scored(["I give 3 of 10. Score: 7.5", "well written", "-2"], judge=True, manager=manager)
+    scores = scored(["I give 3 of 10. Score: **7.5** / 10", "well written", "-2"], judge=True, manager=manager)
     assert [s.score for s in scores] == [7.5, 0.0, -2.0]
     assert [s.error is None for s in scores] == [True, False, True]
     assert scores[0].parts["reply"].startswith("I give")

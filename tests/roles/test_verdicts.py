@@ -49,6 +49,7 @@ def first_wins(questions):
         ("[[tie]]", 0),
         ("I prefer response B.", -1),
         ("It is a tie", 0),
+        ("Response B is better, since A is wrong.", None),
         ("Better: BB, because", None),
         ("", None),
     ],
@@ -106,7 +107,10 @@ def test_a_rubric_weighs_its_criteria():
 
     def ask(questions):
         assert len(questions) == len(set(questions)) == 4
-        return [{"a long": "4 of 10: 4", "a kind": "8", "b long": "9" * 500, "b kind": "2"}[q] for q in questions]
+        return [
+            {"a long": "4 of 10: 4", "a kind": "7-8 (out of 10)", "b long": "9" * 500, "b kind": "2"}[q]
+            for q in questions
+        ]
 
     rows = [("p", "a", "t"), ("p", "b", "t"), ("p", "a", "t")]
     first, second, again = rubric_scores(ask, "{response} {criterion}", rubric, rows)

@@ -14,7 +14,7 @@ import math
 import re
 from typing import Any
 
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"((?:(?<!\d)-)?\d+(?:\.\d+)?)(?:[\s*_`(]*(?:/|out of|of)[\s*_`]*\d+(?:\.\d+)?)?")
 _PART = re.compile(r"^(judge/\w+): (-?\d+(?:\.\d+)?)$", re.MULTILINE)
 
 
@@ -43,6 +43,11 @@ def last_numbers(*, reward_model_replies: list[str], **_: object) -> list[dict[s
 
 def _score_of(reply: str) -> dict[str, Any]:
     parts = {name: float(value) for name, value in _PART.findall(reply)}
+    return {"score": math.nan if reply.endswith("Score: nan") else grade_of(reply), "reply": reply, **parts}
+
+
+def grade_of(reply: str) -> float:
+    """The last number of a judge's reply: 8 of "8/10" and of "7 to 8 out of 10"; NaN without one."""
     numbers = _NUMBER.findall(reply)
-    unusable = reply.endswith("Score: nan") or not numbers
-    return {"score": math.nan if unusable else float(numbers[-1]), "reply": reply, **parts}
+    number = float(numbers[-1]) if numbers else math.nan
+    return number if math.isfinite(number) else math.nan

@@ -18,6 +18,7 @@ from pathlib import Path
 from verl.config.sources import read_limited
 from verl.errors import ConfigError
 from verl.foreign_text import clean, quoted
+from verl.rewards.model_score import grade_of
 from verl.tracking.files import append_rows, has, is_text, read_json_rows
 
 Ask = Callable[[Sequence[str]], list[str]]  # questions -> replies, in the same order
@@ -51,7 +52,6 @@ Explain your grade in a few words, then end with a number from 0 (not at all) to
 _PLACES = re.compile(r"\{(prompt|response|ground_truth|first|second|criterion)\}")
 _MARKED = re.compile(r"\[\[\s*(A|B|C|tie)\s*\]\]", re.IGNORECASE)
 _NAMED = re.compile(r"\b(A|B|C|TIE|Tie|tie)\b")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _MAX_WEIGHT, _MAX_NAME = 1e6, 100  # of a criterion
 _MEANINGS = {"A": 1, "B": -1, "C": 0, "TIE": 0}
 
@@ -107,10 +107,13 @@ class PairVerdict:
 def verdict_of(reply: str) -> int | None:
     """Read 1 for A, -1 for B, 0 for C or tie; None without a verdict.
 
-    The last verdict in double brackets counts (the form of 2306.05685), or else the last verdict that is a whole word.
+    The last verdict in double brackets counts (the form of 2306.05685). Without one, verdicts that are whole words count if
+    all of them agree: "B is better, since A is wrong" says nothing that could be read safely.
     """
-    verdicts = _MARKED.findall(reply) or _NAMED.findall(reply)
-    return _MEANINGS[verdicts[-1].upper()] if verdicts else None
+    if marked := _MARKED.findall(reply):
+        return _MEANINGS[marked[-1].upper()]
+    named = {_MEANINGS[word.upper()] for word in _NAMED.findall(reply)}
+    return named.pop() if len(named) == 1 else None
 
 
 def compare_pairs(ask: Ask, template: str, pairs: Sequence[tuple[str, str, str]]) -> list[PairVerdict]:
@@ -170,7 +173,7 @@ def rubric_scores(
     replies, total = iter(_once(ask, questions)), sum(criterion.weight for criterion in rubric)
     scored = []
     for _ in rows:
-        grades = {criterion.name: _last_number(next(replies)) for criterion in rubric}
+        grades = {criterion.name: grade_of(next(replies)) for criterion in rubric}
         mean = sum(criterion.weight * grades[criterion.name] for criterion in rubric) / total
         scored.append({**grades, "score": mean})
     return scored
@@ -198,12 +201,6 @@ def _once(ask: Ask, questions: Sequence[str]) -> list[str]:
 
 def _negated(verdict: int | None) -> int | None:
     return None if verdict is None else -verdict
-
-
-def _last_number(reply: str) -> float:
-    numbers = _NUMBER.findall(reply)
-    number = float(numbers[-1]) if numbers else math.nan
-    return number if math.isfinite(number) else math.nan
 
 
 def _share(hits: Sequence[bool]) -> float:
