@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 
 from tests.agents.echo_tools import break_things, echo
@@ -37,7 +38,7 @@ class Counter(BaseTool):
 
     def execute(self, instance_id, parameters, **kwargs):
         self.value += parameters["by"]
-        return ToolResponse(text=str(self.value)), 0.5, {"by": parameters["by"]}
+        return ToolResponse(text=str(self.value)), np.float32(0.5), {"by": parameters["by"]}
 
     async def release(self, instance_id, **kwargs):
         self.released = instance_id
@@ -84,6 +85,7 @@ def test_a_class_of_a_yaml_file(counter):
         ("echo", {}, "the argument 'text' is missing"),
         ("echo", {"text": "a", "loud": 1}, "got an unexpected keyword argument 'loud'"),
         ("break_things", {"how": "raise"}, "Error executing tool 'break_things': it is broken"),
+        ("break_things", {"how": "metrics"}, "Error executing tool 'break_things': keys must be str"),
         ("x" * 5000, {}, "Unknown function"),
     ],
 )

@@ -134,11 +134,11 @@ class ToolCalls:
             response, reward, metrics = await asyncio.wait_for(work, limit_s)
             text, sources = text_and_images(response)
             media = await self.images.read(sources, "its answer")
+            return ToolResult(name, text, media, reward, _plain(metrics))
         except asyncio.TimeoutError:
             return _failed(name, f"Error executing tool '{name}': it took longer than {self.settings.timeout_s:g} s")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - tools are code of the user's, which may raise anything
             return _failed(name, f"Error executing tool '{name}': {clean(error, 300) or type(error).__name__}")
-        return ToolResult(name, text, media, reward, _plain(metrics))
 
     def _pool_of(self, tool: BaseTool) -> SandboxedFunctions | None:
         return self.pool if isinstance(tool, FunctionTool) and tool.path is not None else None

@@ -1,15 +1,4 @@
-"""Tools from plain functions: `@function_tool` in the file that multi_turn.function_tool_path names.
-
-@function_tool
-def add(a: float, b: float) -> str:
-    '''Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    '''
-    return str(a + b)
-"""
+"""Tools from plain functions: `@function_tool` in the file that multi_turn.function_tool_path names (docs/agents.md)."""
 
 from __future__ import annotations
 
@@ -104,6 +93,7 @@ def answer_of(answer: object) -> Answer:
         reward = answer[1] if len(answer) > 1 and answer[1] is not None else 0.0
         metrics = answer[2] if len(answer) > 2 and answer[2] is not None else {}
         answer = answer[0]
+    reward = reward.tolist() if hasattr(reward, "tolist") else reward  # of numpy and torch
     if not isinstance(reward, int | float) or not isinstance(metrics, dict):
         raise ValueError("its second value must be a number, the reward, and its third a dict of metrics")
     if hasattr(answer, "convert"):  # a picture of PIL
