@@ -161,7 +161,7 @@ def test_every_format_gives_the_same_turn(play):
                   "tools": [{"name": "echo", "input_schema": tool["parameters"]}]},
         ).json()  # fmt: skip
         with client.stream(
-            "POST", "/chat/completions", json={"messages": ASK, "tools": SCHEMAS, "stream": True}
+            "POST", "/chat/completions", json={"messages": ASK, "tools": SCHEMAS, "stream": True, "logprobs": True}
         ) as answer:
             replies["stream"] = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         with client.stream("POST", "/messages", json={"messages": ASK, "max_tokens": 9, "stream": True}) as answer:
@@ -174,6 +174,8 @@ def test_every_format_gives_the_same_turn(play):
     assert replies["responses"]["output"][0]["type"] in ("message", "function_call")
     assert replies["anthropic"]["stop_reason"] in ("tool_use", "end_turn", "max_tokens")
     assert replies["stream"][-1] == "[DONE]"
+    (first,) = json.loads(replies["stream"][0])["choices"]
+    assert len(first["logprobs"]["content"]) == len(first["token_ids"]) > 0
     assert json.loads(replies["stream"][-2])["choices"][0]["finish_reason"] in ("tool_calls", "stop")
     assert replies["events"][0] == "event: message_start"
     assert replies["events"][-1] == "event: message_stop"

@@ -1,7 +1,7 @@
 """Requests and answers in the formats of OpenAI (chat completions, completions, responses) and Anthropic (messages).
 
 What would change the policy's sampling is either harmless and passed over (temperature, top_p, seed, user), or refused with a
-sentence (n above 1, response_format, logit_bias, forced tool calls, stop texts).
+sentence (n above 1, response_format, logit_bias, forced tool calls, stop texts). So is what an answer would have to show.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def _refuse(body: Mapping[str, Any]) -> None:
         raise RequestError("logit_bias is not available: the policy samples without constraints")
     if body.get("stop"):
         raise RequestError(f"stop is not available in a request; set {full_key('rollout.stop')} for the run")
+    if unread := next((name for name in ("top_logprobs", "echo", "suffix") if body.get(name)), None):
+        raise RequestError(f"{unread} is not available: an answer has the sampled tokens with their log-probabilities")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none") and not (isinstance(choice, dict) and choice.get("type") == "auto"):
         raise RequestError("tool_choice can be auto or none: the policy is not forced to call a tool")
@@ -70,7 +72,7 @@ def chat_request(body: Mapping[str, object]) -> ChatRequest:
     return body.get("messages"), tools, _limit(body, "max_completion_tokens", "max_tokens")
 
 
-def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, object]:
+def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, Any]:
     """Its answer. `token_ids` and `prompt_token_ids` are ours."""
     message: dict[str, object] = {
         "role": "assistant",
@@ -96,12 +98,14 @@ def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, ob
 
 def chat_chunks(answer: ModelTurn, body: Mapping[str, object]) -> list[dict[str, object]]:
     """The same, streamed: the turn comes in one chunk, since it is read as a whole."""
-    base = _head(body, "chatcmpl", "chat.completion.chunk")
+    base, whole = _head(body, "chatcmpl", "chat.completion.chunk"), chat_response(answer, body)
     delta: dict[str, object] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         delta["tool_calls"] = [{"index": i, **call.in_message()} for i, call in enumerate(answer.calls)]
+    (choice,) = whole["choices"]
+    del choice["message"]
     chunks = [
-        {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {**base, "choices": [{**choice, "delta": delta, "finish_reason": None}], "prompt_token_ids": answer.prompt_ids},
         {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]},
     ]
     options = body.get("stream_options")
