@@ -118,10 +118,11 @@ class TestLoss:
             assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
     def test_dft_weighs_tokens_by_their_probability(self, sft_run):
-        nll = sft_run("trainer.total_training_steps=1", folder="nll").training_rows()[0]
-        dft = sft_run("trainer.total_training_steps=1", "sft.loss=dft", folder="dft").training_rows()[0]
-        assert dft["train/nll"] == pytest.approx(nll["train/loss"], rel=1e-6)
-        assert 0 < dft["train/loss"] < nll["train/loss"] / 10  # of a random model
+        settings = ("trainer.total_training_steps=1", "trainer.val_before_train=True")
+        nll, dft = (sft_run(*settings, f"sft.loss={loss}", folder=loss).rows for loss in ("nll", "dft"))
+        for row, split in ((1, "train"), (0, "val")):  # of training and of held-out rows alike
+            assert dft[row][f"{split}/nll"] == pytest.approx(nll[row][f"{split}/loss"], rel=1e-6)
+            assert 0 < dft[row][f"{split}/loss"] < nll[row][f"{split}/loss"] / 10  # of a random model
 
     def test_neftune_acts_only_on_training(self, sft_run):
         settings = ("trainer.total_training_steps=1", "trainer.val_before_train=True")

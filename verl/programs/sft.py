@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
+from verl.algorithms.sft_losses import SFT_LOSSES
 from verl.config.roots.sft import SFTConfig
 from verl.data.conversations.dataset import ConversationDataset, load_conversations
 from verl.data.files import Files
 from verl.data_proto.tokenizer import Tokenizer
+from verl.engines.api import BatchTotals
 from verl.models.load import eos_token_ids_of
 from verl.programs.given_rows import GivenRowsProgram, line_of_step, with_held_out
 from verl.roles.api import Objective
 from verl.roles.guards import StepGuard
 from verl.roles.objectives.nll import TokenObjective
+from verl.roles.objectives.terms import aggregate
 
 _OUTPUTS = {"log_probs": "log_probs", "correct": "correct", "entropy": "entropy"}
 
 
 class SFT(GivenRowsProgram[SFTConfig]):
-    """Metrics in addition to GivenRowsProgram's: train/{token_accuracy,entropy}. A validation has
-    val/{loss,token_accuracy,entropy}, means over the trained tokens of all validation rows."""
+    """Metrics in addition to GivenRowsProgram's: train/{token_accuracy,entropy}, and train/nll with another loss. A validation
+    has val/ of these and of the loss, means over the trained tokens of all validation rows."""
 
     console_metrics = line_of_step({"token_accuracy": "accuracy"})
     labels = {"loss": "held-out loss", "token_accuracy": "held-out token accuracy"}
@@ -46,10 +50,18 @@ class SFT(GivenRowsProgram[SFTConfig]):
 
     def validate(self, step: int) -> dict[str, float]:
         assert self.data.validation is not None
-        sums, num_trained = dict.fromkeys(_OUTPUTS, 0.0), 0
+        kinds = {"loss": self.config.sft.loss, **({} if self.config.sft.loss == "nll" else {"nll": "nll"})}
+        total, num_trained = aggregate("token-sum", 1.0, BatchTotals(0, 0, 0)), 0
+        sums = defaultdict[str, float](float)
         for batch in map(self.data.validation.batch, self.held_out()):
-            outputs, mask = self.model.forward(batch, _OUTPUTS).get().batch, batch.batch["response_mask"]
+            columns, mask = self.model.forward(batch, _OUTPUTS).get().batch, batch.batch["response_mask"]
+            log_probs, correct, entropy = (columns[name].double() for name in _OUTPUTS)
+            values = {name: SFT_LOSSES[kind](log_probs, mask, total) for name, kind in kinds.items()}
+            for name, value in {
+                **values,
+                "token_accuracy": total(correct, mask),
+                "entropy": total(entropy, mask),
+            }.items():
+                sums[name] += float(value)
             num_trained += int(mask.sum())
-            sums = {name: total + float(outputs[name][mask].double().sum()) for name, total in sums.items()}
-        log_prob, accuracy, entropy = (total / num_trained for total in sums.values())
-        return {"val/loss": -log_prob, "val/token_accuracy": accuracy, "val/entropy": entropy}
+        return {f"val/{name}": value / num_trained for name, value in sums.items()}
