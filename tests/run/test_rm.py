@@ -46,7 +46,13 @@ def pairs(count, start=0):
 ROWS = {
     "pairs": pairs,
     "ratings": lambda count, start=0: [
-        {"prompt": f"{i}?", "completion": " " + "ab" * (i % 4 + 1), "rating": (i % 4) / 2}
+        {
+            "prompt": f"{i}?",
+            "completion": " " + "ab" * (i % 4 + 1),
+            "rating": (i % 4) / 2,
+            "chosen": "a",
+            "rejected": "b",
+        }
         for i in range(start, start + count)
     ],
     "steps": lambda count, start=0: [

@@ -1,16 +1,5 @@
-"""Row formats of preferences: detection by columns, and every format as one prompt with its completions.
-
-| format | columns | known from |
-|---|---|---|
-| prompt_chosen_rejected | prompt, chosen, rejected: texts or messages | TRL (explicit), OpenRLHF |
-| repeated_prompt | the same, where chosen and rejected begin with the prompt | UltraFeedback |
-| chosen_rejected | chosen, rejected; their common beginning is the prompt | TRL (implicit), OpenRLHF |
-| conversations_chosen_rejected | conversations of {from, value}, chosen, rejected | LLaMA-Factory |
-| instruction_chosen_rejected | instruction, chosen, rejected, optional input, history, system | LLaMA-Factory |
-| prompt_completion_label | prompt, completion, label | TRL, OpenRLHF |
-| messages_label, conversations_label | messages or conversations, label | LLaMA-Factory |
-| instruction_output_label | instruction, output, label, optional input, history, system | LLaMA-Factory |
-"""
+"""Row formats of preferences: detection by columns, and every format as one prompt with its completions. They are the formats
+of TRL, OpenRLHF, LLaMA-Factory and UltraFeedback that docs/preferences.md lists."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Files of completions with a rating, and of solutions with a label for each step, as training sequences of reward models.
-
-| format | columns |
-|---|---|
-| rated completion | prompt, completion, rating; or another format of a labelled row with a rating in place of the label |
-| labelled steps | prompt, completions (the steps, texts), labels (true where a step is right) |
-"""
+"""Files of completions with a rating (labelled rows with a rating in place of the label), and of solutions with a label for
+each step, as training sequences of reward models."""
 
 from __future__ import annotations
 
@@ -59,20 +54,25 @@ class RatedDataset(ConversationDataset):
         assert isinstance(settings, RMDataConfig)
         with at(place):
             rating = number_in(row.get(settings.rating_key), settings.rating_key)
-        name, (sequence,), messages = self._reader.sequences_of({**row, settings.label_key: True}, encoder, place)
+        name, (sequence,), messages = self._reader.sequences_of(_labelled(row, settings), encoder, place)
         rated = RatedSequence(
             sequence.input_ids, sequence.loss_mask, rating, num_behind=sequence.num_behind, images=sequence.images
         )
         return name.replace("label", "rating"), [rated], messages
 
     def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:
-        return self._reader.image_sources({**row, settings.label_key: True}, settings)
+        return self._reader.image_sources(_labelled(row, settings), settings)
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See ConversationDataset; adds rating float32 [batch]."""
         batch = super().batch(rows)
         batch.batch["rating"] = torch.tensor([sequence.rating for row in rows for sequence in self._rows[row]])
         return batch
+
+
+def _labelled(row: Mapping[str, object], settings: RMDataConfig) -> dict[str, object]:
+    """A rated row as a labelled one, also where it has a pair too."""
+    return {**row, settings.label_key: True, settings.chosen_key: None}
 
 
 @dataclass(frozen=True)
