@@ -241,6 +241,8 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(served):
     assert not equal(served.tensors(straight), served.tensors(fresh))
     with pytest.raises(tinker.RequestFailedError, match="exists already"):
         straight.save_state("third").result()
+    with pytest.raises(tinker.BadRequestError, match="the model has rank 2 on"):
+        served.trainer(rank=2).load_state(path).result()
     rest = client.create_rest_client()
     run = rest.get_training_run(straight.model_id).result()
     assert run.last_checkpoint.tinker_path == path

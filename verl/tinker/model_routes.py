@@ -223,7 +223,13 @@ class ModelRoutes:
             return WireAnswer.of(answer)
 
         def prepare() -> Work:
-            self.service.saved(call, asked.path)
+            saved = self.service.saved(call, asked.path)
+            parts, own = (", ".join(checkpoints.facts(name)["parts"]) for name in (saved.model_id, model.model_id))
+            if (rank := saved.state["rank"], parts) != (model.rank, own):
+                raise RefusedRequest(
+                    f"The state has rank {rank} on {parts}, and the model has rank {model.rank} on {own}. Create a training "
+                    "client from the state."
+                )
             return Work(model, at_once(work), changes=True)
 
         return self.service.queue(call, model, asked.seq_id, prepare)
