@@ -2,18 +2,11 @@
 
 Two kinds are understood, and games of several players (verl/agents/matches.py).
 
-Gymnasium's: the model's text is the action.
+Gymnasium's: the model's text is the action. `reset(seed=None, **row)` returns (observation, info), and `step(text)` returns
+(observation, reward, terminated, truncated, info).
 
-    class Guess:
-        def reset(self, seed=None, **row): return "Guess a number from 1 to 9.", {}
-        def step(self, text): return observation, reward, terminated, truncated, {}
-
-TRL's: the public methods are tools, and the episode ends when the model calls none.
-
-    class Counter:
-        def reset(self, **row): self.value = 0
-        def add(self, amount: int) -> str: ...
-        def get_reward(self) -> float: ...
+TRL's: `reset(**row)`; the other public methods are tools, and the episode ends when the model calls none. `get_reward()` may
+return its reward.
 
 The environment is in the process of the run, each call on a thread with multi_turn.tool_timeout_s. A step that is taken again
 after a kill makes its environments again and takes the same actions, so an environment must be a function of its seed.

@@ -1,11 +1,7 @@
 """Games of several players in which the policy plays itself: each player is an episode, a row of the batch with its own reward.
 
-    class Duel:
-        num_players = 2
-        def reset(self, seed=None, **row): ...
-        def observe(self): return player, text    # whose turn it is (from 0), and what that player reads
-        def step(self, text): return is_over
-        def rewards(self): return {0: 1.0, 1: -1.0}
+A game has `num_players`, `reset(seed=None, **row)`, `observe()` (whose turn it is, from 0, and what that player reads),
+`step(text)` (whether it is over) and `rewards()` (a number for each player); docs/agents.md has one.
 
 Samples 0 and 1 of a prompt play one game, samples 2 and 3 the next. A player waits while others move. The observations and
 samples of each player depend only on the game, so timing changes nothing.
