@@ -138,15 +138,6 @@ def test_a_run_whose_supervisor_is_killed(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_twelve_kills_of_a_runtime(runtime):
-    """pytest -m slow tests/benchmarks -k twelve_kills"""
-    if RUNTIMES[runtime].needs:
-        pytest.importorskip(RUNTIMES[runtime].needs, reason=f"needs the extra of the engine {runtime}")
-    assert chaos.main(["--kills", "12", "--kills-per-run", "12", "--runtimes", runtime, "--seed", "3"]) == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [name for name, program in PROGRAMS.items() if not program.has_ledger])
 def test_kills_of_a_program_on_rows_of_a_file(program):
     """pytest -m slow tests/benchmarks -k rows_of_a_file"""

@@ -164,14 +164,6 @@ def test_what_a_machine_does_not_send_back_fails_the_rehearsal(tmp_path, files, 
 
 
 @pytest.mark.slow
-def test_rehearsal(tmp_path):
-    environments = Path(__file__).resolve().parents[2] / "work" / "versions"
-    if not (environments / "wheels").exists():
-        pytest.skip("the environment of the machine is not there; `make gpu-rehearsal` makes it")
-    assert rehearse.main(["--out", str(tmp_path / "out"), "--environments", str(environments)]) == 0
-
-
-@pytest.mark.slow
 def test_steps_run_on_a_cpu(tmp_path, monkeypatch):
     """`make gpu-rehearsal` runs all of them."""
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))

@@ -52,10 +52,3 @@ def test_a_dot_too_many_names_no_entry(key):
 )
 def test_marks_of_other_syntaxes_and_look_alikes(key):
     assert "did you mean 'trainer.nnodes'" in refused(f"{key}=1", match="There is no key")
-
-
-@pytest.mark.slow
-def test_all_edits():
-    """pytest -m slow tests/config/test_fuzz.py (minutes: millions of texts)"""
-    outcomes = Counter(outcome(key, edited) for key in keys() for edited in edits(key))
-    assert set(outcomes) <= EXPECTED, [o for o in outcomes if o not in EXPECTED][:5]

@@ -15,11 +15,6 @@ def test_random_values_and_files(tmp_path):
     assert {what for _, what in outcomes} == {"accepted", "refused"}
 
 
-@pytest.mark.slow
-def test_many_random_values_and_files(tmp_path):
-    assert len(list(cases(random.Random(1), 5000, tmp_path))) == 5000
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [

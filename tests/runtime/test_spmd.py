@@ -30,8 +30,6 @@ ON_TWO = {
     "fsdp2": [],
     "sequence2": [*both("ulysses_sequence_parallel_size", 2), "actor_rollout_ref.ref.memory_map=True"],
 }
-# of which the default run compares the engines: tests/engines/test_fsdp.py
-ALSO_ON_TWO = {"replicas2": both("fsdp_size", 1), "tensor2": both("tensor_parallel_size", 2)}
 OLDER_KEYS = [
     f"actor_rollout_ref.rollout.{key}"
     for key in ("prefetch_num=2", "partial_rollout=True", "keep_partial_kv_cache=True")
@@ -85,15 +83,6 @@ def two_ranks(jobs):
 
 
 @pytest.fixture(scope="module")
-def other_two_ranks(jobs, experts):
-    for name, changes in ALSO_ON_TWO.items():
-        jobs.add(f"ppo_{name}", *PPO, *changes)
-    jobs.add("ppo_experts2", *PPO, *experts, *both("expert_parallel_size", 2))
-    run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=300)
-    return jobs
-
-
-@pytest.fixture(scope="module")
 def four_ranks(jobs):
     for name, changes in ON_FOUR.items():
         jobs.add(f"grpo_{name}", *changes)
@@ -123,14 +112,10 @@ def test_two_ranks(two_ranks, alone, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALSO_ON_TWO)
-def test_other_arrangements_of_two_ranks(other_two_ranks, alone, name):
-    assert_equal(other_two_ranks.run(f"ppo_{name}"), alone["ppo"], "ppo")
-
-
-@pytest.mark.slow
-def test_experts_on_two_ranks(other_two_ranks, jobs, experts):
-    assert_equal(other_two_ranks.run("ppo_experts2"), train_here(jobs, "ppo_experts1", *PPO, *experts), "ppo")
+def test_experts_on_two_ranks(jobs, experts):
+    run_of_ranks = jobs.add("ppo_experts2", *PPO, *experts, *both("expert_parallel_size", 2))
+    run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=300)
+    assert_equal(run_of_ranks, train_here(jobs, "ppo_experts1", *PPO, *experts), "ppo")
 
 
 @pytest.mark.slow

@@ -44,16 +44,6 @@ def test_2_the_installation(tmp_path):
     assert said.strip().count(".") >= 2
 
 
-@pytest.mark.slow
-@pytest.mark.seed("E6", "F5")
-def test_3_1_the_links(tmp_path):
-    script = """
-export NCCL_IB_DISABLE=1 && export NCCL_P2P_DISABLE=1
-python -c 'import verl; verl.utils.benchmark_nccl(num_repeats=1)'
-"""
-    assert "all-gather by" in shell(script, tmp_path, PYTHONPATH=_root())
-
-
 @pytest.mark.seed("G3", "D2")
 def test_3_2_a_step_and_its_queue(settings, tmp_path):
     ahead = ["rollout_config.prefetch_num=2", "trainer.total_training_steps=3"]
@@ -89,13 +79,6 @@ def test_5_2_logs_of_ranks(settings, tmp_path):
     log.warning("a line")
     log.close()
     assert "a line" in (tmp_path / "own" / "rank_3.log").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.seed("E6")
-def test_6_a_short_load_test(tmp_path):
-    code = "import verl; verl.utils.benchmark_throughput(['data.max_response_length=8'], num_steps=2)"
-    assert "tokens per second" in shell(f'python -c "{code}"', tmp_path, PYTHONPATH=_root())
 
 
 def _root():
