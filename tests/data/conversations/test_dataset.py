@@ -233,7 +233,9 @@ class TestOrder:
         assert columns["response_mask"].tolist() == [[True, False, True, True], [True, True, False, False]]
         assert columns["attention_mask"].sum(1).tolist() == [6, 3]
 
-    @pytest.mark.parametrize(("num_trained", "split", "computed"), [(30, 81, 81 + 3 * 31), (1200, 83, 3 * 83 + 3 * 1199)])
+    @pytest.mark.parametrize(
+        ("num_trained", "split", "computed"), [(30, 81, 81 + 3 * 31), (1200, 83, 3 * 83 + 3 * 1199)]
+    )
     def test_a_long_common_start_is_the_prompt(self, num_trained, split, computed):
         """Three rows of four have one, two tokens shorter than their prompts."""
         starts = [[*range(100, 180), third, row, 7] for row, third in enumerate((1, 1, 1, 9))]
