@@ -50,18 +50,15 @@ class SFT(GivenRowsProgram[SFTConfig]):
 
     def validate(self, step: int) -> dict[str, float]:
         assert self.data.validation is not None
-        kinds = {"loss": self.config.sft.loss, **({} if self.config.sft.loss == "nll" else {"nll": "nll"})}
+        kinds = {"loss": self.config.sft.loss} | ({"nll": "nll"} if self.config.sft.loss != "nll" else {})
         total, num_trained = aggregate("token-sum", 1.0, BatchTotals(0, 0, 0)), 0
         sums = defaultdict[str, float](float)
         for batch in map(self.data.validation.batch, self.held_out()):
             columns, mask = self.model.forward(batch, _OUTPUTS).get().batch, batch.batch["response_mask"]
             log_probs, correct, entropy = (columns[name].double() for name in _OUTPUTS)
             values = {name: SFT_LOSSES[kind](log_probs, mask, total) for name, kind in kinds.items()}
-            for name, value in {
-                **values,
-                "token_accuracy": total(correct, mask),
-                "entropy": total(entropy, mask),
-            }.items():
+            values |= {"token_accuracy": total(correct, mask), "entropy": total(entropy, mask)}
+            for name, value in values.items():
                 sums[name] += float(value)
             num_trained += int(mask.sum())
         return {f"val/{name}": value / num_trained for name, value in sums.items()}
