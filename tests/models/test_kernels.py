@@ -410,7 +410,7 @@ def test_log_probs_of_hidden_states(dtype, monkeypatch):
         tokens, vocab, size = case.one_of([1, 2, 5, 9]), case.one_of(VOCABULARIES[1:6]), case.one_of([4, 32])
         hidden, weight = case.normal(tokens, size).requires_grad_(), case.normal(vocab, size).requires_grad_()
         targets, upstream = case.ids(vocab, tokens), case.normal(3, tokens, dtype=torch.float32)
-        wants = {"want_entropy": True, "want_sum_pi_squared": True, "chunk_tokens": case.one_of([1, 2, 4, 50])}
+        wants = {"optional": ("entropy", "sum_pi_squared"), "chunk_tokens": case.one_of([1, 2, 4, 50])}
         stats = log_probs.token_log_probs(hidden, weight, targets, 0.7, **wants)
         ours = stats.log_probs, stats.entropy, stats.sum_pi_squared
         wide = leaves(hidden.detach(), weight.detach())

@@ -40,8 +40,8 @@ def reference(hidden, weight, bias, targets, temperature, softcap=None, logit_sc
 
 def fused(hidden, weight, bias, targets, temperature, chunk, **options):
     stats = token_log_probs(
-        hidden, weight, targets, temperature, bias=bias, chunk_tokens=chunk, want_entropy=True,
-        want_sum_pi_squared=True, **options,
+        hidden, weight, targets, temperature, bias=bias, chunk_tokens=chunk, optional=("entropy", "sum_pi_squared"),
+        **options,
     )  # fmt: skip
     return stats.log_probs, stats.entropy, stats.sum_pi_squared
 
@@ -106,7 +106,7 @@ def test_correct_says_whether_the_target_is_the_likeliest(options, chunk, by_ker
     logits = hidden @ weight.t() + (0 if bias is None else bias)
     targets = logits.argmax(dim=1)
     targets[::3] = (targets[::3] + 1) % 17
-    stats = token_log_probs(hidden, weight, targets, bias=bias, chunk_tokens=chunk, want_correct=True, **options)
+    stats = token_log_probs(hidden, weight, targets, bias=bias, chunk_tokens=chunk, optional=["correct"], **options)
     assert stats.correct.tolist() == [float(i % 3 != 0) for i in range(11)]
     assert not stats.correct.requires_grad
     stats.log_probs.sum().backward()  # is not disturbed by it
@@ -129,7 +129,7 @@ def test_candidates_and_most_probable_tokens(options, chunk):
         chunk_tokens=chunk,
         candidates=candidates,
         top=5,
-        want_entropy=True,
+        optional=["entropy"],
         **options,
     )
     every = torch.stack(
@@ -163,7 +163,7 @@ def test_mean_logits_are_those_at_temperature_1(options, chunk):
     options = dict(options)
     hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
     stats = token_log_probs(
-        hidden, weight, targets, 1.7, bias=bias, chunk_tokens=chunk, want_mean_logit=True, **options
+        hidden, weight, targets, 1.7, bias=bias, chunk_tokens=chunk, optional=["mean_logit"], **options
     )
     assert not stats.mean_logit.requires_grad
     if "softcap" not in options:  # a mean of linear functions
@@ -180,7 +180,7 @@ def test_mean_logits_are_those_at_temperature_1(options, chunk):
 def test_equal_logits_are_all_correct():
     """bfloat16 rounds the likeliest two to the same logit often enough."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[1.0], [3.0], [3.0]])
-    stats = token_log_probs(hidden, weight, torch.tensor([1, 2]), want_correct=True)
+    stats = token_log_probs(hidden, weight, torch.tensor([1, 2]), optional=["correct"])
     assert stats.correct.tolist() == [1, 1]
 
 

@@ -18,7 +18,7 @@ from verl.engines.micro_batches import plan_micro_batches
 from verl.errors import ConfigError, ModelError
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm, load_model
-from verl.models.log_probs import logit_statistics, token_log_probs
+from verl.models.log_probs import OPTIONAL, logit_statistics, token_log_probs
 from verl.models.packing import PackedRow, pack_rows
 from verl.models.padded import forward_kind, require_packed
 from verl.rollout.hf import HFRollout
@@ -195,8 +195,8 @@ def test_micro_batches_count_padding():
 def test_statistics_of_logits_match_the_head(dtype):
     hidden, weight = torch.randn(5, 8, dtype=dtype), torch.randn(11, 8, dtype=dtype)
     targets = torch.tensor([0, 3, 10, 4, 4])
-    wants = {"want_entropy": True, "want_sum_pi_squared": True, "want_correct": True, "top": 3, "want_mean_logit": True}
-    wants["candidates"] = torch.tensor([[1, 2], [3, 0], [10, 9], [4, 4], [5, 6]])
+    candidates = torch.tensor([[1, 2], [3, 0], [10, 9], [4, 4], [5, 6]])
+    wants = {"optional": OPTIONAL, "top": 3, "candidates": candidates}
     ours = logit_statistics(hidden @ weight.t(), targets, 0.7, **wants)
     theirs = token_log_probs(hidden, weight, targets, 0.7, **wants)
     for name, value in vars(ours).items():
@@ -205,7 +205,7 @@ def test_statistics_of_logits_match_the_head(dtype):
 
 def test_a_token_that_the_model_rules_out():
     logits = torch.tensor([[0.0, float("-inf"), 1.0]], requires_grad=True)
-    statistics = logit_statistics(logits, torch.tensor([2]), want_entropy=True)
+    statistics = logit_statistics(logits, torch.tensor([2]), optional=["entropy"])
     p = torch.tensor([0.0, 1.0]).softmax(0)
     torch.testing.assert_close(statistics.entropy, -(p * p.log()).sum().unsqueeze(0))
     statistics.entropy.sum().backward()

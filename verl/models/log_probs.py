@@ -14,7 +14,7 @@ log p(y) is had at the target, and at further candidates of each token where the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +91,9 @@ class Head:
         return grad if factor == 1.0 else grad.mul_(factor)
 
 
+OPTIONAL = ("entropy", "sum_pi_squared", "correct", "mean_logit")  # fields of TokenStats that a call asks for by name
+
+
 @dataclass(frozen=True)
 class TokenStats:
     """Each [tokens] but for those with a comment, in float32 or wider; None where not asked for."""
@@ -111,10 +114,7 @@ def token_log_probs(
     targets: torch.Tensor,
     temperature: float = 1.0,
     *,
-    want_entropy: bool = False,
-    want_sum_pi_squared: bool = False,
-    want_correct: bool = False,
-    want_mean_logit: bool = False,
+    optional: Collection[str] = (),
     candidates: torch.Tensor | None = None,
     top: int = 0,
     bias: torch.Tensor | None = None,
@@ -128,6 +128,8 @@ def token_log_probs(
     output projection weight [vocabulary, hidden_size]. Differentiable in hidden, weight and bias through log-probs,
     entropy and sum of squares, once; the gradients of weight and bias go to `gradients` where that wants them.
 
+    `optional` are names of OPTIONAL.
+
     `candidates` int64 [tokens, candidates] are token ids at which log-probs are wanted as well, and `top` the number of
     most probable tokens that are listed.
 
@@ -136,12 +138,12 @@ def token_log_probs(
 
     Without `fused` torch computes the whole logits, and autograd their gradients and the weight's gradient.
     """
-    wants = (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit)
+    wants = tuple(name in optional for name in OPTIONAL)
     top = min(top, weight.shape[0])
     hidden = hidden.to(weight.dtype)  # Mamba's are in float32, and its head is applied in the head's dtype
     if not fused:
         logits = Head(temperature, logit_scale, softcap).logits(hidden, weight, bias)
-        return logit_statistics(logits, targets, temperature, *wants, candidates=candidates, top=top)
+        return logit_statistics(logits, targets, temperature, optional=optional, candidates=candidates, top=top)
     head = Head(temperature, logit_scale, softcap)
     is_plain = head == Head(temperature) and bias is None and candidates is None and not top and not any(wants)
     compiles = is_plain and compiled.usable(hidden, weight)
@@ -161,29 +163,26 @@ def logit_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float = 1.0,
-    want_entropy: bool = False,
-    want_sum_pi_squared: bool = False,
-    want_correct: bool = False,
-    want_mean_logit: bool = False,
     *,
+    optional: Collection[str] = (),
     candidates: torch.Tensor | None = None,
     top: int = 0,
 ) -> TokenStats:
     """The statistics of `token_log_probs` from logits [tokens, vocabulary], by autograd."""
     log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(dim=1)
     log_probs = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
-    p = log_p.exp() if want_entropy or want_sum_pi_squared else log_p
+    p = log_p.exp() if {"entropy", "sum_pi_squared"} & set(optional) else log_p
     top_log_probs, top_ids = log_p.detach().topk(top, dim=1) if top else (None, None)
     return TokenStats(
         log_probs,
         # a token that a model rules out has a logit of minus infinity
-        -(p * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=1) if want_entropy else None,
-        p.square().sum(dim=1) if want_sum_pi_squared else None,
-        (log_probs.detach() >= log_p.detach().amax(dim=1)).to(log_p.dtype) if want_correct else None,
+        -(p * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=1) if "entropy" in optional else None,
+        p.square().sum(dim=1) if "sum_pi_squared" in optional else None,
+        (log_probs.detach() >= log_p.detach().amax(dim=1)).to(log_p.dtype) if "correct" in optional else None,
         log_p.gather(1, candidates) if candidates is not None else None,
         top_log_probs,
         top_ids,
-        logits.detach().to(log_p.dtype).mean(dim=1) if want_mean_logit else None,
+        logits.detach().to(log_p.dtype).mean(dim=1) if "mean_logit" in optional else None,
     )
 
 
@@ -207,7 +206,7 @@ class _FusedLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         head: Head,
-        wants: tuple[bool, bool, bool, bool],
+        wants: tuple[bool, ...],
         candidates: torch.Tensor | None,
         top: int,
         chunk: int,

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from verl.errors import ModelError
-from verl.models.log_probs import TokenStats
+from verl.models.log_probs import OPTIONAL, TokenStats
 from verl.models.packing import PackedBatch, Reads
 from verl.registry import Registry
 
@@ -84,8 +84,7 @@ def _scalar(inputs: HeadInputs) -> torch.Tensor:
 OUTPUTS = Registry(
     "model output",
     {
-        **{name: _statistic(name) for name in ("log_probs", "entropy", "sum_pi_squared", "correct", "mean_logit")},
-        **{name: _statistic(name) for name in ("top_log_probs", "top_ids")},
+        **{name: _statistic(name) for name in ("log_probs", *OPTIONAL, "top_log_probs", "top_ids")},
         "candidate_log_probs": replace(_statistic("candidate_log_probs"), column="candidate_ids"),
         "values": OutputKind("token", ("token_value",), _scalar),
         "sequence_scores": OutputKind("row", ("sequence_score",), _scalar),
@@ -127,7 +126,7 @@ def statistics_wanted(outputs: Sequence[str], columns: Mapping[str, torch.Tensor
     read = {kind.statistic for kind in kinds}
     top = max((kind.count for kind in kinds if kind.statistic in ("top_log_probs", "top_ids")), default=0)
     return {
-        **{f"want_{name}": name in read for name in ("entropy", "sum_pi_squared", "correct", "mean_logit")},
+        "optional": [name for name in OPTIONAL if name in read],
         "candidates": columns["candidate_ids"] if "candidate_log_probs" in read else None,
         "top": min(top, vocabulary),
     }

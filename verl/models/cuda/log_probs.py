@@ -31,7 +31,7 @@ class KernelLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         transform: tuple[float, float, float],
-        wants: tuple[bool, bool, bool, bool],
+        wants: tuple[bool, ...],
         parts: Sequence[slice],
         gradients: GradientBuffers | None,
     ) -> tuple[torch.Tensor | None, ...]:

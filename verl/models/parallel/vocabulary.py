@@ -6,12 +6,14 @@ do. Every rank ends with the same statistics; the gradient of the hidden states 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from verl.models.hf_module import AutogradContext
-from verl.models.log_probs import Head, TokenStats, logit_grad_, read_columns
+from verl.models.log_probs import OPTIONAL, Head, TokenStats, logit_grad_, read_columns
 from verl.models.matmul import Matmul
 from verl.models.parallel.collectives import gather_rows
 
@@ -26,10 +28,7 @@ def parallel_log_probs(
     group: dist.ProcessGroup,
     first_token: int,
     *,
-    want_entropy: bool = False,
-    want_sum_pi_squared: bool = False,
-    want_correct: bool = False,
-    want_mean_logit: bool = False,
+    optional: Collection[str] = (),
     candidates: torch.Tensor | None = None,
     top: int = 0,
     bias: torch.Tensor | None = None,
@@ -41,7 +40,7 @@ def parallel_log_probs(
     arguments are as in verl.models.log_probs.token_log_probs; `top` is at most the whole vocabulary."""
     head = Head(temperature, logit_scale, softcap)
     chunk = max(1, min(len(targets), _CHUNK_ELEMENTS // weight.shape[0]))
-    wants = (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit)
+    wants = tuple(name in optional for name in OPTIONAL)
     here = None if candidates is None else candidates - first_token
     return TokenStats(
         *_ParallelLogProbs.apply(
@@ -59,7 +58,7 @@ class _ParallelLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         head: Head,
-        wants: tuple[bool, bool, bool, bool],
+        wants: tuple[bool, ...],
         candidates: torch.Tensor | None,
         top: tuple[int, int],
         chunk: int,
@@ -137,7 +136,7 @@ def _logits(
 
 
 def _statistics(
-    z: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, wants: tuple[bool, bool, bool, bool]
+    z: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, wants: tuple[bool, ...]
 ) -> torch.Tensor:
     """[6, tokens] of logits z [tokens, part of the vocabulary]: two reductions, one for the peak and one for sums."""
     peak = z.amax(dim=1)
