@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -47,8 +48,10 @@ def test_search_in_a_file(tmp_path):
         asyncio.run(tool.execute("", {"query_list": "cats"}))
 
 
-def test_search_by_a_service():
-    asked = []
+def test_search_by_a_service(monkeypatch):
+    asked, read = [], []
+    create = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda **places: read.append(places) or create(**places))
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -67,12 +70,14 @@ def test_search_by_a_service():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         tool = SearchTool({"retrieval_service_url": f"http://127.0.0.1:{server.server_port}/retrieve", "topk": 2})
-        response, _, _ = asyncio.run(tool.execute("", {"query_list": ["capitals"]}))
+        for _ in range(2):
+            response, _, _ = asyncio.run(tool.execute("", {"query_list": ["capitals"]}))
     finally:
         server.shutdown()
         server.server_close()
     assert "Doc 2: Rome" in response.text
-    assert asked == [{"queries": ["capitals"], "topk": 2, "return_scores": True}]
+    assert asked == 2 * [{"queries": ["capitals"], "topk": 2, "return_scores": True}]
+    assert len(read) <= 1, "a process reads its certificates once"
 
 
 def test_a_search_tool_without_a_source_is_refused(tmp_path):

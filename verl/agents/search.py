@@ -54,8 +54,10 @@ class SearchTool(BaseTool):
             return [bm25_index(str(self.corpus)).search(query, self.topk) for query in queries]
         import httpx
 
+        from verl.rollout.http.client import tls_context
+
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
-        async with self._slots, httpx.AsyncClient(timeout=self.timeout_s) as client:
+        async with self._slots, httpx.AsyncClient(timeout=self.timeout_s, verify=tls_context()) as client:
             answer = await client.post(str(self.url), json=body)
         answer.raise_for_status()
         result = answer.json().get("result")
