@@ -17,6 +17,10 @@ LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releas
 _SPACE = re.compile(
     r"(?<!\d) | (?!\d)| (?=\d{3}(?!\d))|\\[,;:!]|\$"
 )  # a space between digits only before three of them
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
+_SIGNS = re.compile(r"\\(?:cdot|times)(?![a-z])|\\[,;:! ]|[*$~]")  # a product, or nothing
+_WORD = re.compile(r"[^\W\d_]{2}")
+_PHRASE = re.compile(r"[^\W\d_]+(?:['’ ]+[^\W\d_]+|(?<=[^\W\d_]{2})-[^\W\d_]{2,})*")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{|\s)")
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
@@ -99,13 +103,24 @@ def _plain(answer: str) -> str:
 
 
 def math_equal(gold: str, answer: str) -> bool:
-    r"""Whether `answer` equals `gold`, both LaTeX or plain: "0.5" and "\frac{1}{2}" do."""
+    r"""Whether `answer` equals `gold`, both LaTeX or plain: "0.5" and "\frac{1}{2}" do. Words are compared as text:
+    math-verify reads "cat" as the product c a t, which equals "act"."""
     plain, plain_gold = (_SPACE.sub("", " ".join(text.split())) for text in (answer, gold))
     if plain == plain_gold or same_number(gold, answer):
         return True
+    words, phrases = _phrases(answer), _phrases(gold)
+    if words and any(map(_WORD.search, phrases)):  # not "a b", a product
+        return sorted(p.replace(" ", "") for p in words) == sorted(p.replace(" ", "") for p in phrases)
     math_verify = load_math_verify()
     parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
     return bool(all(parsed) and math_verify.verify(*parsed, timeout_seconds=None))
+
+
+def _phrases(text: str) -> list[str]:
+    """The items of a list of words or phrases in lower case; none for any other text."""
+    plain = _SIGNS.sub("", _TEXT.sub(r"\1", text.rpartition("=")[2])).strip(" .").lower()
+    items = [" ".join(item.split()) for item in re.split(r",|\sand\s", plain)]
+    return items if all(map(_PHRASE.fullmatch, items)) else []
 
 
 def load_math_verify() -> ModuleType:
