@@ -14,6 +14,7 @@ import inspect
 import operator
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError, nearest
-from verl.regular_files import require_regular
+from verl.regular_files import imported_files, require_regular
 
 T = TypeVar("T")
 
@@ -45,7 +46,10 @@ def load_module(path: str) -> ModuleType:
     path = path.removeprefix("pkg://").removeprefix("file://")
     try:
         if not path.endswith(".py") and "/" not in path and path:
-            return importlib.import_module(path)
+            module = importlib.import_module(path)
+            if path.partition(".")[0] != "verl":
+                _note_content(module.__file__)
+            return module
         file = user_file(path)
         inside = path[path.rfind("/verl/") + 1 :]  # all of a path without /verl/
         if inside.startswith("verl/") and not file.exists() and (packaged := _packaged_module(inside)) is not None:
@@ -59,7 +63,7 @@ def load_module(path: str) -> ModuleType:
         name = "verl_user_" + hashlib.sha1(str(file).encode()).hexdigest()[:12]
         if name in sys.modules:
             return sys.modules[name]
-        _digests[name] = _digest(file)
+        _note_content(str(file))
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
@@ -79,21 +83,40 @@ def load_module(path: str) -> ModuleType:
         raise ConfigError(f"Importing {path} failed: {type(error).__name__}: {error}") from error
 
 
-_digests: dict[str, bytes] = {}  # of the contents of files, by the names of their modules
+_digests: dict[
+    str, str
+] = {}  # files of users that were imported -> what they, and the modules that they import, contained
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def forget_edited_files() -> None:
-    """Forget modules whose file has another content than it had when it was imported: a notebook starts run after run."""
-    for name, digest in list(_digests.items()):
-        if name in sys.modules and digest != _digest(Path(str(sys.modules[name].__file__))):
+    """Forget modules of users that have another content than when they were imported, and modules that import one of them: a
+    notebook starts run after run."""
+    edited = {file for file, digest in _digests.items() if digest != _digest(_with_imports(Path(file)))}
+    for name, module in list(sys.modules.items()) if edited else ():
+        if os.path.realpath(getattr(module, "__file__", None) or "") in edited:
             del sys.modules[name]
 
 
-def _digest(file: Path) -> bytes:
+def _note_content(file: str | None) -> None:
+    """Remember the content of a user's file, and of each module of its folder that it imports."""
+    if file is not None and not file.startswith(_LIBRARIES):
+        for imported in _with_imports(Path(os.path.realpath(file))):
+            _digests[os.path.realpath(imported)] = _digest(_with_imports(imported))
+
+
+def _with_imports(file: Path) -> list[Path]:
+    files = [file]
+    for one in files:
+        files += dict.fromkeys(imported for imported in imported_files(one) if imported not in files)
+    return files
+
+
+def _digest(files: list[Path]) -> str:
     try:
-        return hashlib.sha1(file.read_bytes()).digest()
+        return "".join(hashlib.sha1(file.read_bytes()).hexdigest() for file in files)
     except OSError:
-        return b""
+        return ""
 
 
 def _packaged_module(path: str) -> ModuleType | None:
@@ -215,9 +238,11 @@ def _names(reference: object, obj: object) -> bool:
 
 def _is_forgotten(taken: object, obj: object) -> bool:
     """Whether `taken` is of an earlier import of the file that defines `obj`."""
-    module = getattr(obj, "__module__", "")
-    current = getattr(sys.modules.get(module), getattr(taken, "__qualname__", ""), None)
-    return module in _digests and getattr(taken, "__module__", None) == module and current is not taken
+    name = getattr(obj, "__module__", "")
+    module = sys.modules.get(name)
+    is_known = os.path.realpath(getattr(module, "__file__", None) or "") in _digests
+    current = getattr(module, getattr(taken, "__qualname__", ""), None)
+    return is_known and getattr(taken, "__module__", None) == name and current is not taken
 
 
 def match_all(

@@ -3,6 +3,7 @@ that appear whole or not at all."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import stat
@@ -94,3 +95,22 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def imported_files(file: Path) -> Iterator[Path]:
+    """The modules in the folder of a Python file that it imports."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # its import says so
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level <= 1:
+            aliases = [alias.name for alias in node.names]  # objects of the module, or modules of the package
+            names = [node.module, *(f"{node.module}.{name}" for name in aliases)] if node.module else aliases
+        else:
+            continue
+        for name in names:
+            beside = file.parent.joinpath(*name.split("."))
+            yield from (place for place in (beside.with_suffix(".py"), beside / "__init__.py") if place.is_file())

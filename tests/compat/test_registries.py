@@ -350,6 +350,13 @@ def test_a_run_imports_a_file_again_that_was_edited(tmp_path):
         load_config([], check=False)
         load_module(f"{tmp_path}/mine.py")
         assert ADVANTAGES.get("edited")() == value
+    # a module that it imports, and its import
+    for value in (3, 33):
+        (tmp_path / "inner_of_mine.py").write_text(f"VALUE = {value}")
+        (tmp_path / "other_of_mine.py").write_text("from inner_of_mine import VALUE")
+        (tmp_path / "mine.py").write_text("def value():\n    from other_of_mine import VALUE\n    return VALUE")
+        load_config([], check=False)
+        assert load_module(f"{tmp_path}/mine.py").value() == value
     (tmp_path / "twice.py").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="registered already"):
         load_module(f"{tmp_path}/twice.py")

@@ -7,12 +7,11 @@ allows it: the trained weights belong to them.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from verl.models.content import digest_of_files, digest_of_text, digest_of_weigh
 from verl.models.folder import fetch, weight_files
 from verl.programs.api import Program
 from verl.registry import user_file
-from verl.regular_files import read_text
+from verl.regular_files import imported_files, read_text
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +169,7 @@ def _named_files(key: str, value: object) -> dict[Path, None]:
             if file in files or not file.is_file():
                 continue
             files[file] = None
-            waiting += [("", imported) for imported in _imported(file)] if file.suffix == ".py" else []
+            waiting += [("", imported) for imported in imported_files(file)] if file.suffix == ".py" else []
             waiting += [("", _settings(file))] if file.suffix in _SETTINGS else []
         elif isinstance(value, str) and value and len(value) < _MAX_NAME and "\n" not in value:
             waiting += [("", file) for file in [_file(key, value)] if file is not None]
@@ -211,25 +210,6 @@ def _module_file(name: str) -> Path | None:
             break
         place /= part
     return place / "__init__.py"
-
-
-def _imported(file: Path) -> Iterator[Path]:
-    """The modules in the folder of a Python file that it imports."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # its import says so
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level <= 1:
-            aliases = [alias.name for alias in node.names]  # objects of the module, or modules of the package
-            names = [node.module, *(f"{node.module}.{name}" for name in aliases)] if node.module else aliases
-        else:
-            continue
-        for name in names:
-            beside = file.parent.joinpath(*name.split("."))
-            yield from (place for place in (beside.with_suffix(".py"), beside / "__init__.py") if place.is_file())
 
 
 def _settings(file: Path) -> object:
