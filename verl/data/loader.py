@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _FROM_ROW = ("raw_prompt", "data_source", "reward_model", "extra_info")
 # columns that the run makes itself: a field of that name in a user's file would hide or be hidden by them
-_RESERVED = (set(COLUMNS) - set(_FROM_ROW)) | {"dummy_tensor", "sample_key"}
+_RESERVED = (set(COLUMNS) - set(_FROM_ROW)) | {"dummy_tensor"}
 
 
 class _Reader:
