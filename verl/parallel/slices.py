@@ -1,4 +1,5 @@
-"""Slices of a tensor: intersection, difference and cuts; and the part of a tensor that one rank holds.
+"""Slices of a tensor: intersection, difference and cuts; the part of a tensor that one rank holds; and the dimensions that
+ranks divide, by the names of a decoder's parameters.
 
 All coordinates refer to the whole tensor; spans are half open, (first, one past the last). Pure, without torch.
 """
@@ -10,8 +11,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+# modules of a decoder whose weights tensor parallel ranks divide (Shoeybi et al. 2019, arXiv:1909.08053): attention heads and
+# columns of the MLP by output rows, the projections after them by input columns, embedding and head by tokens
+COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
+
 Span = tuple[int, int]
 Slice = tuple[Span, ...]  # one span per dimension; () of a scalar
+
+
+def divided_dim(module: str, leaf: str) -> int | None:
+    """The dimension of the parameter `leaf` of `module` that tensor parallel ranks divide; None where each has all of it."""
+    if module in (*COLUMN, *VOCABULARY):
+        return None if leaf == "lora_A" else 0
+    return 1 if module in ROW and leaf in ("weight", "lora_A") else None
 
 
 def numel(part: Slice) -> int:

@@ -1,7 +1,6 @@
 """Sharding of a decoder's parameters by name and shape.
 
-Attention heads and MLP columns are sharded by output rows, the projections after them by input columns, embedding and
-output projection by vocabulary (Shoeybi et al. 2019, arXiv:1909.08053); experts lie along dimension 0. Pure, without torch.
+`divided_dim` (verl/parallel/slices.py) says which dimension ranks divide; experts lie along dimension 0. Pure, without torch.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from verl.parallel.slices import divided_dim
 from verl.reshard.layout import Block, Tensor
 
-_COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-_ROW = ("o_proj", "down_proj")
-_VOCABULARY = ("embed_tokens", "lm_head")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -58,18 +55,8 @@ def _tensor(
         if leaf == "gate_up_proj":
             return Tensor(name, shape, itemsize, layers, 1, (half, half), is_expert=True)
         return Tensor(name, shape, itemsize, layers, 2, is_expert=True)
-    if module in _VOCABULARY:
-        return Tensor(name, shape, itemsize, layers, 0)
-    dim = _divided_dim(module, leaf)
+    dim = divided_dim(module, leaf)
     if dim is None:
         return Tensor(name, shape, itemsize, layers)
     blocks = (Block(shape[dim], heads[module]),) if module in heads else ()
     return Tensor(name, shape, itemsize, layers, dim, blocks)
-
-
-def _divided_dim(module: str, leaf: str) -> int | None:
-    if module in _COLUMN:
-        return None if leaf == "lora_A" else 0
-    if module in _ROW and leaf in ("weight", "lora_A"):
-        return 1
-    return None

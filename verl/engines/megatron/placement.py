@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from verl.models.rounding import Region
-from verl.parallel.slices import Span, chunk_span, take
+from verl.parallel.slices import Span, chunk_span, divided_dim, take
 
 Spans = tuple[tuple[Span, ...], ...]  # of each dimension, concatenated in the local tensor
 
@@ -31,7 +31,6 @@ _LATENT = (
     "kv_b_proj",
     "o_proj",
 )
-_COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _LAYER = {  # Megatron's name below a layer -> names in transformers, in the order of rows
     "input_layernorm.weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
@@ -211,10 +210,6 @@ def _placed(
         a, b = chunk_span(half, grid.expert_tensor, grid.expert_tensor_rank)
         whole = (a, b) == (0, half)
         spans[divided] = ((0, shape[divided]),) if whole else tuple((i * half + a, i * half + b) for i in range(halves))
-    elif module in _COLUMN:
-        divided = None if leaf == "lora_A" else 0
-    elif module in ("o_proj", "down_proj"):
-        divided = None if leaf in ("lora_B", "lora_magnitude_vector") else 1
-    if divided is not None and not is_expert:
+    elif (divided := divided_dim(module, leaf)) is not None:
         spans[divided] = (chunk_span(shape[divided], grid.tensor, grid.tensor_rank),)
     return Placed(name, shape, tuple(spans), parameter, first, is_expert, divided is not None, is_copy)

@@ -19,13 +19,12 @@ from verl.errors import ConfigError
 from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
 from verl.models.parallel.collectives import enter_group, leave_group, own_range
+from verl.parallel.slices import COLUMN, ROW
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral",
 )  # fmt: skip
 
-_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_ROW = ("o_proj", "down_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 
@@ -69,8 +68,8 @@ def divide(module: nn.Module, group: dist.ProcessGroup) -> Division:
     names = {part: name for name, part in module.named_modules()}
     for part, name in names.items():
         leaf = name.rpartition(".")[2]
-        if isinstance(part, nn.Linear) and leaf in _COLUMN + _ROW:
-            _divide_linear(part, name, 0 if leaf in _COLUMN else 1, group, division)
+        if isinstance(part, nn.Linear) and leaf in COLUMN + ROW:
+            _divide_linear(part, name, 0 if leaf in COLUMN else 1, group, division)
         elif leaf in _HEAD_NORMS:
             division.partial.update(f"{name}.{p}" for p, _ in part.named_parameters())
         if any(isinstance(getattr(part, child, None), nn.Linear) for child in ("q_proj", "gate_proj")):
