@@ -12,13 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl.cli.main import main
-from verl.cli.show import duration, sparkline
+from verl.cli.show import sparkline
 from verl.errors import ConfigError
 from verl.parallel.traffic import Traffic
 from verl.tracking.bottleneck import find_bottleneck
 from verl.tracking.files import append_rows
 from verl.tracking.progress import read_progress
-from verl.tracking.timeline import Spans, Timeline, expected_step_s, summarise
+from verl.tracking.timeline import Spans, Timeline, duration, expected_step_s, summarise
 
 pytestmark = pytest.mark.seed("D5", "F6")
 
@@ -319,4 +319,6 @@ def test_sparklines_have_one_block_a_point_or_fit(points):
 
 def test_sparklines_rise_and_durations_read_well():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert (duration(3.21), duration(250), duration(7500)) == ("3.2 s", "4 min 10 s", "2 h 5 min")
+    seconds = (None, 0.0312, 3.21, 9.97, 45.4, 250, 7500, 273_600)
+    texts = ["", "0.031 s", "3.2 s", "10 s", "45 s", "4 min 10 s", "2 h 5 min", "3 d 4 h"]
+    assert list(map(duration, seconds)) == texts

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.cli.parser import Parser
 from verl.foreign_text import clean, printable
+from verl.tracking.timeline import duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -188,13 +189,3 @@ def sparkline(points: Sequence[float], width: int = _CURVE_WIDTH) -> str:
     if high == low:
         return _BLOCKS[0] * count
     return "".join(_BLOCKS[round((m - low) / (high - low) * (len(_BLOCKS) - 1))] for m in means)
-
-
-def duration(seconds: float) -> str:
-    """3.2 s, 4 min 10 s, 2 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

@@ -29,6 +29,7 @@ from verl.page.reader import RunReader
 from verl.page.text import collapsed, shown, visible, whole_number
 from verl.tracking.files import SHOWN_BYTES
 from verl.tracking.run_folder import RunFolder
+from verl.tracking.timeline import duration
 
 _UNSAFE = re.compile(r"[^\w.-]+")
 
@@ -86,7 +87,7 @@ class Site:
         self.env = Environment(loader=PackageLoader("verl.page"), autoescape=True, undefined=StrictUndefined,
                                trim_blocks=True, lstrip_blocks=True, finalize=visible)  # fmt: skip
         self.env.filters.update(
-            shown=shown, collapsed=collapsed, duration=tables.time_text, number=tables.number, clock=tables.clock, data=_data,
+            shown=shown, collapsed=collapsed, duration=duration, number=tables.number, clock=tables.clock, data=_data,
             polyline=tables.polyline, plain=lambda text: clean(text, 80),
             when=lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)),
         )  # fmt: skip

@@ -59,21 +59,6 @@ def log_context(run: RunReader, query: Mapping[str, str]) -> dict[str, object]:
     }  # fmt: skip
 
 
-def time_text(seconds: float | None) -> str:
-    """ "2 h 5 min", "41 s", "0.31 s"."""
-    if seconds is None:
-        return ""
-    if seconds < 10:
-        return f"{max(seconds, 0):.2g} s"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
 def number(value: float | None, digits: int = 4) -> str:
     """A number with `digits` significant digits, or all before the point; "–" for none."""
     if value is None:

@@ -16,6 +16,7 @@ from verl.page.reader import RunReader
 from verl.page.text import Tokens, tokens_of
 from verl.tracking.files import Json
 from verl.tracking.run_folder import require_run_folder
+from verl.tracking.timeline import duration
 
 try:
     from textual.app import App, ComposeResult
@@ -135,11 +136,11 @@ class RunScreen(TableScreen):
         of = f" of {run.total_steps}" if run.total_steps else ""
         lines = [f"{run.key}  {run.status} at step {run.step}{of}"]
         if run.seconds_left:
-            lines[0] += f", about {tables.time_text(run.seconds_left)} to go"
+            lines[0] += f", about {duration(run.seconds_left)} to go"
         context = tables.run_context(run, self.app.index)
         lines.append("  ".join(f"{stat['label']} {tables.number(stat['value'], 3)}" for stat in context["headline"]))
         if bound := context["bottleneck"]:
-            lines.append(f"{bound.name}: a step takes {tables.time_text(bound.step_s)}. {''.join(bound.advice[:1])}")
+            lines.append(f"{bound.name}: a step takes {duration(bound.step_s)}. {''.join(bound.advice[:1])}")
         return Text(printable("\n".join([*lines, *run.problems])))
 
     def rows(self) -> Rows:

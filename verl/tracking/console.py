@@ -31,6 +31,7 @@ from verl.foreign_text import clean
 from verl.tracking.files import Json
 from verl.tracking.logs import add_handler, log_level, once, remove_handler, terminal_handler
 from verl.tracking.summary import Summary
+from verl.tracking.timeline import duration
 
 _MAX_CHARS = 2000  # of a fact
 _MORE_WIDTH = 14  # of "  and 123 more"
@@ -163,11 +164,11 @@ class Console:
         if not self._recent:
             return ""
         left = statistics.mean(self._recent) * (self._total - self._done) - (time.monotonic() - self._last_end)
-        return _duration(max(left, 0.0))
+        return duration(max(left, 0.0))
 
     def _clock(self) -> str:
         left = self._left()
-        return _duration(time.monotonic() - self._phase_began) + (f" · {left} left" if left else "")
+        return duration(time.monotonic() - self._phase_began) + (f" · {left} left" if left else "")
 
     def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
         """Print one line: the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*`. In a
@@ -195,7 +196,7 @@ class Console:
         """Print the closing table: results before and after, and the time taken."""
         self._stop_bar()
         rows = [r for r in summary.results if r.label and (r.before, r.after) != (None, None)]
-        took = f"{summary.steps} step{'' if summary.steps == 1 else 's'} in {_duration(summary.seconds)}"
+        took = f"{summary.steps} step{'' if summary.steps == 1 else 's'} in {duration(summary.seconds)}"
         if summary.tokens_per_s:
             took += f", {summary.tokens_per_s:,.0f} tokens/s"
         if not self.rich.is_terminal:
@@ -209,7 +210,7 @@ class Console:
             change = "-" if r.before is None or r.after is None else f"{r.after - r.before:+.3f}"
             table.add_row(r.label, _value(r.before), Text(_value(r.after), style="bold"), change)
         for name, seconds in sorted(summary.phase_seconds.items(), key=lambda item: -item[1])[:5]:
-            table.add_row(Text(f"time in {name}", style="dim"), "", Text(_duration(seconds), style="dim"), "")
+            table.add_row(Text(f"time in {name}", style="dim"), "", Text(duration(seconds), style="dim"), "")
         table.caption = f"{took} on {summary.device}"
         self.rich.print(table)
 
@@ -239,13 +240,3 @@ def _fact(value: object) -> str:
 
 def _value(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _duration(seconds: float) -> str:
-    """45 s, 3 min 20 s, 2 h 05 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -206,6 +206,18 @@ def span_metrics(spans: Mapping[str, float], tokens: Mapping[str, int]) -> dict[
     return metrics
 
 
+def duration(seconds: float | None) -> str:
+    """ "0.31 s", "3.2 s", "45 s", "4 min 10 s", "2 h 5 min", "3 d 4 h"; "" for None."""
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours or minutes:
+        small = f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+        return small if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    return f"{rest} s" if seconds >= 9.95 else f"{seconds:.1f} s" if seconds >= 1 else f"{max(seconds, 0):.2g} s"
+
+
 def throughput(num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
     """perf/total_num_tokens (prompt and response tokens of all rows), perf/time_per_step in seconds, and
     perf/throughput in tokens per second and device."""
