@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+ALWAYS = "always"  # the condition of a key that decides whether the other keys of its section are read
 OURS = "only this version has the key, so it asks for something that would not happen"
 
 
@@ -122,6 +123,9 @@ def used(
     return _leaf(default, Key(meaning, "", when, neutral, sizing, strict, "", choices, words, family, limits, path))
 
 
+ours = partial(used, strict=OURS)  # a key that only this version has
+
+
 def section(
     cls: type,
     meaning: str,
@@ -150,10 +154,14 @@ def _inert_keys() -> dict[str, list[dict[str, Any]]]:
 
 def read_yaml(file: Path) -> Any:
     """The content of a YAML file of this package."""
+    return yaml_loader()(file.read_text(encoding="utf-8")).get_single_data()
+
+
+def yaml_loader() -> Any:
+    """The loader of plain values that takes a tenth of the time: compiled, where libyaml is installed."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
-    return loader(file.read_text(encoding="utf-8")).get_single_data()
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 _inert_classes: dict[int, type] = {}

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from verl.config.keys import yaml_loader
 from verl.config.schema import Schema
 from verl.config.values import MAX_DEPTH
 from verl.errors import ConfigError, nearest
@@ -128,13 +129,11 @@ def _parse(file: Path) -> dict[str, object]:
 def read_limited(file: Path, load: Callable[[str], object] | None = None, kind: str = "config file") -> object:
     """The content of a user's YAML file, read by `load` (plain values without it). Raises ConfigError for a file that is
     missing, unreadable, too large or nested too deep, or whose aliases stand for too many values."""
-    import yaml
-
     what = f"The {kind} {clean(file)}"
     text = read_user_text(file, f"The {kind}", fix="Name a YAML file.", max_bytes=_MAX_BYTES)
     try:
         _require_small(text, what)
-        return load(text) if load else getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
+        return load(text) if load else yaml_loader()(text).get_single_data()
     except ConfigError:
         raise
     except Exception as error:
@@ -155,7 +154,7 @@ def _require_small(text: str, what: str) -> None:
     sizes: dict[str | None, int] = {}  # of what an anchor names, aliases in it counted each time
     parents: list[tuple[str | None, int]] = []  # (anchor, values so far) of the open lists and mappings
     size = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for event in yaml.parse(text, Loader=yaml_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
             parents.append((event.anchor, size))
             size = 0

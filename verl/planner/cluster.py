@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.config.keys import read_yaml
 from verl.errors import ConfigError, nearest
 from verl.planner.kernels import (
     BF16,
@@ -138,9 +139,7 @@ class Cluster:
 
 @cache
 def _rows(file: str) -> dict[str, dict[str, object]]:
-    import yaml
-
-    rows: dict[str, dict[str, object]] = yaml.safe_load((_FOLDER / file).read_text())
+    rows: dict[str, dict[str, object]] = read_yaml(_FOLDER / file)
     return rows
 
 

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.keys import read_yaml
 from verl.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -278,10 +279,8 @@ def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None
 
 @cache
 def known_shapes() -> dict[str, ModelShape]:
-    import yaml
-
     names = {field.name for field in fields(ModelShape)}
-    rows = yaml.safe_load(_MODELS.read_text())["models"]
+    rows = read_yaml(_MODELS)["models"]
     rows = {name: {**row, "tower": Tower(**row["tower"])} if "tower" in row else row for name, row in rows.items()}
     return {name: ModelShape(**{k: v for k, v in row.items() if k in names}, name=name) for name, row in rows.items()}
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import yaml
 
+from verl.config.keys import yaml_loader
 from verl.errors import CheckpointError, ConfigError, FolderLostError
 from verl.foreign_text import clean
 from verl.tracking.files import (
@@ -49,7 +50,6 @@ from verl.tracking.pictures import TOKENS
 log = logging.getLogger(__name__)
 
 _MAX_CONFIG_BYTES = 4 << 20
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first is compiled, where libyaml is installed
 _PARTS = ("config.yaml", "metrics.jsonl", "samples", "run.lock", "plan.json")  # one of which every run folder has
 _KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")  # of config.yaml
 _SAMPLE_FILE = re.compile(r"step_(\d{6,15})\.jsonl")
@@ -193,7 +193,7 @@ class RunFolder:
     def read_config(self) -> Json:
         """The config of the run as plain mappings; empty without a readable file."""
         try:
-            config = _LOADER(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES)).get_single_data()
+            config = yaml_loader()(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES)).get_single_data()
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return config if isinstance(config, Mapping) else {}
