@@ -198,6 +198,7 @@ PREFERENCE_CONDITIONS: dict[str, Condition] = {
         "the loss is of labelled completions",
         "choose a loss of pairs",
     ),
+    "syncs": Condition(lambda root, node: node.sync_steps > 0, "sync_steps is 0", "set sync_steps above 0"),
 }  # fmt: skip
 
 # conditions of sections that all programs have
@@ -236,41 +237,16 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "algorithm.program is not online_dpo",
         "set algorithm.program=online_dpo",
     ),
-    "online_syncs": Condition(
-        lambda root, node: learns_from_pairs(root) and node.sync_steps > 0,
-        "online.sync_steps is 0",
-        "set online.sync_steps above 0",
-    ),
     "critic": CRITIC,
     "rejection": Condition(
         lambda root, node: root.algorithm.program != "ppo",
         "algorithm.program=ppo trains on all samples by their advantages",
         "run verl rejection, or set algorithm.program=rejection_sampling",
     ),
-    "critic_fixed_bsz": Condition(
-        lambda root, node: uses_critic(root) and not node.use_dynamic_bsz,
-        "no critic is trained, or critic.use_dynamic_bsz=True cuts micro-batches by token count",
-        "set critic.use_dynamic_bsz=False",
-    ),
-    "critic_sum_norm": Condition(
-        lambda root, node: uses_critic(root) and node.loss_agg_mode == "seq-mean-token-sum-norm",
-        "critic.loss_agg_mode is not seq-mean-token-sum-norm",
-        "set critic.loss_agg_mode=seq-mean-token-sum-norm",
-    ),
     "reference": Condition(
         lambda root, node: uses_reference(root),
         "no KL term uses a reference policy",
         "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
-    ),
-    "adaptive_kl": Condition(
-        lambda root, node: root.algorithm.use_kl_in_reward and node.type == "adaptive",
-        "the KL controller is not adaptive, or does not act on rewards",
-        "set algorithm.use_kl_in_reward=True and algorithm.kl_ctrl.type=adaptive",
-    ),
-    "pf_ppo_pow": Condition(
-        lambda root, node: root.algorithm.use_pf_ppo and node.reweight_method == "pow",
-        "rows are not resampled by a power of their score",
-        "set algorithm.use_pf_ppo=True and algorithm.pf_ppo.reweight_method=pow",
     ),
     "weighs": Condition(
         lambda root, node: not (node.bypass_mode and node.loss_type == "ppo_clip"),
@@ -311,8 +287,7 @@ PPO_CONDITIONS: dict[str, Condition] = {
             "step_advantage_w",
         )
     },
-    "ref_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
-    "rollout_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
+    "log_prob_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
     "samples": Condition(
         lambda root, node: node.do_sample and node.temperature > 0,
         "rollout decodes greedily (do_sample=False or temperature=0)",
@@ -358,14 +333,14 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "set reward.reward_model.judge_template",
     ),
     "teacher_pool": Condition(
-        lambda root, node: root.distillation.enabled and node.nnodes > 0,
+        lambda root, node: node.nnodes > 0,
         "the teachers share the policy's devices",
-        "set distillation.enabled=True and distillation.nnodes above 0",
+        "set distillation.nnodes above 0",
     ),
     "off_policy": Condition(
-        lambda root, node: root.distillation.enabled and node.on_policy_share < 1,
+        lambda root, node: node.on_policy_share < 1,
         "every step trains on samples of the student",
-        "set distillation.enabled=True and distillation.on_policy_share below 1",
+        "set distillation.on_policy_share below 1",
     ),
     "judge_vllm": _judge("vllm"),
     "judge_service": _judge("http", "sglang"),

@@ -118,7 +118,7 @@ def _hidden(loaded: LoadedConfig[object], missing: dict[str, str], fault: Proble
 
 def _failed_condition(loaded: LoadedConfig[object], leaf: Leaf) -> tuple[str, str] | None:
     for name, place in leaf.conditions:
-        condition = loaded.schema.condition(name)
+        condition = loaded.schema.condition(name, place)
         if not condition.holds(loaded.config, value_at(loaded.config, place)):
             return condition.because, condition.fix
     return None

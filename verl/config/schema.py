@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from verl.config.compat import Alias, Compat, load_compat
-from verl.config.keys import Bounds, Family, Key, Section, is_in_range, with_bound_of_unit
+from verl.config.keys import ALWAYS, Bounds, Family, Key, Section, is_in_range, with_bound_of_unit
 from verl.errors import nearest
 
 Level = Literal["error", "warning", "notice"]
@@ -141,9 +141,9 @@ class Schema(Generic[R]):
             parent = parent.rpartition(".")[0]
         return None
 
-    def condition(self, name: str) -> Condition:
-        """The condition that a key names as `when`: one of `conditions`, or a key with the values that it must have:
-        "algorithm.use_pf_ppo", "actor_rollout_ref.rollout.name=vllm|sglang"; ".limit" is in the section of the key."""
+    def condition(self, name: str, section: str = "") -> Condition:
+        """The condition that a key of `section` names as `when`: one of `conditions`, or a key with the values that it must
+        have: "algorithm.use_pf_ppo", "actor_rollout_ref.rollout.name=vllm|sglang"; ".limit" is in the section of the key."""
         if name in self.conditions:
             return self.conditions[name]
         key, _, text = name.partition("=")
@@ -152,7 +152,8 @@ class Schema(Generic[R]):
         def holds(root: object, node: object) -> bool:
             return str(value_at(node if key.startswith(".") else root, path)) in values
 
-        return Condition(holds, f"{path} is not {' or '.join(values)}", f"set {path}={values[0]}")
+        shown = f"{section}{key}".lstrip(".") if key.startswith(".") else path
+        return Condition(holds, f"{shown} is not {' or '.join(values)}", f"set {shown}={values[0]}")
 
     def build(self, values: Mapping[str, object]) -> R:
         """The typed tree of a value for every key."""
@@ -215,6 +216,7 @@ def _walk(
         key: Key = with_bound_of_unit(f.name, f.metadata["key"])
         value, path = getattr(node, f.name), prefix + f.name
         own = (*conditions, (key.when, prefix.rstrip("."))) if key.when else conditions
+        own = () if key.when == ALWAYS else own
         if isinstance(value, Section):
             yield from _walk(value, path + ".", own, key.sizing or sizing, key.strict or strict)
         else:

@@ -36,11 +36,13 @@ class PPOConfig(Section):
 
     data: DataConfig = section(DataConfig, "training and validation rows")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "policy, reference policy and rollout")
-    critic: CriticConfig = section(CriticConfig, "the value model")
+    critic: CriticConfig = section(CriticConfig, "the value model", when="critic")
     reward: RewardConfig = section(RewardConfig, "scores of responses")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, KL, corrections, filters")
     rejection: RejectionConfig = section(RejectionConfig, "samples that rejection sampling keeps", when="rejection")
-    distillation: DistillationConfig = section(DistillationConfig, "learning from a teacher")
+    distillation: DistillationConfig = section(
+        DistillationConfig, "learning from a teacher", when="distillation.enabled"
+    )
     online: OnlineConfig = section(OnlineConfig, "pairs of online preference optimization", when="online")
     preference: PreferenceLossConfig = section(
         PreferenceLossConfig, "the loss of online preference optimization", when="online"

@@ -84,7 +84,6 @@ CONDITIONS = {
     "reference": Condition(
         lambda root, node: uses_reference_policy(root), "this preference.loss has no reference", "choose another loss"
     ),
-    "syncs": Condition(lambda root, node: node.sync_steps > 0, "ref.sync_steps is 0", "set ref.sync_steps above 0"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl.config.keys import Family, Section, section, used
+from verl.config.keys import ALWAYS, Family, Section, section, used
 from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.config.sections.fsdp import STRATEGIES, FSDPConfig
 from verl.config.sections.megatron import MegatronConfig
@@ -118,7 +118,7 @@ class RefConfig(Section):
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, "DeepSpeed engine", when=".strategy=deepspeed", sizing=True)
     log_prob_micro_batch_size: int | None = used(None, "older form of log_prob_micro_batch_size_per_gpu", sizing=True)
     log_prob_micro_batch_size_per_gpu: int | None = used(
-        None, "samples per forward pass; null: cut by token count", when="ref_fixed_bsz", sizing=True, ge=1
+        None, "samples per forward pass; null: cut by token count", when="log_prob_fixed_bsz", sizing=True, ge=1
     )
     log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
     log_prob_max_token_len_per_gpu: int = used(
@@ -129,44 +129,34 @@ class RefConfig(Section):
 
 @dataclass(frozen=True)
 class CriticConfig(Section):
-    enable: bool | None = used(None, "train a value model; null: where the advantage estimator needs one")
-    strategy: str = used("fsdp", "training engine of the critic", when="critic", family=STRATEGIES)
-    model: ModelConfig = section(ModelConfig, "the model that the value head is put on", when="critic")
-    optim: OptimConfig = section(OptimConfig, "optimizer of the critic", when="critic", defaults={"lr": 1e-5})
-    fsdp: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", when="critic")
+    enable: bool | None = used(None, "train a value model; null: where the advantage estimator needs one", when=ALWAYS)
+    strategy: str = used("fsdp", "training engine of the critic", family=STRATEGIES)
+    model: ModelConfig = section(ModelConfig, "the model that the value head is put on")
+    optim: OptimConfig = section(OptimConfig, "optimizer of the critic", defaults={"lr": 1e-5})
+    fsdp: FSDPConfig = section(FSDPConfig, "PyTorch-native engine")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron engine", when=".strategy=megatron", sizing=True)
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, "DeepSpeed engine", when=".strategy=deepspeed", sizing=True)
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint", when="critic")
-    ppo_mini_batch_size: int = used(256, "prompts per optimizer step", when="critic", ge=1)
-    ppo_micro_batch_size: int | None = used(
-        None, "older form of ppo_micro_batch_size_per_gpu", when="critic", sizing=True
-    )
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint")
+    ppo_mini_batch_size: int = used(256, "prompts per optimizer step", ge=1)
+    ppo_micro_batch_size: int | None = used(None, "older form of ppo_micro_batch_size_per_gpu", sizing=True)
     ppo_micro_batch_size_per_gpu: int | None = used(
-        None,
-        "samples per forward and backward pass; null: cut by token count",
-        when="critic_fixed_bsz",
-        sizing=True,
-        ge=1,
+        None, "samples per forward and backward pass; null: cut by token count", when="fixed_bsz", sizing=True, ge=1
     )
-    use_dynamic_bsz: bool = used(
-        False, "cut micro-batches by token count even if the former is set", when="critic", sizing=True
-    )
-    ppo_max_token_len_per_gpu: int = used(
-        32768, "tokens per micro-batch when cut by token count", when="critic", sizing=True, ge=1
-    )
-    forward_micro_batch_size: int | None = used(
-        None, "older form of forward_micro_batch_size_per_gpu", when="critic", sizing=True
-    )
+    use_dynamic_bsz: bool = used(False, "cut micro-batches by token count even if the former is set", sizing=True)
+    ppo_max_token_len_per_gpu: int = used(32768, "tokens per micro-batch when cut by token count", sizing=True, ge=1)
+    forward_micro_batch_size: int | None = used(None, "older form of forward_micro_batch_size_per_gpu", sizing=True)
     forward_micro_batch_size_per_gpu: int | None = used(
-        None, "samples per pass that only reads values", when="critic_fixed_bsz", sizing=True
+        None, "samples per pass that only reads values", when="fixed_bsz", sizing=True
     )
-    forward_max_token_len_per_gpu: int = used(32768, "tokens of such a pass", when="critic", sizing=True)
-    ppo_epochs: int = used(1, "passes over each batch", when="critic", ge=1)
-    shuffle: bool = used(False, "shuffle the batch before each pass", when="critic")
-    data_loader_seed: int = used(42, "seed of that shuffle", when="critic")
+    forward_max_token_len_per_gpu: int = used(32768, "tokens of such a pass", sizing=True)
+    ppo_epochs: int = used(1, "passes over each batch", ge=1)
+    shuffle: bool = used(False, "shuffle the batch before each pass")
+    data_loader_seed: int = used(42, "seed of that shuffle")
     profiler: ProfilerConfig = section(ProfilerConfig, "traces of the critic's ranks")
-    cliprange_value: float = used(0.5, "clip range of the value around the old one", when="critic", ge=0)
-    loss_agg_mode: str = used("token-mean", "how token losses become one number", when="critic", choices=LOSS_AGG_MODES)
+    cliprange_value: float = used(0.5, "clip range of the value around the old one", ge=0)
+    loss_agg_mode: str = used("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = used(
-        None, "divisor of seq-mean-token-sum-norm; null: the response length", when="critic_sum_norm"
+        None,
+        "divisor of seq-mean-token-sum-norm; null: the response length",
+        when=".loss_agg_mode=seq-mean-token-sum-norm",
     )

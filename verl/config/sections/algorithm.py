@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import Family, Section, section, used
+from verl.config.keys import ALWAYS, Family, Section, section, used
 from verl.families import ADVANTAGES, KL_KINDS, PPO_PROGRAMS, PREFERENCE_LOSSES
 
 KL_IN_REWARD = "algorithm.use_kl_in_reward"
-FILTERS = "algorithm.filter_groups.enable"
 
 
 @dataclass(frozen=True)
@@ -34,27 +33,23 @@ class RolloutCorrectionConfig(Section):
 
 @dataclass(frozen=True)
 class FilterGroupsConfig(Section):
-    enable: bool = used(False, "leave out prompts whose samples all score the same")
-    metric: str | None = used(
-        "reward", "what is compared: reward, score, seq_reward, seq_final_reward, acc or a part", when=FILTERS
-    )
-    max_num_gen_batches: int = used(0, "most generation batches per step; 0: 100", when=FILTERS, ge=0)
+    enable: bool = used(False, "leave out prompts whose samples all score the same", when=ALWAYS)
+    metric: str | None = used("reward", "what is compared: reward, score, seq_reward, seq_final_reward, acc or a part")
+    max_num_gen_batches: int = used(0, "most generation batches per step; 0: 100", ge=0)
 
 
 @dataclass(frozen=True)
 class KLCtrlConfig(Section):
-    type: str = used("fixed", "controller of the coefficient", when=KL_IN_REWARD, choices=("fixed", "adaptive"))
-    kl_coef: float = used(0.001, "coefficient, or its first value", when=KL_IN_REWARD, neutral=(0.0,), ge=0)
-    horizon: int = used(10000, "horizon of the adaptive controller", when="adaptive_kl", gt=0)
-    target_kl: float = used(0.1, "target of the adaptive controller", when="adaptive_kl", gt=0)
+    type: str = used("fixed", "controller of the coefficient", choices=("fixed", "adaptive"))
+    kl_coef: float = used(0.001, "coefficient, or its first value", neutral=(0.0,), ge=0)
+    horizon: int = used(10000, "horizon of the adaptive controller", when=".type=adaptive", gt=0)
+    target_kl: float = used(0.1, "target of the adaptive controller", when=".type=adaptive", gt=0)
 
 
 @dataclass(frozen=True)
 class PFPPOConfig(Section):
-    reweight_method: str = used(
-        "pow", "weights of the resampling", when="algorithm.use_pf_ppo", choices=("pow", "max_min", "max_random")
-    )
-    weight_pow: float = used(2.0, "exponent of pow", when="pf_ppo_pow")
+    reweight_method: str = used("pow", "weights of the resampling", choices=("pow", "max_min", "max_random"))
+    weight_pow: float = used(2.0, "exponent of pow", when=".reweight_method=pow")
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class OnlineConfig(Section):
     sync_steps: int = used(
         0, "steps after which the reference moves towards the policy (SPIN's opponent: 1); 0: never", ge=0
     )
-    mixup_alpha: float = used(1.0, "share of the policy in the new reference", when="online_syncs", gt=0, le=1)
+    mixup_alpha: float = used(1.0, "share of the policy in the new reference", when="syncs", gt=0, le=1)
 
 
 @dataclass(frozen=True)
@@ -115,10 +110,12 @@ class AlgorithmConfig(Section):
     gdpo_reward_weights: list[float] | None = used(None, "their weights; null: all 1", when="gdpo_reward_weights")
     use_kl_in_reward: bool = used(False, "subtract a KL penalty from the reward of each token")
     kl_penalty: str = used("kl", "KL estimator of that penalty", when=KL_IN_REWARD, choices=KL_KINDS)
-    kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "coefficient of that penalty")
+    kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "coefficient of that penalty", when=KL_IN_REWARD)
     use_pf_ppo: bool = used(False, "resample rows by their score (PF-PPO)")
-    pf_ppo: PFPPOConfig = section(PFPPOConfig, "settings of PF-PPO")
-    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "group filter of DAPO")
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, "settings of PF-PPO", when="algorithm.use_pf_ppo")
+    filter_groups: FilterGroupsConfig = section(
+        FilterGroupsConfig, "group filter of DAPO", when="algorithm.filter_groups.enable"
+    )
     stages: list[Any] = used(
         [],
         "functions or classes of yours between the phases of a step, each path/to/file.py:name or {path: ..., setting: value} "

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.keys import ALWAYS, Family, Section, ours, section, used
 from verl.config.sections.fsdp import DTYPES
 from verl.families import DISTILLATION_LOSSES, POLICY_LOSSES
 
-ENABLED = "distillation.enabled"
 _LISTS_TOKENS = ".loss_mode=forward_kl_topk|jsd"
 
 
@@ -25,11 +24,10 @@ class DistillationLossConfig(Section):
         32, "tokens of the teacher's distribution that are compared; -1: the whole vocabulary", when=_LISTS_TOKENS, ge=1,
         also=(-1,),
     )  # fmt: skip
-    jsd_beta: float = used(
+    jsd_beta: float = ours(
         0.5,
         "interpolation of jsd: 0 is KL(teacher || student), 1 is KL(student || teacher)",
         when=".loss_mode=jsd",
-        strict=OURS,
         ge=0,
         le=1,
     )
@@ -80,34 +78,27 @@ class TeacherModelsConfig(Section):
 
 @dataclass(frozen=True)
 class DistillationConfig(Section):
-    enabled: bool = used(False, "learn from a teacher")
-    teacher_key: str = used(
-        "data_source", "field of a row that chooses its teacher, where there are several", when=ENABLED
-    )
+    enabled: bool = used(False, "learn from a teacher", when=ALWAYS)
+    teacher_key: str = used("data_source", "field of a row that chooses its teacher, where there are several")
     n_gpus_per_node: int = used(8, "devices per node of the teachers' own pool", when="teacher_pool", sizing=True, ge=1)
-    nnodes: int = used(0, "nodes of the teachers' own pool; 0: they share the policy's devices", when=ENABLED, ge=0)
-    distillation_loss: DistillationLossConfig = section(DistillationLossConfig, "the loss", when=ENABLED)
-    teacher_models: TeacherModelsConfig = section(TeacherModelsConfig, "the teachers", when=ENABLED)
+    nnodes: int = used(0, "nodes of the teachers' own pool; 0: they share the policy's devices", ge=0)
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig, "the loss")
+    teacher_models: TeacherModelsConfig = section(TeacherModelsConfig, "the teachers")
     other_teachers: dict[str, Any] = used(
-        {}, "further teachers, {name: {key, model_path, inference}}; also spelled teacher_models.NAME", when=ENABLED
+        {}, "further teachers, {name: {key, model_path, inference}}; also spelled teacher_models.NAME"
     )
-    on_policy_share: float = used(
+    on_policy_share: float = ours(
         1.0,
         "share of steps that train on samples of the student (lambda of GKD); the others train on the rows' own responses",
-        when=ENABLED,
-        strict=OURS,
         ge=0,
         le=1,
     )
-    response_key: str = used(
-        "response", "field of a row with its response, a text or token ids", when="off_policy", strict=OURS
-    )
-    stored_outputs: bool = used(
+    response_key: str = ours("response", "field of a row with its response, a text or token ids", when="off_policy")
+    stored_outputs: bool = ours(
         False,
         "take the teacher's outputs from the rows: teacher_ids and teacher_log_probs, a list of tokens per token of the "
         "response. The sample files of a run with topk have them",
         when="off_policy",
-        strict=OURS,
     )
 
     def teachers(self) -> dict[str, TeacherConfig]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.keys import Family, Section, ours, section, used
 from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.families import TRAINING_ENGINES
@@ -86,36 +86,32 @@ class FSDPConfig(Section):
         "for rounding",
     )
     use_3d_hybrid: bool = used(False, "divide training work in three dimensions: layers, sequence, batch")
-    model_dimension: str = used(
+    model_dimension: str = ours(
         "layer",
         "how the devices of a shard group divide the model: by layer (each holds a shard of every parameter, and gathers layer "
         "by layer) or by head (each holds and computes some attention heads, and its part of the feed-forward, of every layer)",
         when=".use_3d_hybrid",
-        strict=OURS,
         choices=("layer", "head"),
     )
-    layer_per_group: int = used(
+    layer_per_group: int = ours(
         1,
         "decoder layers whose parameters several devices gather together, and send at a time to those that generate; fixed "
         "during a run",
         when=".use_3d_hybrid",
-        strict=OURS,
         ge=1,
     )
-    enable_chunked_attention: bool = used(
+    enable_chunked_attention: bool = ours(
         False,
         "compute feed-forward, and attention without a flash kernel, over chunk_size tokens at a time, once more in the "
         "backward: less memory",
         when=".use_3d_hybrid",
-        strict=OURS,
     )
-    chunk_size: int = used(512, "tokens of such a chunk", when=".use_3d_hybrid", strict=OURS, ge=1)
-    batch_group_size: int = used(
+    chunk_size: int = ours(512, "tokens of such a chunk", when=".use_3d_hybrid", ge=1)
+    batch_group_size: int = ours(
         1,
         "micro-batches for which several devices gather parameters and add up gradients once: less communication, more "
         "memory",
         when=".use_3d_hybrid",
-        strict=OURS,
         ge=1,
     )
 

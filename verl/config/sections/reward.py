@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import OURS, Section, section, used
-
-REWARD_MODEL = "reward.reward_model.enable"
+from verl.config.keys import ALWAYS, Section, ours, section, used
 
 
 @dataclass(frozen=True)
@@ -82,29 +80,25 @@ class RewardModelRolloutConfig(Section):
 
 @dataclass(frozen=True)
 class RewardModelConfig(Section):
-    enable: bool = used(False, "score with a reward model")
+    enable: bool = used(False, "score with a reward model", when=ALWAYS)
     model_path: str | None = used(
         None,
         "folder or hub name: a sequence classification model with one label, or a judge; not needed for a judge at a service",
-        when=REWARD_MODEL,
         path=True,
     )
-    judge_template: str | None = used(
+    judge_template: str | None = ours(
         None,
         "makes it a judge: the question put to a causal language model about each sample, as text or file, with the "
         "places {prompt}, {response} and {ground_truth}. Its reply goes to the reward function as reward_model_reply; "
         "without one the last number of the reply is the score. With {first} and {second} in place of {response}, the "
         "response is compared with the ground truth in both orders: 1 where it is better, 0.5 for a tie",
-        when=REWARD_MODEL,
-        strict=OURS,
         path=True,
     )
-    rubric: str | None = used(
+    rubric: str | None = ours(
         None,
         "YAML file of criteria, a list of {name, question, weight}: the judge grades each by itself, in the place {criterion} "
         "of judge_template, and the score is their mean by weight",
         when="judge",
-        strict=OURS,
         path=True,
     )
     reply_cache: str | None = used(
@@ -114,13 +108,11 @@ class RewardModelConfig(Section):
         path=True,
     )
     reward_batch_size: int | None = used(
-        None, "samples that it is given at a time; null: all that are there", when=REWARD_MODEL, sizing=True, ge=1
+        None, "samples that it is given at a time; null: all that are there", sizing=True, ge=1
     )
-    external_lib: str | None = used(None, "Python module that is imported first", when=REWARD_MODEL, path=True)
-    trust_remote_code: bool = used(False, "run Python code that comes with the model", when=REWARD_MODEL, sizing=True)
-    rollout: RewardModelRolloutConfig = section(
-        RewardModelRolloutConfig, "how it is run", when=REWARD_MODEL, sizing=True
-    )
+    external_lib: str | None = used(None, "Python module that is imported first", path=True)
+    trust_remote_code: bool = used(False, "run Python code that comes with the model", sizing=True)
+    rollout: RewardModelRolloutConfig = section(RewardModelRolloutConfig, "how it is run", sizing=True)
 
 
 @dataclass(frozen=True)
@@ -176,5 +168,5 @@ class RewardConfig(Section):
         CustomRewardFunctionConfig, "the user's reward function"
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "what turns scores into rewards")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "reward model")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "reward model", when="reward.reward_model.enable")
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, "sandbox for code")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.keys import ALWAYS, OURS, Family, Section, ours, section, used
 from verl.families import ROLLOUT_ENGINES, TOOL_PARSERS
 
 TOOLS = "existing releases put the tools into every prompt"
@@ -24,136 +24,98 @@ class ValKwargsConfig(Section):
     temperature: float = used(0.0, "sampling temperature", when="val_samples", neutral=(0.0,), ge=0)
     top_p: float = used(1.0, "smallest set of tokens with this probability", when="val_samples", gt=0, le=1)
     top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="val_samples", neutral=(0,), ge=1, also=(-1,))
-    min_p: float = used(
-        0.0,
-        "only tokens with at least this share of the likeliest one's probability",
-        when="val_samples",
-        strict=OURS,
-        ge=0,
-        lt=1,
+    min_p: float = ours(
+        0.0, "only tokens with at least this share of the likeliest one's probability", when="val_samples", ge=0, lt=1
     )
-    also_greedy: bool = used(
-        False,
-        "also decode once greedily at each validation (metrics under val-core/.../greedy)",
-        when="val_samples",
-        strict=OURS,
+    also_greedy: bool = ours(
+        False, "also decode once greedily at each validation (metrics under val-core/.../greedy)", when="val_samples"
     )
     max_new_tokens: int | None = used(None, "longest response; null: rollout.response_length", ge=1)
 
 
 @dataclass(frozen=True)
 class MultiTurnConfig(Section):
-    enable: bool = used(False, "several turns with tools: rows that name no agent loop run tool_agent")
-    max_assistant_turns: int | None = used(None, "most turns of the model in an episode", when=AGENTS, ge=1)
-    max_user_turns: int | None = used(None, "most turns of tools and users in an episode", when=AGENTS, ge=0)
-    max_parallel_calls: int = used(1, "tool calls of one turn that run; further ones are left out", when=AGENTS, ge=1)
-    max_tool_response_length: int = used(256, "longest tool response, in characters", when=AGENTS, ge=1)
+    enable: bool = used(False, "several turns with tools: rows that name no agent loop run tool_agent", when=ALWAYS)
+    max_assistant_turns: int | None = used(None, "most turns of the model in an episode", ge=1)
+    max_user_turns: int | None = used(None, "most turns of tools and users in an episode", ge=0)
+    max_parallel_calls: int = used(1, "tool calls of one turn that run; further ones are left out", ge=1)
+    max_tool_response_length: int = used(256, "longest tool response, in characters", ge=1)
     tool_response_truncate_side: str = used(
-        "middle",
-        "side on which a longer one is cut, as in data.truncation",
-        when=AGENTS,
-        choices=("left", "middle", "right"),
+        "middle", "side on which a longer one is cut, as in data.truncation", choices=("left", "middle", "right")
     )
-    tool_config_path: str | None = used(None, "YAML file that declares tools", when=AGENTS, strict=TOOLS, path=True)
-    function_tool_path: str | None = used(
-        None, "Python file of functions that are tools", when=AGENTS, strict=TOOLS, path=True
-    )
-    interaction_config_path: str | None = used(None, "YAML file that declares interactions", when=AGENTS, path=True)
+    tool_config_path: str | None = used(None, "YAML file that declares tools", strict=TOOLS, path=True)
+    function_tool_path: str | None = used(None, "Python file of functions that are tools", strict=TOOLS, path=True)
+    interaction_config_path: str | None = used(None, "YAML file that declares interactions", path=True)
     tokenization_sanity_check_mode: str = used(
         "strict",
         "whether a chat template that rewrites earlier turns is looked for at start; what trains was sampled in any case",
-        when=AGENTS,
         choices=("strict", "ignore_strippable", "disable"),
     )
-    format: str = used(
-        "hermes", "format of tool calls", when=AGENTS, family=Family("tool parser", TOOL_PARSERS, plugins=True)
+    format: str = used("hermes", "format of tool calls", family=Family("tool parser", TOOL_PARSERS, plugins=True))
+    num_repeat_rollouts: int | None = used(None, "repeats of one trajectory")
+    tool_timeout_s: float = ours(
+        60.0, "seconds that one tool call may take; a longer one is answered with an error", gt=0
     )
-    num_repeat_rollouts: int | None = used(None, "repeats of one trajectory", when=AGENTS)
-    tool_timeout_s: float = used(
-        60.0,
-        "seconds that one tool call may take; a longer one is answered with an error",
-        when=AGENTS,
-        strict=OURS,
-        gt=0,
-    )
-    tool_sandbox: bool = used(
+    tool_sandbox: bool = ours(
         True,
         "run tools that are functions in sandboxed processes with the limits of reward functions; False: in the process of "
         "the run. Tools that are classes always run there",
-        when=AGENTS,
-        strict=OURS,
     )
 
 
 @dataclass(frozen=True)
 class AgentConfig(Section):
     default_agent_loop: str = used(
-        "single_turn_agent", "agent loop of rows that name none; unless set, tool_agent with multi_turn.enable"
+        "single_turn_agent",
+        "agent loop of rows that name none; unless set, tool_agent with multi_turn.enable",
+        when=ALWAYS,
     )
-    agent_loop_config_path: str | None = used(None, "YAML file that declares agent loops", path=True)
+    agent_loop_config_path: str | None = used(None, "YAML file that declares agent loops", path=True, when=ALWAYS)
     environment: str | None = used(
         None,
         "environment class of environment_agent, as path/to/file.py:Class, or a dict of classes there, of which the column "
         "`environment` of a row chooses one",
         path=True,
+        when=ALWAYS,
     )
     turn_discount: float = used(
-        1.0,
-        "weight of a turn's reward relative to the turn before it, in environments",
-        when=AGENTS,
-        strict=OURS,
-        ge=0,
-        le=1,
+        1.0, "weight of a turn's reward relative to the turn before it, in environments", ge=0, le=1
     )
     turn_rewards: bool = used(
         False,
         "reward each turn at its end: of environments, tools and interactions. False: the rewards of an environment count at "
         "the end of the episode, rewards of tools and interactions only reach the reward function",
-        when=AGENTS,
-        strict=OURS,
     )
     mask_unfinished_episodes: bool = used(
-        False,
-        "train no token of an episode that a limit has cut: of the response, or of turns",
-        when=AGENTS,
-        strict=OURS,
+        False, "train no token of an episode that a limit has cut: of the response, or of turns"
     )
     runner: str | None = used(
         None,
         "agent that talks to the run's endpoint, as path/to/file.py:function, or a command that begins with `command:`",
         path=True,
+        when=ALWAYS,
     )
     runner_network: bool = used(
         False,
         "whether a command of `runner` may use the network; else it reaches only the run's endpoint, in the sandbox of reward "
         "functions",
-        when=AGENTS,
-        strict=OURS,
     )
-    gateway_host: str = used("127.0.0.1", "address of the endpoint for agents", when=AGENTS, strict=OURS)
+    gateway_host: str = used("127.0.0.1", "address of the endpoint for agents")
     gateway_port: int = used(
         0,
         "port of that endpoint on the first rank, the next one on the second, ...; 0: a free one",
-        when=AGENTS,
-        strict=OURS,
         ge=0,
         le=65535,
     )
     max_episodes: int | None = used(
-        None, "episodes of one rank in progress at once; null: four times max_num_seqs", when=AGENTS, strict=OURS, ge=1
+        None, "episodes of one rank in progress at once; null: four times max_num_seqs", ge=1
     )
     episode_timeout_s: float = used(
-        1800.0,
-        "seconds that one episode may take; a longer one fails and does not train",
-        when=AGENTS,
-        strict=OURS,
-        gt=0,
+        1800.0, "seconds that one episode may take; a longer one fails and does not train", gt=0
     )
     kv_cache_mb: int | None = used(
         2048,
         "MiB for keys and values of episodes that wait for a tool; beyond it the longest idle are computed again. null: any",
-        when=AGENTS,
-        strict=OURS,
         sizing=True,
         ge=0,
     )
@@ -202,18 +164,17 @@ class ServiceConfig(Section):
 @dataclass(frozen=True)
 class PrometheusConfig(Section):
     enable: bool = used(
-        False, "serve metrics for Prometheus at /metrics of the run's page, which is then started (trainer.page)"
+        False,
+        "serve metrics for Prometheus at /metrics of the run's page, which is then started (trainer.page)",
+        when=ALWAYS,
     )
-    port: int = used(
-        9090, "port of Prometheus on this machine, which is asked to read `file`", when=".enable=True", ge=0, le=65535
-    )
+    port: int = used(9090, "port of Prometheus on this machine, which is asked to read `file`", ge=0, le=65535)
     file: str = used(
         "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
         "settings file for Prometheus that is written then: it names the page and holds its token",
-        when=".enable=True",
         path=True,
     )
-    served_model_name: str | None = used(None, "label model_name of the metrics", when=".enable=True")
+    served_model_name: str | None = used(None, "label model_name of the metrics")
 
 
 @dataclass(frozen=True)
@@ -246,13 +207,8 @@ class RolloutConfig(Section):
     top_k: int = used(
         -1, "only the k likeliest tokens; -1: all", when="samples", strict=_SAMPLED, neutral=(0,), ge=1, also=(-1,)
     )
-    min_p: float = used(
-        0.0,
-        "only tokens with at least this share of the likeliest one's probability",
-        when="samples",
-        strict=OURS,
-        ge=0,
-        lt=1,
+    min_p: float = ours(
+        0.0, "only tokens with at least this share of the likeliest one's probability", when="samples", ge=0, lt=1
     )
     do_sample: bool = used(True, "sample instead of decoding greedily")
     seed: int = used(42, "seed of sampling; a sample depends only on (seed, step, prompt, sample number)")
@@ -306,7 +262,7 @@ class RolloutConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = used(
         None,
         "samples per forward pass of old log-probabilities; null: cut by token count",
-        when="rollout_fixed_bsz",
+        when="log_prob_fixed_bsz",
         sizing=True,
         ge=1,
     )
@@ -319,22 +275,20 @@ class RolloutConfig(Section):
         "batches of samples made ahead of training; above 0 the asynchronous program runs, and a sample is at most so many "
         "weight versions old when it trains",
     )
-    partial_rollout: bool = used(
+    partial_rollout: bool = ours(
         False,
         "make each response in prefetch_num + 1 parts, one a step, the first one short: long ones continue under newer weights",
         when="prefetches",
-        strict=OURS,
     )
-    keep_partial_kv_cache: bool = used(
+    keep_partial_kv_cache: bool = ours(
         False,
         "the native engine keeps keys and values of unfinished responses while weights change; the next part sees keys of "
         "older weights and computes only new tokens. A checkpoint drops them",
         when=".partial_rollout=True",
-        strict=OURS,
     )
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling at validation")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "several turns with tools")
-    agent: AgentConfig = section(AgentConfig, "agent loops")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "several turns with tools", when="runs_agents")
+    agent: AgentConfig = section(AgentConfig, "agent loops", when="runs_agents", strict=OURS)
     mode: str = used(
         "async",
         "where vLLM runs: in separate processes (async), or in the training processes (sync), as far as all of them generate "
@@ -391,7 +345,9 @@ class RolloutConfig(Section):
         True, "compute equal prompts once (vLLM; the native engine always does)", when=VLLM, sizing=True
     )
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "further settings by engine")
-    prometheus: PrometheusConfig = section(PrometheusConfig, "metrics for Prometheus")
+    prometheus: PrometheusConfig = section(
+        PrometheusConfig, "metrics for Prometheus", when="actor_rollout_ref.rollout.prometheus.enable"
+    )
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "how weights reach the engine")
     enable_rollout_routing_replay: bool = used(
         False, "record the experts that rollout chooses, for actor.router_replay.mode=R3"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.keys import Family, Section, ours, section, used
 from verl.families import SINKS
 
 ACTIONS = ("warn", "skip", "rollback", "stop")  # the later, the stronger
@@ -23,8 +23,8 @@ class NonfiniteGuardConfig(Section):
 
 @dataclass(frozen=True)
 class GuardConfig(Section):
-    limit: float | None = used(None, _LIMIT, strict=OURS, gt=0)  # where its section is not read
-    action: str = used("warn", f"warn; {_ACTION}", when="has_limit", choices=ACTIONS, strict=OURS)
+    limit: float | None = ours(None, _LIMIT, gt=0)  # where its section is not read
+    action: str = ours("warn", f"warn; {_ACTION}", when="has_limit", choices=ACTIONS)
 
 
 @dataclass(frozen=True)
@@ -70,24 +70,15 @@ class ProfilerConfig(Section):
 
 @dataclass(frozen=True)
 class ColocateAsyncConfig(Section):
-    num_warmup_batches: int = used(
-        1,
-        "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num",
-        when="trainer.v1.trainer_mode=colocate_async",
-    )
+    num_warmup_batches: int = used(1, "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num")
 
 
 @dataclass(frozen=True)
 class SeparateAsyncConfig(Section):
-    num_warmup_batches: int = used(
-        1,
-        "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num",
-        when="trainer.v1.trainer_mode=separate_async",
-    )
+    num_warmup_batches: int = used(1, "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num")
     parameter_sync_step: int = used(
         1,
         "steps between two transfers of weights to a rollout on separate devices; samples are up to so many versions older",
-        when="trainer.v1.trainer_mode=separate_async",
         ge=1,
     )
 
@@ -108,8 +99,12 @@ class TrainerV1Config(Section):
         "sync, or samples made ahead: colocate_async, separate_async (rollout.nnodes or trainer.placement say where)",
         choices=("sync", "colocate_async", "separate_async"),
     )
-    colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig, "settings of colocate_async")
-    separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig, "settings of separate_async")
+    colocate_async: ColocateAsyncConfig = section(
+        ColocateAsyncConfig, "settings of colocate_async", when="trainer.v1.trainer_mode=colocate_async"
+    )
+    separate_async: SeparateAsyncConfig = section(
+        SeparateAsyncConfig, "settings of separate_async", when="trainer.v1.trainer_mode=separate_async"
+    )
     sampler: SamplerConfig = section(SamplerConfig, "which samples train")
 
 
