@@ -59,16 +59,16 @@ def plan_context(folder: Path) -> dict[str, object] | None:
 
 def _time(name: str, call: Json, scale: float) -> Bar:
     seconds = {part: value for part, value in call.items() if part != "total" and is_number(value)}
-    return Bar(name, call["total"], _parts(seconds, scale), call["bound"])
+    return Bar(name, call["total"], parts_of_bar(seconds, scale), call["bound"])
 
 
 def _memory(name: str, sizes: Json, scale: float) -> Bar:
     total = sum(sizes.values())
-    return Bar(name, total, _parts(sizes, scale), f"{total / scale:.0%}" if scale > 0 else "")
+    return Bar(name, total, parts_of_bar(sizes, scale), f"{total / scale:.0%}" if scale > 0 else "")
 
 
-def _parts(values: Json, scale: float) -> list[tuple[str, float, float, float]]:
-    """The parts of a bar one after the other, without those of nothing."""
+def parts_of_bar(values: Json, scale: float) -> list[tuple[str, float, float, float]]:
+    """The parts of a Bar one after the other, without those of nothing."""
     left, parts = 0.0, []
     for name, value in values.items():
         width = min(1000 * value / scale, 1000 - left) if scale > 0 else 0.0

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from verl.page.index import IndexedSample, SampleIndex
 from verl.page.life import episode_of, life_of
+from verl.page.plan import parts_of_bar
 from verl.page.reader import RunReader
 from verl.page.summaries import deviation, last_message, text_of
-from verl.page.text import Tokens, diff_words, tokens_of, whole_number
+from verl.page.text import diff_words, tokens_of, whole_number
 from verl.tracking.files import Json, Row, is_number
 from verl.tracking.pictures import FOLDER as IMAGES
 from verl.tracking.pictures import stored_images
@@ -305,7 +306,6 @@ def sample_context(at: Place, line: int) -> Row | None:
         "line": line,
         "summary": summary,
         "tokens": tokens,
-        "turns": turns_of(row, tokens),
         "prompt_tokens": tokens_of(row, at.run.tokens, "prompt"),
         "parts": _parts(row),
         "images": _images(at, row),
@@ -319,16 +319,6 @@ def sample_context(at: Place, line: int) -> Row | None:
         "before": f"{at.path}/s/{siblings[place - 1]['line']}" if place else None,
         "after": f"{at.path}/s/{siblings[place + 1]['line']}" if place + 1 < len(siblings) else None,
     }
-
-
-def turns_of(row: Mapping[str, object], tokens: Tokens | None) -> list[dict[str, object]]:
-    """The response as turns: {source, first, texts} of the policy and the environment in turn."""
-    if tokens is None:
-        return []
-    return [
-        {"source": source, "first": first, "texts": tokens.texts[first : first + count], "count": count}
-        for first, count, source in tokens.turns
-    ]
 
 
 def _facts(row: Mapping[str, object]) -> dict[str, object]:
@@ -363,14 +353,8 @@ def plan_bars(planned: Json | None, measured: Json | None) -> dict[str, object] 
     if planned is None or measured is None:
         return None
     sides = {"planned": planned, "measured": measured}
-    scale = 1000 / max(*(row["seconds"] for row in sides.values()), 1e-9)
-    bars = []
-    for name, row in sides.items():
-        left, parts = 0.0, []
-        for phase, seconds in row["phases"].items():
-            parts.append((phase, left, seconds * scale, seconds))
-            left += seconds * scale
-        bars.append((name, row["seconds"], parts))
+    scale = max(*(row["seconds"] for row in sides.values()), 1e-9)
+    bars = [(name, row["seconds"], parts_of_bar(row["phases"], scale)) for name, row in sides.items()]
     phases = dict.fromkeys([*measured["phases"], *planned["phases"]])
     rows = [(phase, *(row["phases"].get(phase) for row in sides.values())) for phase in phases]
     roles = dict.fromkeys([*measured["roles"], *planned["roles"]])

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from verl.config import DataConfig
     from verl.data.check import RowsReport
     from verl.data.conversations.dataset import ConversationDataset
+    from verl.data.dataset import PromptRows
 
 
 def check_conversations(subject: Subject) -> Iterator[Line]:
@@ -88,33 +89,30 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
         unit = f"prompts x {subject.config.actor_rollout_ref.rollout.n} samples"
         yield steps_line(subject, train.num_rows - left_out, unit)
     if subject.config.distillation.enabled and subject.data.train is not None and subject.data.ok:
-        yield _teachers(subject, scored)
+        yield _teachers(subject)
 
 
-def _teachers(subject: Subject, scored: bool) -> Line:
-    from verl.agents.agents import known_loops
-    from verl.data.dataset import load_dataset
+def _teachers(subject: Subject) -> Line:
     from verl.programs.distillation import check_teachers
-    from verl.programs.specs import rollout_spec
 
-    data, loops = subject.config.data, known_loops(rollout_spec(subject.config).agents)
-    rows = load_dataset(
-        data.train_files,
-        subject.tokenizer,
-        data,
-        max_samples=data.train_max_samples,
-        agents=loops,
-        scored=scored,
-        checked=True,
-    )
+    data = subject.config.data
+    rows = _load(subject, data.train_files, data.train_max_samples, checked=True)
     check_teachers(subject.config, subject.tokenizer, rows)
     return passed("every row has its teacher and the columns that distillation reads")
 
 
-def check_template(subject: Subject) -> Iterator[Line]:
-    """The first training prompt as the model reads it."""
+def _load(subject: Subject, files: Any, max_samples: int, *, checked: bool) -> PromptRows:
     from verl.config.active_keys import uses_rewards
     from verl.data.dataset import load_dataset
+
+    scored = uses_rewards(subject.config)
+    return load_dataset(
+        files, subject.tokenizer, subject.config.data, max_samples=max_samples, scored=scored, checked=checked
+    )
+
+
+def check_template(subject: Subject) -> Iterator[Line]:
+    """The first training prompt as the model reads it."""
     from verl.data.prompts import PromptEncoder
     from verl.programs.ppo_data import tokenizer_notices
 
@@ -122,9 +120,7 @@ def check_template(subject: Subject) -> Iterator[Line]:
     if subject.tokenizer is None or subject.data is None or not subject.data.ok or not files:
         yield skip("not checked without usable rows")
         return
-    rows = load_dataset(
-        files, subject.tokenizer, subject.config.data, max_samples=1, scored=uses_rewards(subject.config)
-    )
+    rows = _load(subject, files, 1, checked=False)
     row, encoder = rows[0], PromptEncoder(subject.tokenizer, subject.config.data)
     ids = encoder.encode_row(rows.prompt(row), rows.place(0), rows.images(row)).ids
     text = subject.tokenizer.decode(ids)
@@ -164,17 +160,15 @@ def check_reward(subject: Subject) -> Iterator[Line]:
 
 
 def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
-    from verl.config.active_keys import uses_rewards
-    from verl.data.dataset import load_dataset
     from verl.data.schema import UNSCORED
 
-    config, scored = subject.config.data, uses_rewards(subject.config)
+    config = subject.config.data
     for files, most in ((config.train_files, config.train_max_samples), (config.val_files, config.val_max_samples)):
         if files:
-            rows = load_dataset(files, subject.tokenizer, config, max_samples=most, scored=scored, checked=True)
+            rows = _load(subject, files, most, checked=True)
             for number in range(len(rows)):
                 row = rows[number]
-                if scored or row["reward_model"] != UNSCORED:
+                if rows.scored or row["reward_model"] != UNSCORED:
                     yield {**row, "data_source": row[config.reward_fn_key]}
 
 

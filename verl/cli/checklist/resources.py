@@ -21,11 +21,18 @@ from verl.config.roots.preference import has_reference_role
 from verl.config.sections.actor import ActorConfig
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 from verl.parallel.memory import available_memory, memory_limit
-from verl.planner.memory import WEIGHT, ParallelLayout, kv_bytes_per_token, memory, recorded_activations
+from verl.planner.memory import (
+    FLOAT32,
+    WEIGHT,
+    ParallelLayout,
+    kv_bytes_per_token,
+    memory,
+    optimizer_bytes,
+    recorded_activations,
+)
 from verl.planner.request import reused_bytes
 from verl.planner.shapes import ModelShape
 
-FLOAT32 = 4
 ADAM_STATES = 2 * FLOAT32
 # a Python process with PyTorch and transformers; a reward worker with its scorers
 PROCESS_BYTES = 700_000_000
@@ -37,10 +44,8 @@ _TIGHT = 0.8  # share of the free memory above which the estimate may be too low
 
 
 def trained_bytes(num_parameters: int, width: int) -> int:
-    """Bytes of weights, float32 gradients and AdamW's two states, and of float32 masters where `width` (bytes of a
-    weight in computation) is below 4."""
-    masters = FLOAT32 if width < FLOAT32 else 0
-    return num_parameters * (width + masters + FLOAT32 + ADAM_STATES)
+    """Bytes of weights of `width` bytes, float32 gradients, and what AdamW keeps."""
+    return num_parameters * (width + FLOAT32 + optimizer_bytes(width))
 
 
 def host_bytes(engine: FSDPConfig, num_parameters: int, width: int) -> int:
