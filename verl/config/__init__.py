@@ -14,44 +14,26 @@ from verl.config.roots import (
     GivenRowsConfig,
     PPOConfig,
     PreferenceConfig,
-    RMConfig,
     RunConfig,
     SFTConfig,
     full_key,
     schema_of,
 )
-from verl.config.roots.ppo import ActorRolloutRefConfig
-from verl.config.schema import Problem, Schema
-from verl.config.sections.actor import ActorConfig, CheckpointConfig, CriticConfig, PolicyLossConfig, RefConfig
-from verl.config.sections.algorithm import (
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KLCtrlConfig,
-    PFPPOConfig,
-    RolloutCorrectionConfig,
-)
-from verl.config.sections.data import CustomClassConfig, DataConfig, PreferenceDataConfig, SFTDataConfig, TextDataConfig
-from verl.config.sections.fsdp import FSDPConfig, MixedPrecisionConfig, SFTEngineConfig
+from verl.config.schema import Schema
+from verl.config.sections.actor import ActorConfig, CheckpointConfig, CriticConfig, PolicyLossConfig
+from verl.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from verl.config.sections.data import DataConfig
+from verl.config.sections.fsdp import FSDPConfig
 from verl.config.sections.model import ModelConfig, OptimConfig, SFTModelConfig
 from verl.config.sections.reward import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig, RewardModelConfig
-from verl.config.sections.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
-from verl.config.sections.trainer import (
-    GuardsConfig,
-    PPOTrainerConfig,
-    RayKwargsConfig,
-    SFTTrainerConfig,
-    StepGuardsConfig,
-    TrainerConfig,
-)
+from verl.config.sections.rollout import RolloutConfig
+from verl.config.sections.trainer import RayKwargsConfig, StepGuardsConfig, TrainerConfig
 
 __all__ = [
-    "PPO", "PREFERENCE", "RM", "SCHEMAS", "SFT", "ActorConfig", "ActorRolloutRefConfig", "AgentConfig",
-    "AlgorithmConfig", "CheckpointConfig", "CriticConfig", "CustomClassConfig", "CustomRewardFunctionConfig",
-    "DataConfig", "FSDPConfig", "FilterGroupsConfig", "GivenRowsConfig", "GuardsConfig", "KLCtrlConfig",
-    "LoadedConfig", "MixedPrecisionConfig", "ModelConfig", "MultiTurnConfig", "OptimConfig", "PFPPOConfig",
-    "PPOConfig", "PPOTrainerConfig", "PolicyLossConfig", "PreferenceConfig", "PreferenceDataConfig", "Problem",
-    "RMConfig", "RayKwargsConfig", "RefConfig", "RewardConfig", "RewardManagerConfig", "RewardModelConfig",
-    "RolloutConfig", "RolloutCorrectionConfig", "RunConfig", "SFTConfig", "SFTDataConfig", "SFTEngineConfig",
-    "SFTModelConfig", "SFTTrainerConfig", "Schema", "StepGuardsConfig", "TextDataConfig", "TrainerConfig",
-    "ValKwargsConfig", "full_key", "load_config", "schema_of",
+    "PPO", "PREFERENCE", "RM", "SCHEMAS", "SFT", "ActorConfig", "AlgorithmConfig", "CheckpointConfig",
+    "CriticConfig", "CustomRewardFunctionConfig", "DataConfig", "FSDPConfig", "GivenRowsConfig", "LoadedConfig",
+    "ModelConfig", "OptimConfig", "PPOConfig", "PolicyLossConfig", "PreferenceConfig", "RayKwargsConfig",
+    "RewardConfig", "RewardManagerConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig",
+    "RunConfig", "SFTConfig", "SFTModelConfig", "Schema", "StepGuardsConfig", "TrainerConfig", "full_key",
+    "load_config", "schema_of",
 ]  # fmt: skip

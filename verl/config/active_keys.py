@@ -159,13 +159,6 @@ def _judge(*engines: str) -> Condition:
     )
 
 
-CRITIC = Condition(
-    lambda root, node: uses_critic(root),
-    "no critic is trained with this algorithm.adv_estimator",
-    "set algorithm.adv_estimator=gae",
-)
-
-
 def uses_reference_policy(root: PPOConfig | PreferenceConfig) -> bool:
     """Whether a chosen loss compares with a reference."""
     return any(PREFERENCE_LOSSES.may_read(name, *REFERENCE_COLUMNS) for name in root.preference.losses)
@@ -232,12 +225,11 @@ PPO_CONDITIONS: dict[str, Condition] = {
     "has_class_path": Condition(
         lambda root, node: node.class_path is not None, "no class_path is set with it", "set class_path as well"
     ),
-    "online": Condition(
-        lambda root, node: learns_from_pairs(root),
-        "algorithm.program is not online_dpo",
-        "set algorithm.program=online_dpo",
+    "critic": Condition(
+        lambda root, node: uses_critic(root),
+        "no critic is trained with this algorithm.adv_estimator",
+        "set algorithm.adv_estimator=gae",
     ),
-    "critic": CRITIC,
     "rejection": Condition(
         lambda root, node: root.algorithm.program != "ppo",
         "algorithm.program=ppo trains on all samples by their advantages",

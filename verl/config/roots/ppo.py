@@ -19,6 +19,8 @@ from verl.config.sections.reward import RewardConfig
 from verl.config.sections.rollout import RolloutConfig
 from verl.config.sections.trainer import GlobalProfilerConfig, PPOTrainerConfig, RayKwargsConfig
 
+_ONLINE = "algorithm.program=online_dpo"
+
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig(Section):
@@ -43,9 +45,9 @@ class PPOConfig(Section):
     distillation: DistillationConfig = section(
         DistillationConfig, "learning from a teacher", when="distillation.enabled"
     )
-    online: OnlineConfig = section(OnlineConfig, "pairs of online preference optimization", when="online")
+    online: OnlineConfig = section(OnlineConfig, "pairs of online preference optimization", when=_ONLINE)
     preference: PreferenceLossConfig = section(
-        PreferenceLossConfig, "the loss of online preference optimization", when="online"
+        PreferenceLossConfig, "the loss of online preference optimization", when=_ONLINE
     )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "length, logging, saving, devices")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
