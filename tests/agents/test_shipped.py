@@ -3,11 +3,10 @@
 import asyncio
 import json
 import ssl
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from tests.rollout.service import running
 from verl.agents import games
 from verl.agents.gsm8k import Gsm8kInteraction, Gsm8kTool
 from verl.agents.search import SearchTool
@@ -49,34 +48,15 @@ def test_search_in_a_file(tmp_path):
 
 
 def test_search_by_a_service(monkeypatch):
-    asked, read = [], []
-    create = ssl.create_default_context
+    read, create = [], ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", lambda **places: read.append(places) or create(**places))
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(body)
-            result = [[{"document": {"contents": text}, "score": 1.0} for text in DOCUMENTS[: body["topk"]]]]
-            payload = json.dumps({"result": result}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(payload)
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        tool = SearchTool({"retrieval_service_url": f"http://127.0.0.1:{server.server_port}/retrieve", "topk": 2})
+    result = [{"document": {"contents": text}, "score": 1.0} for text in DOCUMENTS[:2]]
+    with running({"/retrieve": {"result": [result]}}) as service:
+        tool = SearchTool({"retrieval_service_url": f"{service.url}/retrieve", "topk": 2})
         for _ in range(2):
             response, _, _ = asyncio.run(tool.execute("", {"query_list": ["capitals"]}))
-    finally:
-        server.shutdown()
-        server.server_close()
     assert "Doc 2: Rome" in response.text
-    assert asked == 2 * [{"queries": ["capitals"], "topk": 2, "return_scores": True}]
+    assert service.bodies("/retrieve") == 2 * [{"queries": ["capitals"], "topk": 2, "return_scores": True}]
     assert len(read) <= 1, "a process reads its certificates once"
 
 
