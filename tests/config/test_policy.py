@@ -53,7 +53,7 @@ REASONS = (
     "is not available in this version", "is not read: ", "has no effect: ", "must be", "must lie", "is not one of", "needs",
     "is not an existing folder", "is no folder", "is smaller than", "but there a",
 )  # fmt: skip
-CONDITION_REASONS = {PPO.condition(name).because for leaf in PPO.leaves.values() for name, _ in leaf.conditions}
+CONDITION_REASONS = {PPO.condition(*condition).because for leaf in PPO.leaves.values() for condition in leaf.conditions}
 
 
 def path_of(key):
