@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.log_probs import TokenStats, token_log_probs
+from verl.models.log_probs import OPTIONAL, TokenStats, token_log_probs
 
 CASES = [
     pytest.param({}, id="plain"),
@@ -76,22 +76,9 @@ def test_equals_full_logits_with_gradients(options, chunk, fused_head, by_kernel
 def test_whole_logits_have_every_statistic_of_chunks(options):
     options = dict(options)
     hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
-    wants = {f"want_{name}": True for name in ("entropy", "sum_pi_squared", "correct", "mean_logit")}
-    candidates = torch.stack([targets, (targets + 1) % len(weight)], 1)
+    options |= {"candidates": torch.stack([targets, (targets + 1) % len(weight)], 1), "top": 3, "chunk_tokens": 4}
     whole, chunks = (
-        token_log_probs(
-            hidden,
-            weight,
-            targets,
-            1.7,
-            bias=bias,
-            candidates=candidates,
-            top=3,
-            chunk_tokens=4,
-            fused=fused,
-            **wants,
-            **options,
-        )
+        token_log_probs(hidden, weight, targets, 1.7, bias=bias, fused=fused, optional=OPTIONAL, **options)
         for fused in (False, True)
     )
     for field in dataclasses.fields(TokenStats):

@@ -158,7 +158,7 @@ def test_a_program_of_another_kind():
         console.validation(1, {"train/loss": 2.0})
         console.final(summary(results=(Result("loss", "held-out loss", 2.5, 2.25),)))
     assert out.getvalue().splitlines() == [
-        "step=1/1 loss=2.5000 lr=2e-05 tokens_per_s=900 left=0.0 s",
+        "step=1/1 loss=2.5000 lr=2e-05 tokens_per_s=900 left=0 s",
         "validation step=1 loss=2.250 token_accuracy=0.500",
         "held-out loss: 2.500 -> 2.250",
         "2 steps in 3 min 20 s, 25 tokens/s on cpu",

@@ -220,8 +220,8 @@ def _walk(
         if isinstance(value, Section):
             yield from _walk(value, path + ".", own, key.sizing or sizing, key.strict or strict)
         else:
-            free = str(f.type).startswith("dict[")
-            yield Leaf(path, value, key, key.inert, own, key.sizing or sizing, key.strict or strict, free, type(node))
+            free, refused = str(f.type).startswith("dict["), key.strict or (strict if own else "")
+            yield Leaf(path, value, key, key.inert, own, key.sizing or sizing, refused, free, type(node))
 
 
 def _sections(node: Any, prefix: str) -> Iterator[tuple[str, str, Section]]:
