@@ -30,7 +30,7 @@ def test_home_has_kind_model_start_and_duration(site):
     assert ">grpo<" in rows["one"]
     assert ">sft<" in rows["tuned"]
     assert ">Small-1B<" in rows["tuned"]
-    assert 'data-value="4.0">4 s<' in rows["one"]  # two steps of two seconds
+    assert 'data-value="4.0">4.0 s<' in rows["one"]  # two steps of two seconds
     assert "<polyline points=" in rows["one"]
 
 

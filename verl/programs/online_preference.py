@@ -26,11 +26,11 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.programs.ppo import PPO
 from verl.programs.ppo_program import curves_of
+from verl.programs.ppo_roles import mini_batches
 from verl.programs.preference import completion_log_probs
 from verl.roles.api import RoleSpecs
 from verl.roles.guards import SkipBatch, StepBatch
 from verl.roles.objectives.preference import PreferenceObjective
-from verl.roles.updates import MiniBatchSchedule
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +53,9 @@ class OnlinePreference(PPO):
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
         """See Program: the roles of PPO without a critic; the actor learns from pairs."""
         specs, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
-        schedule = MiniBatchSchedule(
-            size=2 * actor.ppo_mini_batch_size,
-            epochs=actor.ppo_epochs,
-            shuffle=actor.shuffle,
-            seed=actor.data_loader_seed,
-        )
         # likelihoods are the model's, without the sampling temperature
         changes: dict[str, dict[str, Any]] = {
-            "actor": {"objective": partial(PreferenceObjective, config.preference), "schedule": schedule},
+            "actor": {"objective": partial(PreferenceObjective, config.preference), "schedule": mini_batches(actor, 2)},
             "reference": {"follows": "actor" if config.online.sync_steps else None},
         }
         return replace(

@@ -149,7 +149,7 @@ def _actor(config: PPOConfig) -> RoleSpec:
         micro=micro_batching(actor, "ppo_"),
         forward_micro=micro_batching(group.rollout, "log_prob_"),
         temperature=group.rollout.temperature or 1.0,
-        schedule=_schedule(config, actor, rows_with_advantage if skips else all_rows),
+        schedule=mini_batches(actor, config.actor_rollout_ref.rollout.n, rows_with_advantage if skips else all_rows),
         checkpoint=actor.checkpoint,
         checkpoints_to_keep=config.trainer.max_actor_ckpt_to_keep,
         guards=config.trainer.guards,
@@ -232,7 +232,7 @@ def _critic(config: PPOConfig) -> RoleSpec:
         forward_micro=MicroBatching(max_tokens=critic.forward_max_token_len_per_gpu)
         if by_tokens
         else MicroBatching(max_rows=rows),
-        schedule=_schedule(config, critic),
+        schedule=mini_batches(critic, config.actor_rollout_ref.rollout.n),
         checkpoint=critic.checkpoint,
         checkpoints_to_keep=config.trainer.max_critic_ckpt_to_keep,
         guards=config.trainer.guards,
@@ -240,9 +240,10 @@ def _critic(config: PPOConfig) -> RoleSpec:
     )
 
 
-def _schedule(config: PPOConfig, section: ActorConfig | CriticConfig, needed: Any = None) -> MiniBatchSchedule:
+def mini_batches(section: ActorConfig | CriticConfig, per_prompt: int, needed: Any = None) -> MiniBatchSchedule:
+    """Of the prompts of `section`, each with `per_prompt` samples."""
     return MiniBatchSchedule(
-        size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        size=section.ppo_mini_batch_size * per_prompt,
         epochs=section.ppo_epochs,
         shuffle=section.shuffle,
         seed=section.data_loader_seed,

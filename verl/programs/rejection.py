@@ -31,10 +31,10 @@ from verl.programs.api import RunContext
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_program import curves_of
+from verl.programs.ppo_roles import mini_batches
 from verl.roles.api import Roles, RoleSpecs
 from verl.roles.guards import RollBack, SkipBatch, StepBatch
 from verl.roles.objectives.nll import TokenObjective
-from verl.roles.updates import MiniBatchSchedule
 from verl.tracking.files import append_rows, truncate_rows
 
 log = logging.getLogger(__name__)
@@ -62,12 +62,7 @@ class RejectionSampling(PPO):
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
         """See Program: the roles of PPO without critic and reference, and an actor that fine-tunes."""
         specs, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
-        schedule = MiniBatchSchedule(
-            size=actor.ppo_mini_batch_size * config.rejection.keep,
-            epochs=actor.ppo_epochs,
-            shuffle=actor.shuffle,
-            seed=actor.data_loader_seed,
-        )
+        schedule = mini_batches(actor, config.rejection.keep)
         # likelihoods are the model's, without the sampling temperature
         trained = partial(replace, objective=partial(TokenObjective, "nll"), schedule=schedule, temperature=1.0)
         return replace(specs, models=tuple(map(trained, specs.models)))
