@@ -163,7 +163,7 @@ def test_same_tokenizer_reads_the_tokens_of_the_policy(tmp_path):
     assert scores.dtype == torch.float32
 
 
-def test_another_tokenizer_reads_the_conversation(tmp_path):
+def test_another_tokenizer_reads_the_conversation(tmp_path, caplog):
     path = make_classifier(tmp_path)
     policy = load_tokenizer(path)
     policy.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -175,6 +175,10 @@ def test_another_tokenizer_reads_the_conversation(tmp_path):
     ]
     expected = theirs(path, [worker.tokenizer(t)["input_ids"] for t in texts])
     torch.testing.assert_close(worker.score(batch).batch["reward_model_score"], expected, rtol=1e-4, atol=1e-5)
+    assert "several turns" not in caplog.text
+    batch.batch["response_mask"][0, 1] = False  # answered by a tool
+    worker.score(batch)
+    assert "an episode of several turns as one message" in caplog.text
 
 
 @pytest.mark.parametrize("is_policy_template", [True, False])
@@ -331,8 +335,9 @@ def test_a_judge_grades_by_a_rubric_and_keeps_its_replies(monkeypatch, tmp_path)
         "- {name: length, question: long, weight: 3}\n- {name: tone, question: kind}\n"
     )
     asked = scripted(monkeypatch, lambda q: "8" if "kind" in q else str(len(q)))
+    (tmp_path / "config.json").write_text("{}")  # of the judge
     config = settings(
-        "judge", judge_template="{criterion}:{response}", rubric=str(tmp_path / "rubric.yaml"),
+        str(tmp_path), judge_template="{criterion}:{response}", rubric=str(tmp_path / "rubric.yaml"),
         reply_cache=str(tmp_path / "replies.jsonl"),
     )  # fmt: skip
     first, again = (
@@ -340,6 +345,9 @@ def test_a_judge_grades_by_a_rubric_and_keeps_its_replies(monkeypatch, tmp_path)
     )
     assert first == again
     assert len(asked) == 12
+    (tmp_path / "config.json").write_text("{ }")
+    replies_of(build_reward_model(config, TOKENIZER, torch.device("cpu")), list("abcdef"))
+    assert len(asked) == 24  # another judge
     assert first[0] == f"judge/length: {len('long:four'):.4f}\njudge/tone: 8.0000\nScore: {(3 * 9 + 8) / 4:.4f}"
     with pytest.raises(ConfigError, match=r"no place \{criterion\}"):
         read_template("{response}", has_rubric=True)

@@ -30,6 +30,7 @@ from verl.roles.verdicts import (
     CachedReplies,
     Criterion,
     compare_pairs,
+    name_of_judge,
     read_rubric,
     rubric_scores,
     verdict_metrics,
@@ -70,8 +71,8 @@ def label(options: argparse.Namespace) -> list[str]:
     try:
         ask: Ask = judge.replies
         if options.cache is not None:
-            settings = f"{options.model or options.judge}, {options.max_reply_tokens} tokens"
-            ask = CachedReplies(judge.replies, Path(options.cache), settings)
+            name = name_of_judge(options.model or options.judge, options.max_reply_tokens)
+            ask = CachedReplies(judge.replies, Path(options.cache), name)
         if rubric is None:
             gaps, lines = compared(ask, template, candidates, ends_only=options.pairs == "first_last")
         else:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +31,9 @@ from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
 from verl.regular_files import read_user_text
 from verl.roles.judges import Judge, build_judge
-from verl.roles.verdicts import CachedReplies, compare_pairs, fill, read_rubric, rubric_scores
+from verl.roles.verdicts import CachedReplies, compare_pairs, fill, name_of_judge, read_rubric, rubric_scores
+
+log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
 
@@ -108,6 +111,7 @@ class RewardModelWorker:
         settings = RMDataConfig(max_length=None, ignore_input_ids_mismatch=True)
         self.encoder = ConversationEncoder(tokenizer, settings, stops, checks=False)
         self.left_out = stops if scores_steps else frozenset()
+        self._has_warned = False
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid", *MEDIA_COLUMNS))
     def score(self, batch: DataProto) -> DataProto:
@@ -158,7 +162,14 @@ class RewardModelWorker:
         """Nothing to end."""
 
     def _conversations(self, batch: DataProto) -> list[tuple[int, ...]]:
-        sequences = []
+        sequences, mask = [], batch.batch["response_mask"].bool()
+        answered = batch.batch["attention_mask"][:, -mask.shape[1] :].bool() & ~mask
+        if (mask.any(dim=1) & answered.any(dim=1)).any() and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "The reward model reads an episode of several turns as one message of the assistant, since its tokenizer or "
+                "chat template differs from the policy's. Train it from the policy's model."
+            )
         for messages, response in zip(
             batch.non_tensor_batch["raw_prompt"], responses(batch, self.policy_tokenizer), strict=True
         ):
@@ -178,7 +189,7 @@ class JudgeWorker:
         self.rubric = None if config.rubric is None else read_rubric(config.rubric)
         self.ask = self._ask
         if config.reply_cache is not None:
-            name = f"{config.model_path or config.rollout.service.served_model_name}, {self.max_reply_tokens} tokens"
+            name = name_of_judge(config.model_path or config.rollout.service.served_model_name, self.max_reply_tokens)
             self.ask = CachedReplies(self._ask, Path(config.reply_cache).expanduser(), name)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "reward_model", "uid"))

@@ -18,6 +18,7 @@ from pathlib import Path
 from verl.config.sources import read_limited
 from verl.errors import ConfigError
 from verl.foreign_text import clean, quoted
+from verl.models.content import digest_of_files
 from verl.rewards.model_score import grade_of
 from verl.tracking.files import append_rows, has, is_text, read_json_rows
 
@@ -53,6 +54,7 @@ _PLACES = re.compile(r"\{(prompt|response|ground_truth|first|second|criterion)\}
 _MARKED = re.compile(r"\[\[\s*(A|B|C|tie)\s*\]\]", re.IGNORECASE)
 _NAMED = re.compile(r"\b(A|B|C|TIE|Tie|tie)\b")
 _MAX_WEIGHT, _MAX_NAME = 1e6, 100  # of a criterion
+_READ = (".safetensors", ".json", ".jinja")  # files of a model folder
 _MEANINGS = {"A": 1, "B": -1, "C": 0, "TIE": 0}
 
 
@@ -81,6 +83,13 @@ class CachedReplies:
 
     def _digest(self, question: str) -> str:
         return hashlib.blake2b(json.dumps([self.judge, question]).encode(), digest_size=16).hexdigest()
+
+
+def name_of_judge(model: str | None, max_tokens: int) -> str:
+    """The name of a judge for CachedReplies: a model folder by the content of its files, which training may change."""
+    folder = Path(model or "").expanduser()
+    files = sorted(file for file in folder.glob("*.*") if file.suffix in _READ) if model else []
+    return f"{digest_of_files(files) if files else model}, {max_tokens} tokens"
 
 
 @dataclass(frozen=True)
