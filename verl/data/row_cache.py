@@ -28,7 +28,7 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.models.content import digest_of_text
 from verl.regular_files import whole_file
 
-FORMAT = 2  # of the cached files, and of the checks behind them
+FORMAT = 3  # of the cached files, and of the checks behind them
 _UNUSED_S = 30 * 86400.0
 _CLAIM_S = 3600.0
 _ALIGNED = 8  # bytes

@@ -37,6 +37,12 @@ TEMPLATES = {
         ),
         ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],
     ),
+    "the next turn is the end": (  # GLM
+        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        ("<|system|>", "<|assistant|>", "<|user|>"),
+        ["<|user|>"],
+    ),
     "text behind the end": (
         FAMILIES["chatml"][0].replace("<|im_end|>\n", "<|im_end|> ~~\n"),
         ("<|im_end|>",),
@@ -112,9 +118,10 @@ def setup(name):
 def generated(tokenizer, stops, content):
     """The turn that sampling would return, from the template's own rendering: all up to the first token that ends it."""
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
-    whole = tokenizer.apply_chat_template([*QUESTION, {"role": "assistant", "content": content}], return_dict=False)
+    turns = [*QUESTION, {"role": "assistant", "content": content}]
+    whole, longer = (tokenizer.apply_chat_template(m, return_dict=False) for m in (turns, turns + QUESTION))
     assert whole[: len(prompt)] == prompt
-    answer = whole[len(prompt) :]
+    answer = (longer if set(stops).isdisjoint(whole[len(prompt) :]) else whole)[len(prompt) :]
     return prompt, answer[: 1 + min(answer.index(stop) for stop in stops if stop in answer)]
 
 

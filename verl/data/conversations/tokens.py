@@ -172,6 +172,8 @@ class _Row:
             if self.checks is not None and isinstance(self.example.prompt, str):
                 self.checks.check_text(turn.whole, self.place, add_special_tokens=True)
             trained = self._trained(turn, context, answer)
+            if all(trained) and (end := self._end_behind(turn, answer)) is not None:
+                answer, trained = [*answer, end], [*trained, True]
             num_behind = 0 if self.loss_on == "all" else self.ends.num_behind(answer)
             joined.add(context, answer, trained, num_behind)
         return self.images.attached(joined.sequences())
@@ -315,6 +317,13 @@ class _Row:
             if GENERATION_MARKER.search(self.tokenizer.get_chat_template(None, self.example.tools)):
                 trained = self._marked(turn, context, answer)
         return [mark and number < end for number, mark in enumerate(trained)]
+
+    def _end_behind(self, turn: _Turn, answer: list[int]) -> int | None:
+        """The token that ends a turn without one, where the template writes it as the beginning of the next message (GLM)."""
+        if turn.message is None or not self.ends.stops.isdisjoint(answer):
+            return None
+        own, *following = self.messages[turn.message :]
+        return self.ends.of_next(following[0]["role"] if following else "tool" if own.get("tool_calls") else "user")
 
     def _marked(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """The tokens of the answer that the template's `{% generation %}` markers enclose."""

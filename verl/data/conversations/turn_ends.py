@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from verl.data.prompts import encode_text, render_chat
+from verl.data.schema import Messages
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
@@ -29,6 +30,7 @@ class TurnEnds:
         self.stops = frozenset(([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         numbers = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        self._of_next: dict[str, int | None] = {}  # by role
         self.special = dict(zip(numbers, tokenizer.convert_ids_to_tokens(list(numbers)), strict=True))
 
     @cached_property
@@ -63,6 +65,14 @@ class TurnEnds:
             raise DataError(f"{place}: the tokenizer has no end-of-sequence token to end the text with; give it one.")
         return int(token_id)
 
+    def of_next(self, role: str) -> int | None:
+        """The token that ends generation with which a template that ends no turn begins a message of `role`, if it does."""
+        if self._token_of_chat is None and role not in self._of_next:
+            turns = [("user", "x"), ("assistant", MARK), (role, "x")]
+            ids = self._ids_behind([{"role": speaker, "content": text} for speaker, text in turns])
+            self._of_next[role] = ids[0] if ids and ids[0] in self.stops else None
+        return self._of_next.get(role)
+
     @property
     def padding(self) -> int | None:
         """A special token that ends no row, the tokenizer's padding if possible (None: there is no such token)."""
@@ -72,13 +82,16 @@ class TurnEnds:
 
     @cached_property
     def _token_of_chat(self) -> int | None:
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
+        ids = self._ids_behind([{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}])
+        return next((token for kind in (self.stops, self.special) for token in ids if token in kind), None)
+
+    def _ids_behind(self, messages: Messages) -> list[int]:
+        """Tokens of the rendering behind MARK; none where the template refuses the messages."""
         try:
             text = render_chat(self.tokenizer, messages, "a turn")
         except DataError:
-            return None
-        ids = encode_text(self.tokenizer, text.rpartition(MARK)[2], "a turn", add_special_tokens=False)
-        return next((token for kind in (self.stops, self.special) for token in ids if token in kind), None)
+            return []
+        return encode_text(self.tokenizer, text.rpartition(MARK)[2], "a turn", add_special_tokens=False)
 
     def _is_blank(self, token: int) -> bool:
         text = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
