@@ -72,9 +72,9 @@ class _Dropped:
 class EventLoop:
     """An event loop on its own thread, which ends with the process."""
 
-    def __init__(self, name: str = "episodes"):
+    def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self.thread.start()
 
     def start(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:

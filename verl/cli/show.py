@@ -176,12 +176,12 @@ def _show_curves(curves: Sequence[Curve], console: Console) -> None:
     console.print(table)
 
 
-def sparkline(points: Sequence[float], width: int = _CURVE_WIDTH) -> str:
-    """At most `width` characters, each the mean of its share of the points, from the lowest block to the highest."""
+def sparkline(points: Sequence[float]) -> str:
+    """At most `_CURVE_WIDTH` characters, each the mean of its share of the points, from the lowest block to the highest."""
     finite = [p for p in points if p == p and abs(p) != float("inf")]
     if not finite:
         return ""
-    count = min(width, len(finite))
+    count = min(_CURVE_WIDTH, len(finite))
     edges = [round(i * len(finite) / count) for i in range(count + 1)]
     # of halves: neither a sum nor the difference of two means overflows
     means = [sum(p / 2 / (b - a) for p in finite[a:b]) for a, b in itertools.pairwise(edges)]

@@ -155,7 +155,7 @@ class LoRASpec:
         }
 
 
-def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype, seed: int = 0) -> list[str]:
+def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype) -> list[str]:
     """Freeze `module` and put adapters of `dtype` on its linear layers; returns the names of the adapted ones.
 
     A value head and the modules of `spec.others` stay trainable, the latter in `dtype`. Raises ConfigError as
@@ -163,7 +163,7 @@ def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype, seed: int = 0)
     """
     module.requires_grad_(False)
     chosen, whole = adapted_layers(module, spec), whole_modules(module, spec)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     kind = DoRALinear if spec.dora else LoRALinear
     for name in chosen:
         module.set_submodule(name, kind(module.get_submodule(name), spec.rank, spec.scale, generator, dtype))

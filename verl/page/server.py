@@ -70,11 +70,11 @@ def reload_prometheus(port: int) -> bool:
         return False
 
 
-def write_scrape_config(file: Path, host: str, port: int, token: str, interval_s: int = 10) -> None:
+def write_scrape_config(file: Path, host: str, port: int, token: str) -> None:
     """Write a settings file of Prometheus that scrapes the page. Only the user can read it: it holds the token."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = (
-        f"global:\n  scrape_interval: {interval_s}s\nscrape_configs:\n  - job_name: verl\n    authorization:\n"
+        f"global:\n  scrape_interval: 10s\nscrape_configs:\n  - job_name: verl\n    authorization:\n"
         f"      credentials: {token}\n    static_configs:\n      - targets: ['{host}:{port}']\n"
     )
     file.touch(mode=0o600)

@@ -146,9 +146,10 @@ def _recent(run: RunReader, files: Sequence[sqlite3.Row]) -> list[dict[str, obje
     return steps
 
 
-def polyline(values: Sequence[float], num: int = 60) -> str:
-    """The points of a sparkline, 100 wide and 20 high: the last value of each of `num` parts of the curve."""
-    ends = [values[(i + 1) * len(values) // num - 1] for i in range(num)] if len(values) > num else list(values)
+def polyline(values: Sequence[float]) -> str:
+    """The points of a sparkline, 100 wide and 20 high: the last value of each of at most 60 parts of the curve."""
+    num = min(len(values), 60)
+    ends = [values[(i + 1) * len(values) // num - 1] for i in range(num)]
     low, high = min(ends, default=0.0), max(ends, default=0.0)
     room = (high - low) or 1.0
     return " ".join(

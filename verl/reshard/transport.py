@@ -1,7 +1,7 @@
 """Execution of a transfer plan: messages of bounded size, or writes into shared memory, both verified by digests.
 
     transport = PeerToPeer(tensors, training, rollout, plan, dtype=torch.bfloat16, device=device, staging_bytes=64 << 20)
-    transport(held, wanted)         # every rank of the group, at the same time
+    transport(held, wanted)         # every rank of the run, at the same time
 
 Senders cast before they send. Between ranks of one host with shared memory, a value is cast once and written into every place
 that needs it. Elsewhere moves travel in buckets: during the transfer of one, the next is cast and the last one unpacked.
@@ -43,12 +43,12 @@ class _Flight(NamedTuple):
 
 
 class PeerToPeer:
-    """Sends and receives of one rank. Every rank of `group` constructs it with the same arguments.
+    """Sends and receives of one rank. Every rank of the run constructs it with the same arguments.
 
     `dtype` is the rollout's; every Tensor.itemsize is its size. `staging_bytes` bounds the buffers on this rank, and
     `peak_staging_bytes` is the largest use. `num_sent_bytes` counts bytes sent in messages or through memory. Waits end with
-    the timeout of `group` (default: the whole run's). Ranks whose rollout weights are in `memory` get no messages from ranks
-    that can write it.
+    the timeout of the whole run's group. Ranks whose rollout weights are in `memory` get no messages from ranks that can
+    write it.
     """
 
     def __init__(
@@ -62,11 +62,10 @@ class PeerToPeer:
         device: torch.device,
         staging_bytes: int,
         memory: HostMemory | None = None,
-        group: dist.ProcessGroup | None = None,
     ):
         assert all(tensor.itemsize == dtype.itemsize for tensor in tensors)
         assert staging_bytes >= 2 * dtype.itemsize
-        self.rank, self.group, self.dtype, self.device = dist.get_rank(), group, dtype, device
+        self.rank, self.dtype, self.device = dist.get_rank(), dtype, device
         self.peak_staging_bytes = self.num_sent_bytes = self._staged = 0
         owners = memory.owners if memory is not None else {}
         owner = owners.get(self.rank, self.rank)
@@ -140,13 +139,13 @@ class PeerToPeer:
         """Pack and send a bucket, and post its receives."""
         incoming, outgoing = self._buckets[number]
         messages = [(peer, moves, self._buffer(moves)) for peer, moves in incoming.items()]
-        ops = [dist.P2POp(dist.irecv, message, peer, self.group, number) for peer, _, message in messages]
+        ops = [dist.P2POp(dist.irecv, message, peer, tag=number) for peer, _, message in messages]
         num_bytes = sum(message.nbytes for _, _, message in messages)
         for peer, moves in outgoing.items():
             message = self._buffer(moves)
             for move, place in _views(moves, message):
                 self._sent[move] = copy_with_digest(_label(move), place, self._at(held, move, is_source=True))
-            ops.append(dist.P2POp(dist.isend, message, peer, self.group, number))
+            ops.append(dist.P2POp(dist.isend, message, peer, tag=number))
             num_bytes += message.nbytes
             self.num_sent_bytes += message.nbytes
         self._stage(num_bytes)
@@ -221,11 +220,11 @@ class PeerToPeer:
             for peer, moves in sorted(self._digests_from.items())
             if peer != self.rank
         }
-        ops = [dist.P2POp(dist.irecv, message, peer, self.group, _DIGEST_TAG) for peer, message in incoming.items()]
+        ops = [dist.P2POp(dist.irecv, message, peer, tag=_DIGEST_TAG) for peer, message in incoming.items()]
         for peer, digests in outgoing.items():
             if peer != self.rank:
                 message = torch.frombuffer(bytearray(digests), dtype=torch.uint8).to(self.device)
-                ops.append(dist.P2POp(dist.isend, message, peer, self.group, _DIGEST_TAG))
+                ops.append(dist.P2POp(dist.isend, message, peer, tag=_DIGEST_TAG))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
         digests_of_moves = []

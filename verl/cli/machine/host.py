@@ -89,10 +89,10 @@ def limits() -> dict[str, int | None]:
     return soft_limits
 
 
-def output_of(*command: str, timeout_s: float = 10.0) -> str:
-    """The output of a program; "" if it is missing, fails or runs into the timeout."""
+def output_of(*command: str) -> str:
+    """The output of a program; "" if it is missing, fails or takes 10 s."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
