@@ -8,15 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.batches import close, policy_inputs, widen
-from verl.algorithms.correction import (
-    PRESETS,
-    importance_weights,
-    parse_is_threshold,
-    parse_rejection,
-    preset,
-    rollout_correction,
-    rollout_gap_metrics,
-)
+from verl.algorithms.correction import importance_weights, rollout_correction, rollout_gap_metrics
+from verl.algorithms.correction.rejection import parse_rejection
+from verl.algorithms.correction.weights import parse_is_threshold
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
 from verl.families import ROLLOUT_RS
@@ -213,10 +207,17 @@ def test_diagnostics():
         assert metrics[key] == pytest.approx(value, rel=1e-6, abs=1e-8), key
 
 
-@pytest.mark.parametrize("name", ["decoupled_seq_is_rs", "decoupled_geo_rs_token_tis", "decoupled_k3_rs_seq_tis"])
-def test_padding_does_not_matter(name):
+@pytest.mark.parametrize(
+    ("level", "rule", "bounds"),
+    [
+        ("sequence", "seq_sum_k1", "0.5_2.0"),
+        ("token", "seq_mean_k1", "0.999_1.001"),
+        ("sequence", "seq_mean_k3", "0.01"),
+    ],
+)
+def test_padding_does_not_matter(level, rule, bounds):
     old, rollout, mask = inputs(5)
-    settings = preset(name)
+    settings = {"rollout_is": level, "rollout_rs": rule, "rollout_rs_threshold": bounds}
     plain = rollout_correction(old, rollout, mask, **settings)
     wide = rollout_correction(widen(old, -3.0), widen(rollout, -9.0), widen(mask, False), **settings)
     close(wide.weights[:, :6], plain.weights)
@@ -232,19 +233,6 @@ def test_an_empty_batch_of_tokens_has_no_extremes():
     )
     assert not correction.weights.any()
     assert not any(k.endswith(("_max", "_min")) for k in correction.metrics)
-
-
-def test_presets_are_valid():
-    assert len(PRESETS) == 20
-    old, rollout, mask = inputs(7)
-    for name in PRESETS:
-        settings = {k: v for k, v in preset(name).items() if k not in ("bypass_mode", "loss_type")}
-        rollout_correction(old, rollout, mask, **settings)
-        assert ("bypass_mode" in preset(name)) == name.startswith("bypass")
-    assert preset("decoupled_token_is", rollout_is_threshold=3.0)["rollout_is_threshold"] == 3.0
-    assert PRESETS["decoupled_token_is"]["rollout_is_threshold"] == 2.0
-    with pytest.raises(ConfigError, match="did you mean"):
-        preset("decoupled_tokn_is")
 
 
 def test_gap_metrics():

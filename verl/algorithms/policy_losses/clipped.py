@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
-from verl.algorithms.policy_losses.terms import old_policy_kl, probability_ratio, weighted, zero_without_advantage
+from verl.algorithms.policy_losses.terms import clip_metrics, probability_ratio, weighted, zero_without_advantage
 from verl.algorithms.reduce import Aggregate
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError
@@ -38,11 +38,8 @@ def vanilla(
     worst = torch.maximum(unclipped, clipped)
     bound = -advantages * clip_ratio_c
     losses = torch.where(advantages < 0, torch.minimum(bound, worst), worst)
-    metrics = {
-        "pg_clipfrac": token_mean(clipped > unclipped, response_mask),
-        "ppo_kl": old_policy_kl(log_prob, old_log_prob, response_mask),
-        "pg_clipfrac_lower": token_mean((worst > bound) & (advantages < 0), response_mask),
-    }
+    metrics = clip_metrics(clipped > unclipped, log_prob, old_log_prob, response_mask)
+    metrics["pg_clipfrac_lower"] = token_mean((worst > bound) & (advantages < 0), response_mask)
     return agg(weighted(losses, rollout_is_weights), response_mask), metrics
 
 
@@ -64,10 +61,7 @@ def cispo(
     """
     ratio = probability_ratio(log_prob, old_log_prob).detach()
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    metrics = {
-        "pg_clipfrac": token_mean(clipped != ratio, response_mask),
-        "ppo_kl": old_policy_kl(log_prob, old_log_prob, response_mask),
-    }
+    metrics = clip_metrics(clipped != ratio, log_prob, old_log_prob, response_mask)
     return agg(weighted(-clipped * advantages * log_prob, rollout_is_weights), response_mask), metrics
 
 
@@ -86,7 +80,6 @@ def gspo(
     """GSPO-token (2507.18071, eq. 13): PPO's clip on the sequence ratio s = exp(mean_t (lp - lp_old)).
 
     s has the gradient of each token's lp; its exponent is at most 10.
-
     Meant for loss_agg_mode seq-mean-token-mean and clips near 3e-4 / 4e-4. Metrics: pg_clipfrac, ppo_kl.
     """
     lengths = response_mask.to(log_prob.dtype).sum(-1).clamp(min=1)
@@ -95,10 +88,7 @@ def gspo(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     losses = torch.maximum(unclipped, clipped)
-    metrics = {
-        "pg_clipfrac": token_mean(clipped > unclipped, response_mask),
-        "ppo_kl": old_policy_kl(log_prob, old_log_prob, response_mask),
-    }
+    metrics = clip_metrics(clipped > unclipped, log_prob, old_log_prob, response_mask)
     return agg(weighted(losses, rollout_is_weights), response_mask), metrics
 
 
@@ -128,10 +118,7 @@ def geo_mean(
     row_losses = -masked_mean(advantages, response_mask, -1) * masked_mean(least, response_mask, -1).exp()
     if rollout_is_weights is not None:
         row_losses = row_losses * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, -1).exp()
-    metrics = {
-        "pg_clipfrac": token_mean((delta > clip_ratio_high) & (advantages > 0), response_mask),
-        "pg_clipfrac_lower": token_mean((delta < -clip_ratio_low) & (advantages < 0), response_mask),
-        "ppo_kl": old_policy_kl(log_prob, old_log_prob, response_mask),
-    }
+    metrics = clip_metrics((delta > clip_ratio_high) & (advantages > 0), log_prob, old_log_prob, response_mask)
+    metrics["pg_clipfrac_lower"] = token_mean((delta < -clip_ratio_low) & (advantages < 0), response_mask)
     has_tokens = response_mask.bool().any(-1, keepdim=True)
     return agg(row_losses[:, None], has_tokens, "seq-mean-token-sum"), metrics

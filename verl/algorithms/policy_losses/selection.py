@@ -13,8 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl.algorithms.masked import masked_mean, token_mean
-from verl.algorithms.policy_losses.terms import old_policy_kl, probability_ratio, weighted, zero_without_advantage
+from verl.algorithms.masked import masked_mean
+from verl.algorithms.policy_losses.terms import (
+    clip_metrics,
+    old_policy_kl,
+    probability_ratio,
+    weighted,
+    zero_without_advantage,
+)
 from verl.algorithms.reduce import Aggregate
 from verl.data_proto.metrics import Metric
 
@@ -54,10 +60,7 @@ def clip_cov(
     sampled = torch.randperm(len(candidates), generator=generator)[:quota].to(candidates.device)
     dropped = torch.zeros_like(eligible).flatten().index_fill_(0, candidates[sampled], True).view_as(eligible)
     losses = torch.where(dropped, 0.0, torch.maximum(unclipped, clipped))
-    metrics = {
-        "pg_clipfrac": token_mean(dropped, response_mask),
-        "ppo_kl": old_policy_kl(log_prob, old_log_prob, response_mask),
-    }
+    metrics = clip_metrics(dropped, log_prob, old_log_prob, response_mask)
     return agg(weighted(losses, rollout_is_weights), response_mask), metrics
 
 
@@ -154,8 +157,5 @@ def _selected_loss(
 ) -> tuple[Tensor, dict[str, Metric]]:
     ratio = probability_ratio(log_prob, old_log_prob).detach().clamp(max=ceiling)
     losses = torch.where(inside, -advantages * ratio * log_prob, 0.0)
-    metrics = {
-        "pg_clipfrac": token_mean(~inside, response_mask),
-        "ppo_kl": old_policy_kl(log_prob, old_log_prob, response_mask),
-    }
+    metrics = clip_metrics(~inside, log_prob, old_log_prob, response_mask)
     return agg(weighted(losses, rollout_is_weights), response_mask), metrics

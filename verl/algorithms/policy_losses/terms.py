@@ -13,8 +13,6 @@ from verl.data_proto.metrics import Metric
 F = TypeVar("F", bound=Callable[..., object])
 
 LOG_RATIO_LIMIT = 20.0  # e**20: keeps a ratio finite in float32 and its square too
-
-
 _zero_without_advantage: set[Callable[..., object]] = set()
 
 
@@ -42,3 +40,9 @@ def weighted(loss_mat: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
 def old_policy_kl(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Metric:
     """Mean of old_log_prob - log_prob over tokens: KL(old || current), estimated on samples of the old policy."""
     return token_mean(old_log_prob - log_prob, response_mask)
+
+
+def clip_metrics(acts: Tensor, log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> dict[str, Metric]:
+    """pg_clipfrac, the share of tokens on which a clip `acts` [batch, response], and ppo_kl."""
+    kl = old_policy_kl(log_prob, old_log_prob, response_mask)
+    return {"pg_clipfrac": token_mean(acts, response_mask), "ppo_kl": kl}
