@@ -54,7 +54,6 @@ class BatchTotals:
     num_tokens: int  # response_mask.sum()
     num_sequences: int  # rows with a token in response_mask
     num_units: int  # of the objective: rows, or groups of rows that belong together
-    computed: BatchTotals | None = None  # of only the computed rows, where some are left out
     num_chosen_tokens: int = 0  # response_mask.sum() of the rows whose column `chosen` is true
 
 

@@ -20,7 +20,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, StepCheck, WeightLayout
 from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
-from verl.engines.micro_batches import batch_totals, images_of, plan_micro_batches, rows_of, select_rows, sizes_of
+from verl.engines.micro_batches import images_of, plan_micro_batches, rows_of, select_rows, sizes_of
 from verl.engines.routing import EngineRouting
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, whole_batch_metrics
@@ -325,7 +325,7 @@ class TrainedEngine(ABC):
     ) -> tuple[list[dict[str, Metric]], BatchTotals]:
         """Add the gradients of a batch to the existing ones; returns metrics of micro-batches, and sizes over all ranks."""
         requested = RequestedOutputs.of(outputs, self.head, temperature)
-        totals = batch_totals(self._over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
+        totals = BatchTotals(*self._over_ranks(torch.tensor(sizes_of(batch, unit))).tolist())
         micro = micro if self.headroom is None else self.headroom.adapted(micro)
         plan = self._plan(batch, micro, requested.reads, rows, unit)
         metrics = [{"loss": Metric.sum(0.0)}, *self._sum_gradients(batch, plan, requested, loss, totals)]

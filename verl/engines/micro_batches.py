@@ -1,4 +1,4 @@
-"""Division of a mini-batch into micro-batches by the tokens that a packed forward computes, and its totals."""
+"""Division of a mini-batch into micro-batches by the tokens that a packed forward computes, and its sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from verl.data_proto.media import Media, RowMedia, row_media_of
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, MicroBatching
+from verl.engines.api import MicroBatching
 from verl.errors import ConfigError
 from verl.models.packing import PackedRow, Reads, num_computed, unpadded_rows
 from verl.models.vision import is_vision_model, require_vision, vision_towers
@@ -23,18 +23,14 @@ from verl.planner.shapes import ModelShape
 Unit = list[PackedRow]  # rows that stay together
 
 
-def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") -> list[int]:
-    """Numbers of response tokens, rows with response tokens, and units in this rank's share of a mini-batch: of all rows, then
-    of `rows` (None: of all); and the response tokens of its chosen completions."""
-    tokens, units = batch.batch["response_mask"].sum(dim=1), unit_ids(batch, unit)
-    chosen = list(range(len(batch))) if rows is None else list(rows)
+def sizes_of(batch: DataProto, unit: str = "row") -> list[int]:
+    """Numbers of response tokens, rows with response tokens, units, and response tokens of chosen completions in this rank's
+    share of a mini-batch."""
+    tokens = batch.batch["response_mask"].sum(dim=1)
     preferred = batch.batch.get("chosen", None)
     is_mask = preferred is not None and preferred.dtype == torch.bool  # a loop of the user's may have numbers there
-    return [
-        *(int(tokens.sum()), int((tokens > 0).sum()), len(set(units))),
-        *(int(tokens[chosen].sum()), int((tokens[chosen] > 0).sum()), len({units[row] for row in chosen})),
-        int(tokens[preferred].sum()) if is_mask else 0,
-    ]
+    num_chosen_tokens = int(tokens[preferred].sum()) if is_mask else 0
+    return [int(tokens.sum()), int((tokens > 0).sum()), len(set(unit_ids(batch, unit))), num_chosen_tokens]
 
 
 def rows_of(
@@ -85,13 +81,6 @@ def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> lis
             "strategy=fsdp2, and tensor_parallel_size and ulysses_sequence_parallel_size to 1."
         )
     return media
-
-
-def batch_totals(sizes: Sequence[int]) -> BatchTotals:
-    """The totals of `sizes_of` summed over all ranks."""
-    num_tokens, num_sequences, num_units, *rest, num_chosen_tokens = sizes
-    computed = BatchTotals(rest[0], rest[1], rest[2]) if rest[1] != num_sequences else None
-    return BatchTotals(num_tokens, num_sequences, num_units, computed, num_chosen_tokens)
 
 
 def plan_micro_batches(

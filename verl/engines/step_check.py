@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -60,5 +60,4 @@ class PendingGradients:
 
     def total(self) -> BatchTotals:
         """The sizes of all calls together."""
-        sizes = ("num_tokens", "num_sequences", "num_units")
-        return BatchTotals(*(sum(getattr(totals, name) for totals in self.totals) for name in sizes))
+        return BatchTotals(*map(sum, zip(*map(astuple, self.totals), strict=True)))

@@ -37,7 +37,8 @@ from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric, merge_metrics, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
-from verl.engines.micro_batches import batch_totals, sizes_of
+from verl.engines.api import BatchTotals
+from verl.engines.micro_batches import sizes_of
 from verl.errors import DataError
 from verl.models.load import eos_token_ids_of
 from verl.programs.api import RunContext, StepResult
@@ -287,7 +288,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
 
     def validate(self, step: int) -> dict[str, float]:
         batches = self._batches(self.datasets[-1], list(self.held_out()))
-        totals = batch_totals(np.sum([sizes_of(batch, None, self.loss.unit) for batch in batches], axis=0).tolist())
+        totals = BatchTotals(*np.sum([sizes_of(batch, self.loss.unit) for batch in batches], axis=0).tolist())
         batch_metrics = []
         for batch in batches:
             outputs = self.model.forward(batch, {name: name for name in self.loss.outputs}).get().batch

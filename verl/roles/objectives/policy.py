@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.losses import compute_value_loss
+from verl.algorithms.masked import token_mean
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import Aggregate
@@ -107,8 +108,7 @@ class PolicyObjective(Objective):
         old = to_match(old, log_prob)
         agg = aggregate(self.config.loss_agg_mode, self.scale, totals)
         loss, metrics = self._first_term(outputs, columns, mask, old, agg)
-        over_computed = aggregate(self.config.loss_agg_mode, self.scale, totals.computed or totals)
-        loss = loss + self._entropy_term(outputs, mask, over_computed, metrics)
+        loss = loss + self._entropy_term(outputs, mask, agg, metrics)
         loss = loss + self._kl_term(log_prob, columns, mask, agg, metrics)
         if self.guard is not None:
             metrics.update(self._observe(self.guard, outputs, columns, mask, old))
@@ -148,10 +148,10 @@ class PolicyObjective(Objective):
     ) -> Tensor | float:
         if "entropy" not in outputs:
             return 0.0
-        entropy = agg(outputs["entropy"], mask)
-        metrics["entropy"] = Metric.sum(entropy.detach())
+        metrics["entropy"] = token_mean(outputs["entropy"], mask)  # in nats, whatever the loss's mean is over
         if self.config.entropy_coeff == 0:
             return 0.0
+        entropy = agg(outputs["entropy"], mask)
         metrics["entropy_loss"] = Metric.sum(entropy.detach())
         return -self.config.entropy_coeff * entropy
 
@@ -161,10 +161,10 @@ class PolicyObjective(Objective):
         if not self.config.use_kl_loss:
             return 0.0
         reference = to_match(columns["ref_log_prob"], log_prob)
-        kl = agg(kl_penalty(log_prob, reference, self.config.kl_loss_type), mask)
-        metrics["kl_loss"] = Metric.sum(kl.detach())
+        kl = kl_penalty(log_prob, reference, self.config.kl_loss_type)
+        metrics["kl_loss"] = token_mean(kl, mask)
         metrics["kl_coef"] = Metric.last(self.config.kl_loss_coef)
-        return self.config.kl_loss_coef * kl
+        return self.config.kl_loss_coef * agg(kl, mask)
 
     def _keep_observed(self, outputs: dict[str, Tensor], batch: DataProto) -> None:
         mask = batch.batch["response_mask"].cpu()
