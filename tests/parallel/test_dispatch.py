@@ -143,13 +143,16 @@ def test_mini_batches_match_one_process(mesh, num_rows, size, epochs, shuffle, n
 
 def test_updates_merge_to_the_figures_of_the_mini_batch():
     def part(loss, tokens, observed):
-        steps = [{"loss": Metric.sum(loss), "clipped": Metric.mean(loss, tokens), "grad_norm": Metric.last(2.0)}]
+        of_all = {"loss": Metric.sum(loss), "clipped": Metric.mean(loss, tokens), "grad_norm": Metric.last(2.0)}
+        of_last = {"clipped": Metric.mean(math.nan, 0), "ratio": Metric.max(loss), "num_skipped": Metric.last(1.0)}
+        steps = [{**of_all, "ratio": Metric.max(-9.0), "num_skipped": Metric.last(1.0)}, of_all | of_last]
         return Updates("actor", steps, 0.1, [torch.tensor(observed), torch.tensor(observed)])
 
     merged = part(1.0, 1, [0.5]).merge([part(3.0, 3, [0.25, 0.125])])
     figures = metric_values(merged.metrics())
     assert figures["actor/loss"] == 4.0
-    assert figures["actor/clipped"] == 2.5
+    assert figures["actor/clipped"] == 2.5  # nothing trains in the second mini-batch
+    assert (figures["actor/ratio"], figures["actor/num_skipped"]) == (3.0, 2.0)
     assert figures["actor/grad_norm"] == 2.0
     assert figures["actor/lr"] == 0.1
     assert merged.observed[0].tolist() == [0.5, 0.25, 0.125]

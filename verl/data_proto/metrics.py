@@ -73,6 +73,17 @@ class Metric:
         return Metric(self.reduction, observations)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it is a mean over no items."""
+        return self.reduction == "mean" and not any(_number(weight) for _, weight in self.observations)
+
+    def of_step(self, is_count: bool) -> Metric:
+        """The value as one of several steps'."""
+        return self._one(
+            self.reduction if self.reduction in ("max", "min") else "sum" if is_count else "mean", self.value
+        )
+
+    @property
     def value(self) -> float:
         """The reduced value; the only place that waits for a device."""
         values = [_number(v) for v, _ in self.observations]

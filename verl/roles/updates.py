@@ -94,8 +94,9 @@ class Updates:
         return Updates(self.role, steps, self.lr, observed, findings, device)
 
     def metrics(self) -> dict[str, Metric]:
-        """Means `{role}/*` over the optimizer steps, whose metrics are totals of a mini-batch, and the metrics of `device`."""
-        steps = [{k: Metric.mean(m.value) for k, m in step.items()} for step in self.steps]
+        """`{role}/*` over the optimizer steps, whose metrics are totals of a mini-batch: counts (num_*) add up, largest and
+        smallest values stay so, and others are means over the steps that have them; and the metrics of `device`."""
+        steps = [{k: m.of_step(k.startswith("num_")) for k, m in s.items() if not m.is_empty} for s in self.steps]
         metrics = {f"{self.role}/{k}": v for k, v in merge_metrics(steps).items()}
         metrics[f"{self.role}/lr"] = Metric.last(self.lr)
         return metrics | self.device
