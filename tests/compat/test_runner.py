@@ -16,6 +16,7 @@ from tests.run import conftest as runs
 from tests.run.trl_oracle import peer_env, python_of
 from tests.slow import slow
 from verl import RLRunner
+from verl.config import load_config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.models.load import load_tokenizer
 from verl.runner.arguments import Arguments
@@ -255,6 +256,17 @@ class TestArgumentsOfTRL:
     def test_what_would_be_left_out_is_refused(self, trl, tmp_path, fields, sentence):
         with pytest.raises(ConfigError, match=sentence):
             self.keys(trl.GRPOConfig(str(tmp_path), use_cpu=True, **fields), "grpo")
+
+    @pytest.mark.parametrize(
+        ("fields", "bound", "loss"),
+        [({}, "inf", None), ({"delta": 4.0}, "4.0", None), ({"importance_sampling_level": "sequence"}, "inf", "gspo")],
+    )
+    def test_ratios_have_the_bounds_of_trl(self, trl, tmp_path, fields, bound, loss):
+        """No bound for negative advantages but `delta`, where the key's default is 3."""
+        _, keys = self.keys(trl.GRPOConfig(str(tmp_path), use_cpu=True, **fields), "grpo")
+        assert keys["actor_rollout_ref.actor.clip_ratio_c"] == bound
+        assert keys.get("actor_rollout_ref.actor.policy_loss.loss_mode") == loss
+        load_config([f"{key}={value}" for key, value in keys.items()])
 
     def test_what_is_shown_changes_nothing(self, trl, tmp_path):
         _, keys = self.keys(trl.GRPOConfig(str(tmp_path), use_cpu=True, log_completions=True), "grpo")

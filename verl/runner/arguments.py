@@ -26,6 +26,7 @@ _SCHEDULES = (*OWN_SCHEDULES, *SCHEDULES)
 _LOSS_TYPES = {
     "grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm",
 }  # fmt: skip
+_LEVELS = {"token": None, "sequence": "gspo"}  # importance_sampling_level -> loss_mode
 _SCALED = {True: True, "group": True, False: False, "none": False}
 
 # read here, by the callbacks of transformers, or by the runner
@@ -55,8 +56,8 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 _GRPO = {
     "num_generations", "max_completion_length", "max_prompt_length", "temperature", "top_p", "top_k", "beta",
-    "epsilon", "epsilon_high", "loss_type", "num_iterations", "scale_rewards", "reward_weights", "steps_per_generation",
-    "generation_batch_size",
+    "epsilon", "epsilon_high", "delta", "importance_sampling_level", "loss_type", "num_iterations", "scale_rewards",
+    "reward_weights", "steps_per_generation", "generation_batch_size",
 }  # fmt: skip
 # key of ours -> field of TRL's DPOConfig, with the same meaning
 _LOSS_FIELDS = {
@@ -215,6 +216,8 @@ class Arguments:
     def _rl(self) -> dict[str, object]:
         args, actor, rollout = self.args, "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         beta, loss = getattr(args, "beta", 0.0), getattr(args, "loss_type", None)
+        level = getattr(args, "importance_sampling_level", "token")
+        _choose("importance_sampling_level", level, _LEVELS)
         if loss is not None:
             _choose("loss_type", loss, _LOSS_TYPES)
         scaled = getattr(args, "scale_rewards", True)
@@ -237,6 +240,9 @@ class Arguments:
             f"{actor}.ppo_epochs": getattr(args, "num_iterations", 1),
             f"{actor}.clip_ratio_low": getattr(args, "epsilon", None),
             f"{actor}.clip_ratio_high": getattr(args, "epsilon_high", None) or getattr(args, "epsilon", None),
+            # TRL bounds a ratio where the advantage is negative only if it is asked to
+            f"{actor}.clip_ratio_c": getattr(args, "delta", None) or (math.inf if loss else None),
+            f"{actor}.policy_loss.loss_mode": _LEVELS[level],
             f"{actor}.loss_agg_mode": None if loss is None else _LOSS_TYPES[loss],
             f"{actor}.use_kl_loss": bool(beta),
             f"{actor}.kl_loss_coef": beta or None,

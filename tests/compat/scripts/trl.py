@@ -23,6 +23,8 @@ class GRPOConfig(TrainingArguments):
     beta: float = 0.0
     epsilon: float = 0.2
     epsilon_high: float | None = None
+    delta: float | None = None
+    importance_sampling_level: str = "token"
     num_iterations: int = 1
     loss_type: str = "dapo"
     scale_rewards: str = "group"

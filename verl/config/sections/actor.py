@@ -78,7 +78,13 @@ class ActorConfig(Section):
     clip_ratio_high: float | None = used(
         None, "clip range above 1; null: clip_ratio", when="clip_ratio_high", neutral=(0.2,), ge=0, also=(math.inf,)
     )
-    clip_ratio_c: float = used(3.0, "lower bound of dual-clip PPO for negative advantages", when="clip_ratio_c", gt=1)
+    clip_ratio_c: float = used(
+        3.0,
+        "lower bound of dual-clip PPO for negative advantages; inf: none",
+        when="clip_ratio_c",
+        gt=1,
+        also=(math.inf,),
+    )
     tau_pos: float = used(1.0, "temperature of sapo for positive advantages", when="tau_pos", gt=0)
     tau_neg: float = used(1.05, "temperature of sapo for negative advantages", when="tau_neg", gt=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "which policy loss, and its parameters")
