@@ -33,6 +33,9 @@ def plain(data_source, solution_str, ground_truth, extra_info=None):
 def many(data_sources, solution_strs, ground_truths, extra_infos):
     rows = zip(data_sources, solution_strs, ground_truths, extra_infos)
     return [{"error": 0} if row[1] == "crash" else one(*row) for row in rows]
+
+def sizes(data_sources, solution_strs, ground_truths, extra_infos):
+    return [len(solution_strs)] * len(data_sources)
 """
 
 
@@ -112,22 +115,9 @@ def test_few_warnings_for_many_failures(build, caplog):
     assert "15 more" in caplog.text
 
 
-def test_batch_calls_once_over_what_is_collected(build, tmp_path):
-    path = tmp_path / "sizes.py"
-    path.write_text(
-        "def f(data_sources, solution_strs, ground_truths, extra_infos):\n"
-        "    return [len(solution_strs)] * len(data_sources)\n"
-    )
-    config = section(
-        RewardConfig,
-        custom_reward_function=section(CustomRewardFunctionConfig, path=str(path), name="f"),
-        reward_manager=section(RewardManagerConfig, name="batch"),
-    )
-    manager = build_reward_manager(config, max_response_length=8)
-    try:
-        assert [s.score for s in manager.score([request(str(i)) for i in range(7)])] == [7.0] * 7
-    finally:
-        manager.close()
+def test_batch_calls_once_over_what_is_collected(build):
+    manager = build("batch", "sizes")
+    assert [s.score for s in manager.score([request(str(i)) for i in range(7)])] == [7.0] * 7
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (80, 0.0), (81, -0.025), (90, -0.25), (100, -0.5)])

@@ -18,6 +18,7 @@ from verl.models.classifier import load_reward_model, sequence_scores
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model, make_tokenizer
 from verl.parallel.register import registered
+from verl.roles import judges
 from verl.roles.reward_model import build_reward_model, conversation_text, read_template
 
 pytestmark = pytest.mark.seed("B12")
@@ -245,7 +246,8 @@ def judge(path, **rollout):
     return build_reward_model(config, load_tokenizer(path), torch.device("cpu"))
 
 
-def test_a_judge_reads_the_template_and_replies_greedily(tmp_path):
+def test_a_judge_reads_the_template_and_replies_greedily(tmp_path, caplog):
+    judges.warn_of_cut_replies.cache_clear()
     path = make_tiny_model(tmp_path / "judge")
     worker = judge(path)
     batch = batch_of(PROMPTS, RESPONSES, ground_truths=list("abcdef"))
@@ -262,6 +264,7 @@ def test_a_judge_reads_the_template_and_replies_greedily(tmp_path):
     out = reference.generate(tokens, max_new_tokens=8, do_sample=False)
     assert first[1] == worker.judge.tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True)
     assert not any(p.requires_grad for p in model.parameters())
+    assert [line for line in caplog.messages if "cut at reward.reward_model.rollout.response_length=8" in line]
 
 
 def test_equal_questions_are_asked_once(tmp_path):

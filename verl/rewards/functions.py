@@ -225,7 +225,7 @@ def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) 
         value = values[0]
         parts = value if isinstance(value, Mapping) else {"score": value}
         return {**parts, "score": _weighted(parts.get("score"), weights[0])}
-    scores = [value.get("score") if isinstance(value, Mapping) else value for value in values]
+    scores = [value.get("score", value) if isinstance(value, Mapping) else value for value in values]
     if wrong := [score for score in scores if score is not None and not hasattr(score, "__float__")]:
         return {"score": wrong[0]}  # the worker refuses it, for this sample
     known = {name: score for name, score in zip(names, scores, strict=True) if score is not None}

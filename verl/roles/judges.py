@@ -7,10 +7,11 @@ The judge keeps the weights of its files; no weights are ever sent to it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,14 @@ from verl.rollout.vllm.core import require_vllm
 
 _KEYS = "reward.reward_model.rollout"
 _MOST_REQUESTS = 256  # concurrent; each has a thread
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def warn_of_cut_replies(limit: int) -> None:
+    """Once in a process: the last number of a reply that was cut may not be its grade."""
+    log.warning("A judge's replies are cut at %s.response_length=%d, some perhaps before the grade.", _KEYS, limit)
 
 
 class Judge(Protocol):
@@ -88,6 +97,8 @@ class EngineJudge:
         """See Judge."""
         requests = [PromptRequest(number, ids) for number, ids in enumerate(self._tokens(questions))]
         completions = self.engine.generate(requests, self.params, step=0)
+        if any(done.finish_reason == "length" for done in completions):
+            warn_of_cut_replies(self.params.max_new_tokens)
         return [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
 
     def release(self) -> None:
@@ -160,6 +171,8 @@ class ServiceJudge:
         message = ("choices", 0, "message")
         if "content" not in answer.at(dict, *message):
             raise answer.unusable("has no choices[0].message.content")
+        if answer.get(str, "choices", 0, "finish_reason") == "length":
+            warn_of_cut_replies(self._max_tokens)
         return valid_utf8(answer.get(str, *message, "content") or "")
 
 

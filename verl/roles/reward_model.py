@@ -31,7 +31,7 @@ from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
 from verl.regular_files import read_user_text
 from verl.roles.judges import Judge, build_judge
-from verl.roles.verdicts import CachedReplies, compare_pairs, fill, name_of_judge, read_rubric, rubric_scores
+from verl.roles.verdicts import CachedReplies, ask_once, compare_pairs, fill, name_of_judge, read_rubric, rubric_scores
 
 log = logging.getLogger(__name__)
 
@@ -226,10 +226,7 @@ class JudgeWorker:
         return replies
 
     def _plain(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
-        prompts = [self.prompt(*row) for row in rows]
-        unique = list(dict.fromkeys(prompts))
-        replies = dict(zip(unique, self.ask(unique), strict=True))
-        return [replies[prompt] for prompt in prompts]
+        return ask_once(self.ask, [self.prompt(*row) for row in rows])
 
     def _graded(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
         assert self.rubric is not None

@@ -130,7 +130,7 @@ def compare_pairs(ask: Ask, template: str, pairs: Sequence[tuple[str, str, str]]
     has the places {prompt}, {first} and {second}."""
     questions = [fill(template, prompt=p, first=one, second=other) for p, one, other in pairs]
     questions += [fill(template, prompt=p, first=other, second=one) for p, one, other in pairs]
-    replies = _once(ask, questions)
+    replies = ask_once(ask, questions)
     straight, swapped = replies[: len(pairs)], replies[len(pairs) :]
     return [PairVerdict(verdict_of(a), _negated(verdict_of(b)), (a, b)) for a, b in zip(straight, swapped, strict=True)]
 
@@ -179,7 +179,7 @@ def rubric_scores(
         for prompt, response, truth in rows
         for criterion in rubric
     ]
-    replies, total = iter(_once(ask, questions)), sum(criterion.weight for criterion in rubric)
+    replies, total = iter(ask_once(ask, questions)), sum(criterion.weight for criterion in rubric)
     scored = []
     for _ in rows:
         grades = {criterion.name: grade_of(next(replies)) for criterion in rubric}
@@ -201,7 +201,7 @@ def _criterion(row: object, place: str) -> Criterion:
     return Criterion(clean(row["name"], _MAX_NAME), row["question"], float(weight))
 
 
-def _once(ask: Ask, questions: Sequence[str]) -> list[str]:
+def ask_once(ask: Ask, questions: Sequence[str]) -> list[str]:
     """The replies; equal questions are asked once."""
     unique = list(dict.fromkeys(questions))
     replies = dict(zip(unique, ask(unique), strict=True))
