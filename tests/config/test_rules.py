@@ -69,6 +69,8 @@ notice   algorithm.adv_estimator  ONLINE  algorithm.adv_estimator=grpo
 error    algorithm.adv_estimator  algorithm.adv_estimator=grop
 error    algorithm.adv_estimator  algorithm.adv_estimator=dpo
 error    ACTOR.policy_loss.loss_mode  ACTOR.policy_loss.loss_mode=vanila
+warning  ACTOR.policy_loss.loss_mode  ACTOR.policy_loss.loss_mode=gspo  ACTOR.loss_agg_mode=seq-mean-token-mean
+warning  ACTOR.kl_loss_type  ACTOR.use_kl_loss=True  ACTOR.kl_loss_type=kl
 error    ROLLOUT.name  ROLLOUT.name=natve
 error    ACTOR.strategy  ACTOR.strategy=fsdp3
 error    ACTOR.deepspeed.config  ACTOR.strategy=deepspeed  ACTOR.deepspeed.config=missing.json

@@ -14,7 +14,7 @@ from verl.config.active_keys import (
     uses_rewards,
 )
 from verl.config.rules.agents import check_agents
-from verl.config.rules.ppo_parts import check_distillation, check_routing
+from verl.config.rules.ppo_parts import check_distillation, check_policy, check_routing
 from verl.config.schema import Problem, error, value_at, warning
 from verl.config.sections.rollout import RolloutConfig, ValKwargsConfig
 from verl.families import ADVANTAGES, REWARD_MANAGERS, ROLLOUT_RS
@@ -218,11 +218,10 @@ def check_online(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         )
     if len(loss.weights) != len(loss.losses):
         yield error("preference.loss_weights", "preference.loss_weights needs one weight for each loss.")
-    if c.online.sync_steps and c.actor_rollout_ref.model.lends_its_base:
+    if c.online.sync_steps and c.actor_rollout_ref.model.lora_rank:
         yield error(
             "online.sync_steps",
-            "online.sync_steps needs a separate reference, and with lora_rank it is the model without its adapters. Set one "
-            "of them to 0.",
+            "online.sync_steps moves whole weights, and lora_rank trains adapters. Set one of them to 0.",
         )
     yield from _without_advantages(c, set_keys, "online preference optimization")
 
@@ -392,6 +391,7 @@ RULES = (
     check_rejection,
     check_online,
     check_loss,
+    check_policy,
     check_correction,
     check_sampling,
     check_rewards,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl.config.active_keys import runs_agents
-from verl.config.schema import Problem, error
+from verl.config.schema import Problem, error, warning
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -90,6 +90,28 @@ def _check_distance(c: PPOConfig, distillation: DistillationConfig) -> Iterator[
                 f"{DISTILLATION}.on_policy_share={distillation.on_policy_share} trains on responses of the rows, which the "
                 f"student has not sampled. Set {fix}.",
             )
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_OF_GSPO = {"loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": "3e-4", "clip_ratio_high": "4e-4"}
+
+
+def check_policy(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """Settings with which a loss trains, but not as its paper does."""
+    key, kl, actor = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.kl_loss_type", c.actor_rollout_ref.actor
+    unset = [f"{_ACTOR}.{k}={v}" for k, v in _OF_GSPO.items() if f"{_ACTOR}.{k}" not in set_keys]
+    if actor.policy_loss.loss_mode == "gspo" and unset:
+        yield warning(
+            key,
+            f"{key}=gspo runs with defaults for ratios of tokens. GSPO (2507.18071) averages over sequences, whose ratios "
+            f"seldom reach a clip of 0.2. Set {', '.join(unset)}.",
+        )
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        yield warning(
+            kl,
+            f"{kl}={actor.kl_loss_type} is linear in the log-probability of a sampled token, and the expectation of its "
+            f"gradient is 0. Set {kl}=low_var_kl, or k1+ for k1 with the gradient of k2.",
+        )
 
 
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
