@@ -496,7 +496,7 @@ def test_each_bad_preference_is_named_with_file_row_and_field(check_preferences)
         ),
         ({"preference.simpo_gamma": 1.0}, "preference.loss is not simpo"),
         ({"preference.loss": "orpo", "ref.sync_steps": 4}, "this preference.loss has no reference"),
-        ({"ref.sync_steps": 4, "model.lora_rank": 4}, "ref.sync_steps needs a separate reference"),
+        ({"ref.sync_steps": 4, "model.lora_rank": 4}, "ref.sync_steps moves whole weights"),
         ({"preference.beta": 0}, "must be above 0"),
         ({"loss_type": "ipo"}, "preference.loss"),
     ],

@@ -56,6 +56,7 @@ def build_module(
         add_adapters(module, frozen, wide)
         load_adapter(module, read_adapter(model.lora_adapter_path, frozen, model.path))
         merge_adapters(module, lambda name, weight: rounding.rounded(name, weight, compute_dtype))
+        _make_uniform(module, compute_dtype)
     return module
 
 

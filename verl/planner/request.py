@@ -224,8 +224,7 @@ def dataflow_of(config: RunConfig, *, on_cpu: bool = False) -> Dataflow:
     shape, rank = shape_of(config.model.path), config.model.lora_rank
     trainable = lora_parameters(shape, rank) if rank else None
     if isinstance(config, PreferenceConfig):
-        # under LoRA the reference is the policy without its adapters
-        own = has_reference_role(config) and not (rank and not config.ref.model_path)
+        own = has_reference_role(config) and bool(config.ref.model_path or not config.model.lends_its_base)
         reference = shape_of(config.ref.model_path or config.model.path) if own else None
         return Dataflow.preference(shape, reference, trainable)
     return Dataflow.sft(shape, trainable, name="rm" if isinstance(config, RMConfig) else "sft")
@@ -247,7 +246,7 @@ def _ppo(config: PPOConfig) -> Dataflow:
     actor = shape_of(group.model.path)
     rank = group.model.lora_rank
     critic = shape_of(config.critic.model.path) if uses_critic(config) else None
-    reference = actor if uses_reference(config) and not rank else None
+    reference = actor if uses_reference(config) and not group.model.lends_its_base else None
     judged = config.reward.reward_model
     reward = shape_of(judged.model_path) if judged.enable and judged.model_path else None
     taught = config.distillation.teachers() if config.distillation.enabled else {}

@@ -162,13 +162,12 @@ def _actor(config: PPOConfig) -> RoleSpec:
 
 def _reference(config: PPOConfig) -> RoleSpec:
     group = config.actor_rollout_ref
-    lends = group.model.lends_its_base
     return RoleSpec(
         "reference",
         "lm",
-        group.model if lends else replace(group.model, lora_rank=0, lora_adapter_path=None),
+        group.model,  # with the adapters that training starts from
         group.ref.fsdp_config,
-        shares="actor" if lends else None,
+        shares="actor" if group.model.lends_its_base else None,
         memory_map=group.ref.memory_map,
         strategy=group.ref.strategy,
         settings=settings_of(group.ref),

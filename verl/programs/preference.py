@@ -347,15 +347,14 @@ def with_margins(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def _reference(config: PreferenceConfig, model: RoleSpec) -> RoleSpec:
-    """A frozen role: the policy without its adapters, or a separate model."""
-    path, adapters = config.ref.model_path, config.model.lends_its_base
-    own = replace(config.model, path=path or config.model.path, lora_rank=0, lora_adapter_path=None)
+    """A frozen role: the policy as training starts from it, or a separate model."""
+    path, own = config.ref.model_path, config.model
     return replace(
         model,
         name=REFERENCE,
-        model=own,
+        model=own if path is None else replace(own, path=path, lora_rank=0, lora_adapter_path=None),
         optim=None,
         objective=None,
-        shares=model.name if adapters and path is None else None,
+        shares=model.name if own.lends_its_base and path is None else None,
         follows=model.name if config.ref.sync_steps else None,
     )

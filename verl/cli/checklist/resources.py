@@ -99,7 +99,7 @@ def memory_needed(
     for role, shape, engine in trained:
         on_host = host_bytes(engine, shape.num_parameters, width) if offloads else 0
         parts[role] = trained_bytes(shape.num_parameters, width) - on_host
-    if uses_reference(config):
+    if uses_reference(config) and not config.actor_rollout_ref.model.lends_its_base:
         parts["reference"] = policy.num_parameters * width
     samples = min(rollout.max_num_seqs, data.train_batch_size * rollout.n)
     cache = cache_bytes(policy, samples, rollout.n, rollout.prompt_length, rollout.response_length, width)
@@ -140,11 +140,10 @@ def memory_of_fine_tuning(
         "activations": activation_bytes(model, tokens, width, checkpointing=config.model.enable_gradient_checkpointing),
         "processes": PROCESS_BYTES,
     }
-    lends = config.model.lends_its_base
     if (
         isinstance(config, PreferenceConfig)
         and has_reference_role(config)
-        and not (lends and not config.ref.model_path)
+        and (config.ref.model_path or not config.model.lends_its_base)
     ):
         parts["reference"] = model.num_parameters * width
     if size := _background_save_bytes(config, model):

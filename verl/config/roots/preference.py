@@ -35,7 +35,7 @@ class ReferenceConfig(Section):
     precompute: bool = used(
         True,
         "compute the reference's log-probabilities once, before the first step, and keep them in the run folder; False: in "
-        "each step, by a second model in memory (by the model without its adapters under LoRA)",
+        "each step, by a second model in memory (with new adapters by the model without them)",
         when="ref.sync_steps=0",
     )
     sync_steps: int = used(
@@ -118,17 +118,10 @@ def _check_loss(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
 
 
 def _check_reference(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
-    if c.ref.sync_steps and c.model.lends_its_base:
+    if c.ref.sync_steps and c.model.lora_rank:
         yield error(
             "ref.sync_steps",
-            "ref.sync_steps needs a separate reference, and with model.lora_rank it is the model without its adapters. Set "
-            "one of them to 0.",
-        )
-    if c.model.lora_adapter_path and has_reference_role(c) and not c.ref.model_path:
-        yield error(
-            "ref.precompute",
-            "ref.precompute=False takes the model without its adapters as reference, and this run starts from adapters. Set "
-            "ref.precompute=True, or name a reference by ref.model_path.",
+            "ref.sync_steps moves whole weights, and model.lora_rank trains adapters. Set one of them to 0.",
         )
 
 

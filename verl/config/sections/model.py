@@ -21,6 +21,7 @@ SCHEDULES = {
         "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
     ),
 }  # fmt: skip
+_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 _MAX_LR = 10.0  # Adam changes each weight by about the learning rate in a step
 
 
@@ -61,6 +62,13 @@ class OptimConfig(Section):
     )
     zero_indexed_step: bool = used(True, "whether the first step is step 0 of the schedule")
 
+    @property
+    def over_all_steps(self) -> str:
+        """The setting that depends on the number of all steps; "" where the rate of a step does not."""
+        if self.lr_warmup_steps <= 0 < self.lr_warmup_steps_ratio:
+            return "lr_warmup_steps_ratio"
+        return "" if self.lr_scheduler_type in _ENDLESS else f"lr_scheduler_type={self.lr_scheduler_type}"
+
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
@@ -93,7 +101,7 @@ class ModelConfig(Section):
     @property
     def lends_its_base(self) -> bool:
         """Whether the model without its adapters is the one that training has started from."""
-        return self.lora_rank > 0 and not self.modules_to_save
+        return self.lora_rank > 0 and not (self.modules_to_save or self.lora_adapter_path)
 
 
 @dataclass(frozen=True)
