@@ -89,7 +89,7 @@ class Session:
         with ExitStack() as stack:
             self._runtime = stack.enter_context(open_runtime(ProgramSpecs(SessionRoles, self.config)))
             self._roles = self._runtime.build_roles(
-                total_steps=self.config.trainer.total_training_steps or 1, data_sources=[]
+                total_steps=self.config.trainer.total_training_steps or 0, data_sources=[]
             )
             stack.callback(self._roles.close)
             self._policy = self._roles.models["actor"]

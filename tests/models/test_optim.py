@@ -41,6 +41,13 @@ def test_schedule(settings, step, expected):
     assert lr_at(step, OptimConfig(lr=1.0, **settings), 100) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("settings", [{"lr_scheduler_type": "cosine"}, {"lr_warmup_steps_ratio": 0.1}])
+def test_a_schedule_over_an_unknown_number_of_steps_is_refused(settings):
+    assert lr_at(9, OptimConfig(lr=1.0, lr_warmup_steps=3), 0) == 1.0
+    with pytest.raises(ConfigError, match="depends on the number of steps, which your loop does not say"):
+        lr_at(0, OptimConfig(lr=1.0, **settings), 0)
+
+
 # (schedule, its arguments, transformers' step -> rate worked by hand), with 4 steps of warm-up of 20 and lr 2
 TRANSFORMERS_SCHEDULES = [
     ("constant_with_warmup", {}, {1: 0.5, 12: 2.0}),

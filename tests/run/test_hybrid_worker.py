@@ -1,5 +1,7 @@
 """`from verl.worker import ActorRolloutRefWorker`, as the seed documents write it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,12 +39,13 @@ def test_it_generates_scores_and_trains(tiny_llama):
             assert torch.allclose(log_probs[mask], sampled[mask], atol=1e-4)
         with pytest.raises(DataError, match="column advantages"):
             worker.update_actor(batch.union(old))
-        advantages = torch.where(mask, torch.arange(6.0)[:, None] - 2.5, 0.0)
-        old.batch["advantages"] = advantages
+        old.batch["advantages"] = torch.where(mask, torch.arange(6.0)[:, None] - 2.5, 0.0)
         with pytest.raises(DataError, match="column ref_log_prob, .*Call compute_ref_log_prob first"):
             worker.update_actor(batch.union(old))
-        columns = old.union(reference)
-        worker.update_actor(batch.union(columns))
+        batch, worker.actor.schedule = batch.union(reference), replace(worker.actor.schedule, epochs=2)
+        with pytest.raises(DataError, match="column old_log_probs, .*Call compute_log_prob first"):
+            worker.update_actor(batch.select([name for name in batch.batch.keys() if name != "old_log_probs"]))
+        worker.update_actor(batch)
         moved = worker.compute_log_prob(batch).batch["old_log_probs"]
         assert not torch.allclose(moved[mask], sampled[mask], atol=1e-4)
         again = worker.compute_ref_log_prob(batch).batch["ref_log_prob"]

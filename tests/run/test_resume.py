@@ -82,11 +82,9 @@ def test_a_template_that_writes_the_time_reads_the_same_after_a_resume(tiny_run,
 
 def test_a_finished_run_is_left_as_it_is_and_says_what_to_do(tiny_run, caplog):
     settings = (
-        "trainer.total_training_steps=1",
-        "trainer.save_freq=1",
-        "trainer.test_freq=1",
-        "trainer.val_before_train=True",
+        "trainer.total_training_steps=1 trainer.save_freq=1 trainer.test_freq=1 trainer.val_before_train=True".split()
     )
+    settings += ["actor_rollout_ref.actor.checkpoint.save_contents=[model]"]
     run = tiny_run(*settings)
     before = json.loads((run.folder / "summary.json").read_text())
     assert before["reward_after"] is not None
@@ -94,6 +92,7 @@ def test_a_finished_run_is_left_as_it_is_and_says_what_to_do(tiny_run, caplog):
         tiny_run(*settings, "actor_rollout_ref.actor.optim.lr=0.001")
     assert json.loads((run.folder / "summary.json").read_text()) == before
     assert "taken all of its 1 steps: nothing is left to do" in caplog.text
+    assert "Optimizer and learning rate of actor start over" in caplog.text
     assert "resumes with changed settings: actor_rollout_ref.actor.optim.lr: 0.002 -> 0.001." in caplog.text
 
 

@@ -65,6 +65,8 @@ class TrainedEngine(ABC):
         self.head, self.device, self.total_steps = head, device, total_steps
         self.config, self.dimensions = engine, Dimensions.of(engine)
         self.model_config, self.optim = model, optim
+        if optim is not None:
+            lr_at(0, optim, total_steps)  # which refuses what it cannot follow
         self.compute_dtype = compute_dtype(engine.dtype, device)
         self.rounding = Rounding(engine.master_rounding)
         self.spec = LoRASpec.of(model, self.adapts_head) if self.optim is not None else None

@@ -37,10 +37,14 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     all steps), or a schedule of `transformers.get_scheduler`. With p the share of the steps after warm-up that are done,
     linear is lr * (1 - p), and cosine lr * max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2). With
     `zero_indexed_step` the first step has index 0, and a warm-up begins at its lowest rate. Raises ConfigError for an
-    unknown schedule, and for arguments that it does not take.
+    unknown schedule, for arguments that it does not take, and for one over a number of steps that is not known (0).
     """
     if config.total_training_steps > 0:
         total_steps = config.total_training_steps
+    if total_steps <= 0 and (key := config.over_all_steps):
+        raise ConfigError(
+            f"optim.{key} depends on the number of steps, which your loop does not say. Set optim.total_training_steps."
+        )
     warmup = config.lr_warmup_steps if config.lr_warmup_steps > 0 else int(config.lr_warmup_steps_ratio * total_steps)
     index = step if config.zero_indexed_step else step + 1
     kind = config.lr_scheduler_type

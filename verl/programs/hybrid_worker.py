@@ -74,7 +74,8 @@ class ActorRolloutRefWorker:
             specs = replace(specs, models=tuple(own))
         placement = replace(everything, devices={**everything.devices, "reward": ()})
         device = resolve_device(self.config.trainer.device)
-        workers = RankWorkers(RankContext(specs, placement, 0, device, 1, []), None)
+        num_steps = self.config.trainer.total_training_steps or 0
+        workers = RankWorkers(RankContext(specs, placement, 0, device, num_steps, []), None)
         assert workers.rollout is not None
         assert workers.weights is not None
         self.actor, self.reference = workers.models["actor"], workers.models["reference"]
@@ -133,6 +134,8 @@ class ActorRolloutRefWorker:
         made_by = {"advantages": "Put [batch, response] advantages into it"}
         if self.config.actor_rollout_ref.actor.use_kl_loss:
             made_by["ref_log_prob"] = "Call compute_ref_log_prob first, and union its result with the batch"
+        if len(self.actor.schedule.rows(batch, step)) > 1:  # the first optimizer step moves the policy
+            made_by["old_log_probs"] = "Call compute_log_prob first, and union its result with the batch"
         for column, fix in made_by.items():
             if column not in batch.batch.keys():
                 raise DataError(f"update_actor reads the column {column}, which the batch does not have. {fix}.")

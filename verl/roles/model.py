@@ -189,7 +189,10 @@ class ModelRole:
         when it does not fit the model."""
         require_saved(Path(checkpoint), self.spec)
         self.engine.forget_gradients()
-        self.engine.load_state(read_role(Path(checkpoint) / self.spec.name, self._checkpoint_config.load_contents))
+        contents = self._checkpoint_config.load_contents
+        self.engine.load_state(read_role(Path(checkpoint) / self.spec.name, contents))
+        if self._writes and not {"optimizer", "extra"} <= set(contents):
+            log.warning("Optimizer and learning rate of %s start over, see checkpoint.load_contents.", self.spec.name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reconfigure(self, changes: Mapping[str, object]) -> None:
