@@ -5,8 +5,6 @@ import math
 import pytest
 
 from verl.algorithms.filters import best_and_worst
-from verl.config import load_config
-from verl.errors import ConfigError
 
 SETTINGS = (
     "algorithm.program=online_dpo",
@@ -54,16 +52,3 @@ def test_a_resumed_run_equals_the_unbroken_one(tiny_run):
     # the opponent of the third step is the policy after the second
     assert unbroken.training_rows()[2]["actor/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert unbroken.training_rows()[1]["actor/loss"] != pytest.approx(math.log(2), abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ("actor_rollout_ref.rollout.n=1", "needs at least 2 samples"),
-        ("preference.loss=kto", "kto needs more than the pairs of one step"),
-        ("actor_rollout_ref.rollout.prefetch_num=1", "samples from the weights that it trains"),
-    ],
-)
-def test_contradictions(tiny_overrides, change, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        load_config([*tiny_overrides, *SETTINGS, change])

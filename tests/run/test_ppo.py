@@ -178,6 +178,17 @@ def test_kl_terms_and_reference(tiny_run, tiny_llama):
     assert finite(rows, "critic/vf_loss")
 
 
+def test_the_reference_has_the_adapters_that_training_starts_from(tiny_run):
+    model = "actor_rollout_ref.model"
+    first = tiny_run(
+        f"{model}.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.05", "trainer.save_freq=2", folder="first"
+    )
+    adapters = f"{model}.lora_adapter_path={first.folder}/global_step_2/actor/lora_adapter"
+    rows = tiny_run(adapters, "actor_rollout_ref.actor.use_kl_loss=True").training_rows()
+    assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[1]["actor/kl_loss"] > 1e-5
+
+
 @pytest.mark.parametrize(
     ("key", "name"), [("algorithm.use_kl_in_reward", "kl_in_reward"), ("actor_rollout_ref.actor.use_kl_loss", "kl_ref")]
 )
@@ -208,9 +219,17 @@ def test_group_filter_drops_silent_groups(tiny_run, tiny_task, tmp_path):
         "algorithm.filter_groups.metric=score",
         "algorithm.filter_groups.max_num_gen_batches=8",
         f"reward.custom_reward_function.path={reward}",
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=1",
     )
-    for row in run.training_rows():
+    rows = run.training_rows()
+    assert 24 <= rows[-1]["training/next_ordinal"] < 24 + 4 * 8  # one pass, and what its last step took beyond
+    assert all(row["training/next_ordinal"] < 24 for row in rows[:-1])
+    for row in rows:
         assert row["training/filter_groups/num_gen_batches"] >= 2
+        assert (
+            row["training/filter_groups/score/mean"] > row["critic/score/mean"]
+        )  # of all samples, the solved ones too
     assert len(run.samples_of(1) + run.samples_of(2)) == 2 * 16
 
 

@@ -14,12 +14,13 @@ import torch
 from verl.compat import tracking
 from verl.compat.models import compute_position_id_with_mask
 from verl.config import LoadedConfig
+from verl.data.order import prompts_per_generation
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError, InterruptedRun, NumericsError
-from verl.programs.collect import generate_samples, prompts_per_generation, rollout_metrics
+from verl.programs.collect import generate_samples, rollout_metrics
 from verl.programs.ppo import PPO
 from verl.roles.guards import RollBack, StepBatch
 from verl.roles.rollout import greedy, sampling_params

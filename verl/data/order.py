@@ -15,8 +15,13 @@ from verl.errors import ConfigError, DataError
 from verl.registry import load_object, require_call
 
 if TYPE_CHECKING:
-    from verl.config import DataConfig
+    from verl.config import DataConfig, PPOConfig
     from verl.data_proto.proto import DataProto
+
+
+def prompts_per_generation(config: PPOConfig) -> int:
+    """Prompts per generation: data.gen_batch_size, if set, where a group filter may drop some; else data.train_batch_size."""
+    return int((config.algorithm.filter_groups.enable and config.data.gen_batch_size) or config.data.train_batch_size)
 
 
 # A permutation of up to so many rows is a table, as in all versions. Larger ones, of 64 MiB and more for each epoch, are

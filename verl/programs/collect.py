@@ -19,6 +19,7 @@ from verl.algorithms.filters import filter_groups
 from verl.algorithms.validation_metrics import validation_metrics
 from verl.config import PPOConfig
 from verl.data.loader import PromptLoader, ValidationLoader
+from verl.data.order import prompts_per_generation
 from verl.data_proto.batch_metrics import count_metrics, number_parts, scored_rows
 from verl.data_proto.columns import COLUMNS, ends_with_rewards
 from verl.data_proto.metrics import Metric
@@ -40,14 +41,6 @@ from verl.tracking.ledger.tracker import SampleTracker
 
 _ADDED = re.compile(r"rollout/(num_(?!replicas|graphs)\w+|seconds|\w+_s)")  # metrics that a further generation adds to
 _MOST_UNSCORED = 3  # rounds in a row without a score; a judge may be down for a while
-
-
-def prompts_per_generation(config: PPOConfig) -> int:
-    """Prompts per generation: data.gen_batch_size, if set, where a group filter may drop some; else data.train_batch_size."""
-    data = config.data
-    return (
-        data.gen_batch_size or data.train_batch_size if config.algorithm.filter_groups.enable else data.train_batch_size
-    )
 
 
 @dataclass(eq=False)
@@ -75,10 +68,11 @@ class Collector:
         data, rule = self.config.data, self.config.algorithm.filter_groups
         num_prompts, count = data.train_batch_size, prompts_per_generation(self.config)
         batches: list[DataProto] = []
-        num_groups, num_rounds = 0, 0
+        num_groups, num_rounds, scores = 0, 0, list[torch.Tensor]()
         while num_groups < num_prompts:
             self._check_rounds(num_rounds, num_groups)
             batch = self._round(step, ordinal, count)
+            scores.append(batch.batch["token_level_scores"].sum(dim=1)[batch.batch["is_scored"]])
             if self.stages is not None:
                 batch = self.stages.scored(batch, step)
             if rule.enable:
@@ -94,6 +88,7 @@ class Collector:
         if rule.enable or self.stages:
             metrics["training/filter_groups/num_gen_batches"] = Metric.last(num_rounds)
             metrics["training/filter_groups/num_groups_kept"] = Metric.last(num_groups)
+            metrics["training/filter_groups/score/mean"] = Metric.last(torch.cat(scores).mean())
         batch = DataProto.concat(batches) if len(batches) > 1 else batches[0]
         if not self.reads_data:
             batch = batch.select(non_tensor_batch_keys=[n for n in batch.non_tensor_batch if not ends_with_rewards(n)])

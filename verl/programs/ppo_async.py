@@ -28,10 +28,11 @@ import torch
 
 from verl.config import PPOConfig
 from verl.config.active_keys import runs_agents
+from verl.data.order import prompts_per_generation
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.programs.api import PROGRAMS, Program, RunContext
-from verl.programs.collect import Collector, prompts_per_generation, rollout_metrics
+from verl.programs.collect import Collector, rollout_metrics
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_roles import old_log_prob_source

@@ -12,7 +12,7 @@ from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
 from verl.data.dataset import PromptRows, load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
-from verl.data.order import PromptOrder, SamplerOrder, load_sampler
+from verl.data.order import PromptOrder, SamplerOrder, load_sampler, prompts_per_generation
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
@@ -73,7 +73,7 @@ def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
 def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     """Read and check the data files; raises DataError or ConfigError before any model is loaded.
 
-    A run takes trainer.total_training_steps, else total_epochs times the whole batches of an epoch.
+    A run takes trainer.total_training_steps, else at most total_epochs times the whole generations of an epoch.
     """
     data = config.data
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -100,10 +100,8 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
         else:
             order = PromptOrder(len(rows), data.seed if data.seed is not None else 42, data.shuffle)
         loader = run_data.train = PromptLoader(rows, encoder, order, data.train_batch_size)
-        run_data.num_steps_per_epoch = loader.num_steps_per_epoch
-        run_data.num_steps = (
-            config.trainer.total_training_steps or config.trainer.total_epochs * loader.num_steps_per_epoch
-        )
+        steps = run_data.num_steps_per_epoch = max(1, loader.order.rows_per_epoch // prompts_per_generation(config))
+        run_data.num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps
         sources |= set(rows.data_sources)
         if config.distillation.enabled:
             check_teachers(config, tokenizer, rows)

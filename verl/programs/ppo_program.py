@@ -192,7 +192,7 @@ class PPOProgram(Program[PPOConfig]):
         steps = config.global_profiler.steps
         self.traces = Traces(config.global_profiler, list(roles.models.values())) if steps else None
         self.stages = Stages(config.algorithm.stages) if config.algorithm.stages else None
-        self.weight_version = 0
+        self.weight_version = self._num_defaulted = 0
         self.kl_controller = make_kl_controller(**asdict(config.algorithm.kl_ctrl))
         self.guards = Guards(config.trainer.guards, run.folder / "guards.jsonl" if run.is_rank_zero else None)
         self.signal = SignalWatch(config.data.max_response_length, config.actor_rollout_ref.rollout.n)
@@ -225,7 +225,15 @@ class PPOProgram(Program[PPOConfig]):
             raise
         if result.skipped:
             self.kl_controller.load_state_dict(controller)
+        self._end_with_epochs(step)
         return self._step_result(result)
+
+    def _end_with_epochs(self, step: int) -> None:
+        """End the run with `step` if trainer.total_epochs passes are over; a group filter and stages take further prompts."""
+        trainer, train = self.config.trainer, self.data.train
+        if train is not None and trainer.total_training_steps is None:
+            is_over = self.samples.cursor >= trainer.total_epochs * train.order.rows_per_epoch
+            self.data.num_steps = min(self.data.num_steps, step) if is_over else self.data.num_steps
 
     def _step_result(self, result: StepBatch) -> StepResult:
         batch, limits = result.batch, self.config.data
@@ -238,7 +246,8 @@ class PPOProgram(Program[PPOConfig]):
         tokens = span_tokens(batch)
         metrics["training/weight_version"] = self.weight_version
         metrics["training/next_ordinal"] = self.samples.cursor
-        metrics["reward/num_defaulted"] = self.roles_of_run.reward.num_defaulted()
+        num_defaulted, before = self.roles_of_run.reward.num_defaulted(), self._num_defaulted
+        metrics["reward/num_defaulted"], self._num_defaulted = num_defaulted - before, num_defaulted
         return StepResult(
             metrics,
             num_tokens=tokens["adv"],  # of whole rows
@@ -277,6 +286,7 @@ class PPOProgram(Program[PPOConfig]):
             self.samples.skip_prompts((state or {})["step"] + 1, ordinal)
             log.warning("Prompt %d is next.", self.samples.cursor)
         self.restore(waiting)
+        self._end_with_epochs((state or {}).get("step", 0))
 
     def _load_stages(self, states: Sequence[Mapping[str, object]]) -> None:
         if self.stages is not None and states:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.cli.report import Line, fail, passed
 from verl.config import FSDPConfig, LoadedConfig, ModelConfig
+from verl.data.order import prompts_per_generation
 
 if TYPE_CHECKING:
     from verl.data.check import DataReport
@@ -53,7 +54,12 @@ class Subject:
         trainer, num_steps = self.config.trainer, self.config.trainer.total_training_steps
         if num_steps or self.num_rows is None:
             return None if num_steps is None else int(num_steps)
-        return int(trainer.total_epochs * (self.num_rows // self.config.data.train_batch_size))
+        size = (
+            prompts_per_generation(self.config)
+            if self.loaded.schema.name == "ppo"
+            else self.config.data.train_batch_size
+        )
+        return int(trainer.total_epochs * max(1, self.num_rows // size))
 
 
 def no_rows(subject: Subject, name: str, key: str) -> Line:
