@@ -43,4 +43,4 @@ class ResponseLengths:
         from verl.data_proto.proto import DataProto
 
         tokens = torch.from_numpy(self.of(prompts.batch["row_index"].numpy()))
-        return prompts.union(DataProto.from_dict({"expected_tokens": tokens})) if tokens.any() else prompts
+        return prompts.slice().union(DataProto.from_dict({"expected_tokens": tokens})) if tokens.any() else prompts
