@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.forked import fork
-from tests.letters_task import write_task
+from tests.letters_task import REWARD, write_task
 from tests.page.folders import make_run
 from tests.processes import is_alive, wait_until
 
@@ -111,7 +111,8 @@ class TestOfARun:
 
 @pytest.mark.slow
 def test_killing_the_page_changes_nothing(tiny_llama, tmp_path):
-    task = write_task(tmp_path)
+    slow = f"    time.sleep(0.1 * pathlib.Path({str(tmp_path / 'slow')!r}).exists())\n    text ="
+    task = write_task(tmp_path, reward="import pathlib, time\n" + REWARD.replace("    text =", slow))
     rows = [trained(tiny_llama, task, tmp_path / name, kill=name == "killed") for name in ("left", "killed")]
     assert len(rows[0]) == len(rows[1]) == NUM_STEPS
     for left, killed in zip(*rows, strict=True):
@@ -125,7 +126,8 @@ MEASURED_S = ("time", "timing", "perf/", "rollout/seconds", "rollout/busy_s", "r
 
 
 def trained(model, task, folder, *, kill):
-    """The rows of metrics of a run in a separate process. Its page server gets requests; `kill` ends it after a step."""
+    """The rows of metrics of a run in a separate process. Its page server gets requests; `kill` ends it after a step. While
+    the task has the file `slow`, steps last long enough for that."""
     command = [
         sys.executable, "-m", "verl", "train", "algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}",
         f"data.train_files={task}/train.jsonl", "data.val_files=[]", "data.train_batch_size=4", "data.max_prompt_length=64",
@@ -136,6 +138,7 @@ def trained(model, task, folder, *, kill):
     ]  # fmt: skip
     said = folder.with_suffix(".log")
     environment = {**os.environ, "VERL_PAGE_CACHE": f"{folder}-cache"}
+    (task / "slow").touch()
     with said.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
         try:
             metrics = folder / "metrics.jsonl"
@@ -151,6 +154,7 @@ def trained(model, task, folder, *, kill):
                     ]
                     page.kill()
                     assert metrics.read_text().count("\n") < NUM_STEPS, "the run had ended before the kill"
+            (task / "slow").unlink()
             assert process.wait(_DEADLINE_S) == 0, said.read_text()[-2000:]
         finally:
             process.kill()

@@ -66,11 +66,14 @@ def test_a_rank_on_each(hosts, jobs):
 
 def test_ray(hosts, jobs):
     pytest.importorskip("ray")
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "2", "--node-ip-address"]
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]  # its command need not be on the PATH
+    start = [*ray, "start", "--num-cpus", "2", "--node-ip-address"]
     head = [*start, ADDRESSES[0], "--head", "--port", "6379", "--include-dashboard", "false"]
     overrides = jobs.overrides("ray", *TWO_HOSTS, f"ray_kwargs.ray_init.address={ADDRESSES[0]}:6379")
-    both = 'until [ "$(ray status 2>/dev/null | grep -c "^ 1 node_")" = 2 ]; do sleep 1; done'
-    script = f"{_quoted(head)} >&2 && {both}; {_quoted([*TRAIN, *overrides])}; code=$?; ray stop -f; exit $code"
+    both = f'until [ "$({_quoted(ray)} status 2>/dev/null | grep -c "^ 1 node_")" = 2 ]; do sleep 1; done'
+    script = (
+        f"{_quoted(head)} >&2 && {both}; {_quoted([*TRAIN, *overrides])}; code=$?; {_quoted(ray)} stop -f; exit $code"
+    )
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     first = hosts.start(0, ["bash", "-c", script], **quiet)
     join = f"until {_quoted([*start, ADDRESSES[1], '--address', ADDRESSES[0] + ':6379', '--block'])}; do sleep 1; done"
