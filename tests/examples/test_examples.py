@@ -62,7 +62,8 @@ def test_example_runs(script, start, tmp_path):
         words = [line.split() for line in said.splitlines() if "held-out reward" in line and ", digits " in line]
         reward, kl = ([float(w[w.index(name) + 1].rstrip(",")) for w in words] for name in ("reward", "KL"))
         assert reward[0] < reward[1] < reward[2]
-        assert abs(kl[0]) < 0.01 < kl[1] < kl[2]
+        assert abs(kl[0]) < 0.01
+        assert min(kl[1:]) > 1  # rejection sampling leads further away with some seeds, back with others
     for run in runs:
         assert (run / "summary.json").exists()
 
