@@ -83,9 +83,8 @@ def load_module(path: str) -> ModuleType:
         raise ConfigError(f"Importing {path} failed: {type(error).__name__}: {error}") from error
 
 
-_digests: dict[
-    str, str
-] = {}  # files of users that were imported -> what they, and the modules that they import, contained
+# files of users that were imported -> what they, and the modules that they import, contained
+_digests: dict[str, str] = {}
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 

@@ -19,7 +19,7 @@ _SPACE = re.compile(
 )  # a space between digits only before three of them
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 _SIGNS = re.compile(r"\\(?:cdot|times)(?![a-z])|\\[,;:! ]|[*$~]")  # a product, or nothing
-_WORD = re.compile(r"[^\W\d_]{2}")
+_WORD = re.compile(r"[^\W\d_]{3}")  # two letters are a product more often, or the name of a line
 _PHRASE = re.compile(r"[^\W\d_]+(?:['’ ]+[^\W\d_]+|(?<=[^\W\d_]{2})-[^\W\d_]{2,})*")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{|\s)")
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
