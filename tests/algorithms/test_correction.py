@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.batches import close, policy_inputs, widen
-from verl.algorithms.correction import importance_weights, rollout_correction, rollout_gap_metrics
+from verl.algorithms.correction import PRESETS, importance_weights, preset, rollout_correction, rollout_gap_metrics
 from verl.algorithms.correction.rejection import parse_rejection
 from verl.algorithms.correction.weights import parse_is_threshold
 from verl.data_proto.metrics import metric_values
@@ -248,3 +248,16 @@ def test_gap_metrics():
     assert metric_values(rollout_gap_metrics(old[mask], rollout[mask])) == metrics
     nothing = torch.zeros(0)
     assert metric_values(rollout_gap_metrics(nothing, nothing)) == {"training/rollout_probs_diff_valid": 0}
+
+
+def test_presets_are_valid():
+    assert len(PRESETS) == 20
+    old, rollout, mask = inputs(7)
+    for name in PRESETS:
+        settings = {k: v for k, v in preset(name).items() if k not in ("bypass_mode", "loss_type")}
+        rollout_correction(old, rollout, mask, **settings)
+        assert ("bypass_mode" in preset(name)) == name.startswith("bypass")
+    assert preset("decoupled_token_is", rollout_is_threshold=3.0)["rollout_is_threshold"] == 3.0
+    assert PRESETS["decoupled_token_is"]["rollout_is_threshold"] == 2.0
+    with pytest.raises(ConfigError, match="did you mean"):
+        preset("decoupled_tokn_is")

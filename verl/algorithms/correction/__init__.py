@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.correction.diagnostics import gap_metrics, rollout_gap_metrics, weight_metrics
+from verl.algorithms.correction.presets import PRESETS, preset
 from verl.algorithms.correction.rejection import rejection_mask
 from verl.algorithms.correction.weights import importance_weights
 from verl.data_proto.metrics import Metric
 from verl.errors import ModelError
 
-__all__ = ["importance_weights", "require_fresh", "rollout_correction", "rollout_gap_metrics"]
+__all__ = ["PRESETS", "importance_weights", "preset", "require_fresh", "rollout_correction", "rollout_gap_metrics"]
 
 
 @dataclass(frozen=True)
