@@ -142,10 +142,12 @@ def test_samples_are_the_native_ones_before_and_after_updates(engine, folder, to
 
 
 def test_experts_of_an_update_are_computed(tmp_path, tokenizer):
-    """The samples are the native ones: vLLM packs experts for a processor as it starts, verl in each update."""
+    """The samples are the native ones: vLLM packs experts for a processor as it starts, verl in each update. A process with
+    a dense model in vLLM takes no mixture."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe", hidden_size=128, **heads)
-    engine, prompts, module = make(folder, "sync", tokenizer, max_num_seqs=8), make_prompts(LENGTHS), changed(folder, 1)
+    engine = make(folder, "async", tokenizer, max_num_seqs=8)
+    prompts, module = make_prompts(LENGTHS), changed(folder, 1)
     try:
         engine.load(module.named_parameters())
         engine.publish(0)
