@@ -83,39 +83,39 @@ def load_module(path: str) -> ModuleType:
         raise ConfigError(f"Importing {path} failed: {type(error).__name__}: {error}") from error
 
 
-# files of users that were imported -> what they, and the modules that they import, contained
-_digests: dict[str, str] = {}
+# files of users that were imported -> the digest of their content, and the modules of their folder that they import
+_imported: dict[str, tuple[bytes, list[str]]] = {}
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def forget_edited_files() -> None:
     """Forget modules of users that have another content than when they were imported, and modules that import one of them: a
     notebook starts run after run."""
-    edited = {file for file, digest in _digests.items() if digest != _digest(_with_imports(Path(file)))}
+    edited = {file for file, (digest, _) in _imported.items() if digest != _digest(file)}
+    while importers := {f for f, (_, files) in _imported.items() if f not in edited and not edited.isdisjoint(files)}:
+        edited |= importers
     for name, module in list(sys.modules.items()) if edited else ():
         if os.path.realpath(getattr(module, "__file__", None) or "") in edited:
             del sys.modules[name]
+    for file in edited:
+        del _imported[file]
 
 
 def _note_content(file: str | None) -> None:
     """Remember the content of a user's file, and of each module of its folder that it imports."""
-    if file is not None and not file.startswith(_LIBRARIES):
-        for imported in _with_imports(Path(os.path.realpath(file))):
-            _digests[os.path.realpath(imported)] = _digest(_with_imports(imported))
+    waiting = [] if file is None or file.startswith(_LIBRARIES) else [os.path.realpath(file)]
+    for one in waiting:
+        if one not in _imported:
+            imports = [os.path.realpath(imported) for imported in imported_files(Path(one))]
+            _imported[one] = (_digest(one), imports)
+            waiting += imports
 
 
-def _with_imports(file: Path) -> list[Path]:
-    files = [file]
-    for one in files:
-        files += dict.fromkeys(imported for imported in imported_files(one) if imported not in files)
-    return files
-
-
-def _digest(files: list[Path]) -> str:
+def _digest(file: str) -> bytes:
     try:
-        return "".join(hashlib.sha1(file.read_bytes()).hexdigest() for file in files)
+        return hashlib.sha1(Path(file).read_bytes()).digest()
     except OSError:
-        return ""
+        return b""
 
 
 def _packaged_module(path: str) -> ModuleType | None:
@@ -239,7 +239,7 @@ def _is_forgotten(taken: object, obj: object) -> bool:
     """Whether `taken` is of an earlier import of the file that defines `obj`."""
     name = getattr(obj, "__module__", "")
     module = sys.modules.get(name)
-    is_known = os.path.realpath(getattr(module, "__file__", None) or "") in _digests
+    is_known = os.path.realpath(getattr(module, "__file__", None) or "") in _imported
     current = getattr(module, getattr(taken, "__qualname__", ""), None)
     return is_known and getattr(taken, "__module__", None) == name and current is not taken
 
