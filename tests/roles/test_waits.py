@@ -66,7 +66,7 @@ def test_a_loss_does_not_wait_for_the_device(name):
     loss, metrics = objective(
         outputs,
         DataProto.from_dict(columns),
-        BatchTotals(int(columns["response_mask"].sum()), rows, rows // 2, num_chosen_tokens=rows),
+        BatchTotals(int(columns["response_mask"].sum()), rows, rows // 2),  # no chosen token trains
     )
     assert loss.device.type == "meta"
     assert any(isinstance(value, torch.Tensor) for metric in metrics.values() for value, _ in metric.observations)

@@ -110,7 +110,7 @@ class PreferenceObjective(Objective):
         of_pairs: dict[str, Any] = both("logp", sums) | both("mean", means)
         if "nll" in self.wants:
             nll = -(log_probs * columns["response_mask"]).sum(1)[chosen]
-            of_pairs["nll"] = nll * (totals.num_units / totals.num_chosen_tokens)
+            of_pairs["nll"] = nll * (totals.num_units / max(totals.num_chosen_tokens, 1))  # 0: all are masked
         if self.has_reference:
             score = preference_losses.divergence_score(terms["ratio"], self.config.f_divergence, self.config.f_alpha)
             per_token = score / mask_of(columns).sum(1).clamp(min=1)
