@@ -40,6 +40,7 @@ SECTIONS = {
     "rows": Section("tests.data.mutations:cases", 10_000, "mutated data rows"),
     "token-rows": Section("tests.data.token_rows:cases", 10_000, "mutated rows of token ids"),
     "media": Section("tests.data.media_rows:cases", None, "malformed rows with images, in runs of two programs"),
+    "pictures": Section("tests.data.damaged_pictures:cases", 5_000, "pictures of every mode, whole and damaged"),
     "files": Section("tests.data.damage:cases", 2_000, "damaged data files"),
     "texts": Section("tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, logs"),
     "templates": Section("tests.data.hostile_templates:cases", 2_000, "chat templates of strangers"),

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlparse
 
 import numpy as np
 
+from verl.data.rgb import as_shown, orientation_of, upright
 from verl.data.schema import SOURCES, at, number_in
 from verl.data_proto.media import SAMPLING, Clip, VideoSource
 from verl.errors import DataError, MissingExtraError, nearest
@@ -33,16 +34,18 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 
 
 def read_image(source: object, place: str) -> Image.Image:
-    """The picture at `source`, also an array, as a PIL image in RGB. Raises DataError, which begins with `place`, for an
-    unknown source, a file that is no image or is damaged, and a file or picture beyond MAX_BYTES and MAX_PIXELS."""
+    """The picture at `source`, also an array, as a PIL image in RGB (verl/data/rgb.py). Raises DataError, which begins with
+    `place`, for an unknown source, a file that is no image or is damaged, and a size beyond MAX_BYTES and MAX_PIXELS."""
     try:
         from PIL import Image
     except ImportError as error:
         raise MissingExtraError("Reading images", "pillow", "pillow") from error
     if isinstance(source, np.ndarray):
-        if source.dtype != np.uint8 or source.ndim not in (2, 3):
+        channels = source.shape[2:]
+        if source.dtype != np.uint8 or source.ndim not in (2, 3) or channels not in ((), (3,), (4,)):
             raise DataError(
-                f"{place} is an array of {source.dtype} and shape {source.shape}; give uint8 [height, width, 3], or a picture."
+                f"{place} is an array of {source.dtype} and shape {source.shape}; give uint8 [height, width, 3], with a fourth "
+                "channel for alpha, [height, width] for grey, or a picture."
             )
         picture: Image.Image = Image.fromarray(source)
     elif isinstance(source, Image.Image):
@@ -55,16 +58,20 @@ def read_image(source: object, place: str) -> Image.Image:
             raise DataError(f"{place} has more than {MAX_PIXELS:,} pixels; make it smaller.") from error
         except Exception as error:  # of a codec, for bytes that it does not expect
             raise DataError(f"{place} is no image that can be read ({', '.join(_FORMATS)}). Write it again.") from error
-    if picture.width * picture.height > MAX_PIXELS:
+    if not 0 < picture.width * picture.height <= MAX_PIXELS:
         raise DataError(
-            f"{place} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}; make it smaller."
+            f"{place} has {picture.width} x {picture.height} pixels, not between 1 and {MAX_PIXELS:,}; change its size."
         )
-    if (num_frames := getattr(picture, "n_frames", 1)) > 1:
-        raise DataError(f"{place} has {num_frames} frames; give one picture.")
     try:
-        return picture.convert("RGB")
+        # the pictures behind the first of an MPO, as phones write them, are its previews, depths and gain maps
+        num_frames = 1 if picture.format == "MPO" else getattr(picture, "n_frames", 1)
+        if num_frames > 1:
+            raise DataError(f"{place} has {num_frames} frames; give one picture.")
+        return as_shown(picture, place)
+    except DataError:
+        raise
     except Exception as error:  # of a codec, for a file that ends early or is damaged
-        raise DataError(f"{place} is damaged: {clean(error)}. Write it again.") from error
+        raise DataError(f"{place} is damaged ({type(error).__name__}: {clean(error)}). Write it again.") from error
 
 
 def image_text(source: object, place: str) -> str:
@@ -122,7 +129,8 @@ def _data_url(rest: str, place: str, max_bytes: int) -> bytes:
     if not comma or not head.endswith(";base64"):
         raise DataError(f"{place} is a data URL without base64; write data:image/png;base64, and the bytes.")
     try:
-        return _limited(base64.b64decode(text, validate=True), place, max_bytes)
+        # lines of 76 characters, as mail and many tools write base64
+        return _limited(base64.b64decode("".join(text.split()), validate=True), place, max_bytes)
     except (binascii.Error, ValueError) as error:
         raise DataError(f"{place} is a data URL whose base64 is damaged ({clean(error)}). Encode it again.") from error
 
@@ -247,6 +255,21 @@ def _frames_at(container: Any, numbers: Collection[int], place: str) -> Iterator
     for number, frame in enumerate(container.decode(video=0)):
         _require_fits(len(chosen), frame.width, frame.height, place)
         if number in chosen:
-            yield frame.to_image().convert("RGB")
+            yield _shown_frame(frame, place)
         if number == last:
             return
+
+
+def _shown_frame(frame: Any, place: str) -> Image.Image:
+    """A frame of PyAV as players show it: on white where it has alpha, turned and mirrored by its display matrix."""
+    from PIL import Image
+
+    has_alpha = any(component.is_alpha for component in frame.format.components)
+    picture = Image.fromarray(frame.to_ndarray(format="rgba")) if has_alpha else frame.to_image()
+    matrix = next(
+        (np.frombuffer(data, np.int32) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), None
+    )
+    orientation = 1 if matrix is None else orientation_of(matrix.reshape(3, 3))
+    if orientation is None:
+        raise DataError(f"{place} is turned by an angle that is no quarter of a turn. Write it upright.")
+    return upright(as_shown(picture, place), orientation)
