@@ -42,6 +42,7 @@ SECTIONS = {
     "media": Section("tests.data.media_rows:cases", None, "malformed rows with images, in runs of two programs"),
     "pictures": Section("tests.data.damaged_pictures:cases", 5_000, "pictures of every mode, whole and damaged"),
     "files": Section("tests.data.damage:cases", 2_000, "damaged data files"),
+    "row-cache": Section("tests.data.cache_damage:cases", 1_000, "damaged entries of the cache of rows"),
     "texts": Section("tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, logs"),
     "templates": Section("tests.data.hostile_templates:cases", 2_000, "chat templates of strangers"),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),

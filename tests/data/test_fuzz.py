@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.data import damage, media_rows
+from tests.data import cache_damage, damage, media_rows
 from tests.data.mutations import CONFIG, base_rows, cases, is_valid, read
 from tests.data.rows import row
 from verl.data.check import check_rows
@@ -29,6 +29,10 @@ def test_mutated_rows(tmp_path):
 def test_damaged_files(tmp_path):
     outcomes = Counter(damage.cases(random.Random(0), 80, tmp_path))
     assert {"not_a_file", "twice"} <= {kind for kind, what in outcomes if what == "refused"}
+
+
+def test_a_damaged_cache_of_rows_changes_no_row(tmp_path):
+    assert sum(Counter(cache_damage.cases(random.Random(0), 24, tmp_path)).values()) == 24
 
 
 def test_runs_refuse_malformed_images(tmp_path):

@@ -20,7 +20,7 @@ from tests.data.rows import config, row, write
 from tests.slow import slow
 from verl.config.roots.reward_model import RMDataConfig
 from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
-from verl.data import scan, tables
+from verl.data import row_cache, scan, tables
 from verl.data.conversations.dataset import ConversationDataset, read_into
 from verl.data.dataset import PromptRows, RLHFDataset, load_dataset
 from verl.data.files import read_rows, write_parquet
@@ -233,8 +233,8 @@ class TestCache:
         touched = mmap.mmap(-1, 1)
 
         def examine(rows):
-            touched[0] = 1
-            return ScanPart({"numbers": np.array(rows) * 3}, len(rows))
+            touched[0] |= bool(rows)
+            return ScanPart({"numbers": np.array(rows, np.int64) * 3}, len(rows))
 
         result = scan_rows("rows", count, examine, key=lambda: key, **settings)
         arrays, facts = result.results()
@@ -254,8 +254,8 @@ class TestCache:
         examined = []
 
         def examine(rows):
-            examined.append(rows)
-            return ScanPart({"numbers": np.array(rows)})
+            examined.extend([rows] if rows else [])
+            return ScanPart({"numbers": np.array(rows, np.int64)})
 
         for _ in range(2):
             unfinished = scan_rows("rows", 20, examine, key=lambda: "early", wait=False)
@@ -290,6 +290,32 @@ class TestCache:
             assert entries() == first + 3  # a class of one's own has no key
         finally:
             type(tokenizer).__module__ = module
+
+    def test_every_bit_of_an_entry_counts(self, cache):
+        """An entry with another bit is no entry; it is removed and said once."""
+        arrays, entry = {"lengths": np.arange(3, dtype=np.int32)}, cache / "bits.arrays"
+
+        def load():
+            return row_cache.load_arrays("bits", {"lengths": np.dtype(np.int32)}, 1)
+
+        row_cache.save_arrays("bits", {"lengths": [arrays["lengths"]]}, ["a"])
+        assert load()[0]["lengths"].tolist() == [0, 1, 2]
+        content = entry.read_bytes()
+        for bit in range(8 * len(content)):
+            damaged = bytearray(content)
+            damaged[bit // 8] ^= 1 << bit % 8
+            entry.write_bytes(damaged)
+            assert load() is None, bit
+            assert not entry.exists()
+
+    @pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+    def test_an_entry_is_a_regular_file(self, put, cache, caplog):
+        key = f"odd{put.__name__[:6]}"
+        put(cache / f"{key}.arrays")
+        os.mkfifo(cache / f"{key}.lock")
+        assert self.scanned(key) == ([number * 3 for number in range(20)], True)
+        assert self.scanned(key)[1] == (put is os.mkdir)  # a folder stays in the place of the entry
+        assert caplog.text.count("in the cache of rows is damaged") == 1, caplog.text
 
     def test_old_entries_are_removed(self, cache):
         old = cache / "old.arrays"

@@ -4,15 +4,17 @@
     KEY.first       the same of the first rows, for a start after a run that ended before its scan
     KEY.arrow       the rows of a large parquet file (verl/data/files.py)
 
-All are read as memory maps. A key is a digest of all that the result depends on. Files that no run has used for 30 days are
-removed when another is written.
+All are read as memory maps. A key is a digest of all that the result depends on. An entry ends with a checksum of its name and
+its content; a damaged one is computed again. Files that no run has used for 30 days are removed when another is written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
+import logging
 import mmap
 import os
 import time
@@ -25,13 +27,16 @@ import numpy as np
 from verl._version import __version__
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
-from verl.models.content import digest_of_text
-from verl.regular_files import whole_file
+from verl.models.content import checksum_of, digest_of_text
+from verl.regular_files import open_regular, whole_file
 
-FORMAT = 3  # of the cached files, and of the checks behind them
+log = logging.getLogger(__name__)
+
+FORMAT = 4  # of the cached files, and of the checks behind them
 _UNUSED_S = 30 * 86400.0
 _CLAIM_S = 3600.0
 _ALIGNED = 8  # bytes
+_SEAL = 32  # characters of the checksum at the end
 
 
 def key_of(*parts: object) -> str | None:
@@ -72,13 +77,40 @@ def cached_path(name: str) -> Path | None:
     return path / name
 
 
-def mark_used(path: Path) -> bool:
-    """Whether the entry is there; it is then used now."""
-    try:
-        os.utime(path)
-    except OSError:
-        return False
-    return True
+def read_entry(path: Path | None) -> memoryview | None:
+    """A memory map of an entry, which is then used now; None without one, and for a damaged one, which is removed."""
+    if path is None or not os.path.lexists(path):
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        with os.fdopen(open_regular(path), "rb") as file:
+            content = mapped(file)
+        if content[-_SEAL:] == _seal(path, content[:-_SEAL]):
+            os.utime(path)
+            return content[:-_SEAL]
+    discard(path)
+    return None
+
+
+def mapped(file: IO[bytes]) -> memoryview:
+    """A memory map of a file."""
+    size = os.fstat(file.fileno()).st_size
+    return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"")
+
+
+def discard(path: Path) -> None:
+    """Remove a damaged entry."""
+    _say_damaged(path)
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+@functools.cache  # once, also of an entry that cannot be removed
+def _say_damaged(path: Path) -> None:
+    log.warning("%s in the cache of rows is damaged. It is computed again.", path)
+
+
+def _seal(path: Path, content: memoryview) -> bytes:
+    return checksum_of(content, path.name).encode()
 
 
 @contextlib.contextmanager
@@ -86,7 +118,11 @@ def new_entry(path: Path) -> Iterator[Path]:
     """A temporary name, which becomes `path` when the block ends without an error."""
     with whole_file(path) as temporary:
         yield temporary
-        with open(temporary, "rb") as file:
+        with open(temporary, "r+b") as file:
+            seal = _seal(path, mapped(file))
+            file.seek(0, os.SEEK_END)
+            file.write(seal)
+            file.flush()
             os.fsync(file.fileno())  # a power loss leaves the whole entry under its name, or none
     for entry in path.parent.iterdir():
         with contextlib.suppress(OSError):  # another run removes it too
@@ -106,17 +142,15 @@ def write_arrays(file: IO[bytes], arrays: Mapping[str, Sequence[np.ndarray]], fa
         file.write(bytes(-sum(part.nbytes for part in parts) % _ALIGNED))
 
 
-def read_arrays(file: IO[bytes]) -> Iterator[tuple[dict[str, np.ndarray], Any]]:
-    """Memory maps of the arrays, with the value, of each call of `write_arrays` that has ended."""
-    size = os.fstat(file.fileno()).st_size
-    content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-    end = 0
+def read_arrays(content: memoryview) -> Iterator[tuple[dict[str, np.ndarray], Any]]:
+    """The arrays, with the value, of each call of `write_arrays` that has ended."""
+    size, end = len(content), 0
     while end + _ALIGNED <= size:
         start = end + _ALIGNED
         end = start + int.from_bytes(content[end:start], "little")
         if end > size:
             return
-        header, arrays = json.loads(content[start:end]), {}
+        header, arrays = json.loads(bytes(content[start:end])), {}
         for name, (dtype, count) in header["arrays"].items():
             start, end = end, end + -(-count * np.dtype(dtype).itemsize // _ALIGNED) * _ALIGNED
             if end > size:
@@ -125,16 +159,21 @@ def read_arrays(file: IO[bytes]) -> Iterator[tuple[dict[str, np.ndarray], Any]]:
         yield arrays, header["facts"]
 
 
-def load_arrays(key: str | None) -> tuple[dict[str, np.ndarray], Any] | None:
-    """The cached arrays of `key` and their facts; None without them."""
+def load_arrays(
+    key: str | None, dtypes: Mapping[str, np.dtype], num_facts: int
+) -> tuple[dict[str, np.ndarray], list[Any]] | None:
+    """The cached arrays of `key`, which have `dtypes`, and their `num_facts` facts; None without them."""
     path = cached_path(f"{key}.arrays") if key else None
-    if path is None or not mark_used(path):
+    content = read_entry(path)
+    if path is None or content is None:
         return None
-    try:
-        with open(path, "rb") as file:
-            return next(read_arrays(file), None)
-    except (OSError, ValueError, LookupError, TypeError):  # damaged
-        return None
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of another writer
+        for arrays, facts in read_arrays(content):
+            has_facts = isinstance(facts, list) and len(facts) == num_facts
+            if has_facts and {name: array.dtype for name, array in arrays.items()} == dtypes:
+                return arrays, facts
+    discard(path)
+    return None
 
 
 def save_arrays(key: str | None, arrays: Mapping[str, Sequence[np.ndarray]], facts: object) -> None:
@@ -153,7 +192,7 @@ def claim(key: str | None, *, wait: bool) -> int | None:
     if path is None:
         return -1
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     except OSError:
         return -1
     deadline = time.monotonic() + (_CLAIM_S if wait else 0.0)

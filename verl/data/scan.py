@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from verl.data.row_cache import claim, load_arrays, read_arrays, save_arrays, write_arrays
+from verl.data.row_cache import claim, load_arrays, mapped, read_arrays, save_arrays, write_arrays
 from verl.errors import DataError, UnavailableRowError
 from verl.parallel.child_processes import die_with
 
@@ -141,7 +141,7 @@ class Scan:
         self.key: str | None = None
         self.batches = batches_of(num_rows)
         self._parts: dict[int, ScanPart] = {}  # by number of the batch
-        self._cached: tuple[dict[str, np.ndarray], Any] | None = None
+        self._cached: tuple[dict[str, np.ndarray], list[Any]] | None = None
         # set by the processes, for the progress
         self._is_examined = np.frombuffer(mmap.mmap(-1, max(len(self.batches), 1)), np.uint8)[: len(self.batches)]
         self._bad = BadRows()
@@ -172,7 +172,7 @@ class Scan:
     def examine_first(self) -> None:
         """`examine_here(NUM_AT_ONCE)`, once for all starts: a run may end before its scan. Arrays have a value for each row."""
         key = f"{self.key}.first" if self.key else None
-        arrays, facts = load_arrays(key) or ({}, [])
+        arrays, facts = self._load(key, NUM_AT_ONCE // BATCH) or ({}, [])
         for number, (rows, fact) in enumerate(zip(self.batches, facts, strict=False)):
             self._add(number, ScanPart({name: array[rows.start : rows.stop] for name, array in arrays.items()}, fact))
         self.examine_here(NUM_AT_ONCE)
@@ -181,8 +181,12 @@ class Scan:
 
     def read_cache(self) -> bool:
         """Whether an earlier scan is in the cache; this one has then ended."""
-        self._cached = load_arrays(self.key)
+        self._cached = self._load(self.key, len(self.batches))
         return self._cached is not None
+
+    def _load(self, key: str | None, num_batches: int) -> tuple[dict[str, np.ndarray], list[Any]] | None:
+        dtypes = {name: array.dtype for name, array in self.examine(range(0)).arrays.items()}
+        return load_arrays(key, dtypes, num_batches)
 
     def fork(self, num_workers: int, *, stops: bool) -> None:
         """Start processes that examine the rest; with `stops` each ends at its first bad batch, and has a low priority."""
@@ -246,7 +250,7 @@ class Scan:
     def _read_reports(self) -> None:
         for pid in [pid for pid in self._workers if _has_ended(pid)]:
             with self._workers.pop(pid) as report:
-                for arrays, (number, facts, bad) in read_arrays(report):
+                for arrays, (number, facts, bad) in read_arrays(mapped(report)):
                     self._add(number, ScanPart(arrays, facts, BadRows.of_report(bad)))
 
     def _end_well(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.row_cache import cached_path, key_of, mark_used, new_entry
+from verl.data.row_cache import cached_path, key_of, new_entry, read_entry
 from verl.errors import DataError
 from verl.foreign_text import clean, quoted
 from verl.models.content import digest_of_files, digest_of_text
@@ -133,17 +133,21 @@ class ParquetTable(ArrowTable):
 
 def mapped_rows(key: str | None, schema: object, batches: Iterable[object]) -> object:
     """A memory map of the cache's entry for `key`; a missing entry is written from `batches`. Raises OSError for a cache that
-    cannot be written, and ArrowException for an entry that cannot be read."""
+    cannot be written."""
     import pyarrow.ipc
 
     path = cached_path(f"{key}.arrow")
     if key is None or path is None:
         raise OSError("the cache of rows cannot be written; set VERL_DATA_CACHE to a folder that can")
-    if not mark_used(path):
+    content = read_entry(path)
+    if content is None:
         with new_entry(path) as temporary, pyarrow.ipc.new_file(temporary, schema) as writer:
             for batch in batches:
                 writer.write(batch)
-    return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+        content = read_entry(path)
+    if content is None:
+        raise OSError(f"{path} is damaged as soon as it is written")
+    return pyarrow.ipc.open_file(pyarrow.py_buffer(content)).read_all()
 
 
 class JsonTable(Table):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,13 @@ Span = tuple[int, int]  # offset in a file, bytes
 def digest_of_text(*texts: str) -> str:
     """The digest of texts in order."""
     return _combined(text.encode() for text in texts)
+
+
+def checksum_of(content: memoryview, *texts: str) -> str:
+    """A digest of texts and of the CRC-32 of each part of a content: of damage, not of what someone has made on purpose."""
+    parts = (content[at : at + _END_BYTES] for at in range(0, len(content), _END_BYTES))
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return digest_of_text(*texts, str(len(content)), *map(str, pool.map(zlib.crc32, parts)))
 
 
 def digest_of_files(files: Sequence[Path]) -> str:
