@@ -169,6 +169,20 @@ def test_an_equal_question_is_asked_once_whatever_happens_between(tmp_path):
     assert [line["reply"] for line in lines] == ["A", "B", "C", "A"]
 
 
+def test_a_reply_with_another_bit_is_asked_again(tmp_path):
+    file = tmp_path / "replies.jsonl"
+    CachedReplies(lambda questions: ["[[A]]"], file, "judge")(["a"])
+    row = json.loads(file.read_text())
+    content = file.read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        assert CachedReplies(lambda questions: ["[[A]]"], file, "judge")(["a"]) == ["[[A]]"], bit
+    file.write_text(json.dumps({"digest": row["digest"], "reply": "of an older version"}))
+    assert CachedReplies(pytest.fail, file, "judge")(["a"]) == ["of an older version"]
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "text"])
 def test_a_cache_that_is_none_stops_nothing_for_ever(tmp_path, kind):
     file = tmp_path / "replies.jsonl"

@@ -18,7 +18,7 @@ from pathlib import Path
 from verl.config.sources import read_limited
 from verl.errors import ConfigError
 from verl.foreign_text import clean, quoted
-from verl.models.content import digest_of_files
+from verl.models.content import digest_of_files, digest_of_text
 from verl.rewards.model_score import grade_of
 from verl.tracking.files import append_rows, has, is_text, read_json_rows
 
@@ -65,21 +65,27 @@ def fill(template: str, **parts: str) -> str:
 
 class CachedReplies:
     """`ask` with its replies kept in `file`, by the digest of judge and question; an equal question is not asked again, in this
-    run or a later one. `judge` names model and settings, since other ones reply otherwise."""
+    run or a later one. `judge` names model and settings, since other ones reply otherwise. A damaged row is asked again."""
 
     def __init__(self, ask: Ask, file: Path, judge: str):
         self._ask, self.file, self.judge = ask, file, judge
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._known = {row["digest"]: row["reply"] for row in read_json_rows(file, has(digest=is_text, reply=is_text))}
+        rows = read_json_rows(file, has(digest=is_text, reply=is_text))
+        self._known = {row["digest"]: row["reply"] for row in rows if row == self._row(row) or len(row) == 2}
 
     def __call__(self, questions: Sequence[str]) -> list[str]:
         names = [self._digest(question) for question in questions]
         missing = {name: q for name, q in zip(names, questions, strict=True) if name not in self._known}
         if missing:
             replies = dict(zip(missing, self._ask(list(missing.values())), strict=True))
-            append_rows(self.file, ({"digest": name, "reply": reply} for name, reply in replies.items()))
+            append_rows(self.file, (self._row({"digest": name, "reply": reply}) for name, reply in replies.items()))
             self._known |= replies
         return [self._known[name] for name in names]
+
+    def _row(self, row: Mapping[str, object]) -> dict[str, object]:
+        """A row of the file; those of older versions have no checksum."""
+        digest, reply = str(row["digest"]), str(row["reply"])
+        return {"digest": digest, "reply": reply, "checksum": digest_of_text(digest, reply)}
 
     def _digest(self, question: str) -> str:
         return hashlib.blake2b(json.dumps([self.judge, question]).encode(), digest_size=16).hexdigest()
