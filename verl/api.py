@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config import SCHEMAS, LoadedConfig, PPOConfig, load_config
 from verl.config.active_keys import runs_agents
+from verl.config.command_defaults import Face
 from verl.data.pictures import image_text
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
@@ -63,6 +64,8 @@ class Trainer(SteppedRun):
     Raises ConfigError and DataError before anything is trained.
     """
 
+    defaults: Face = "command"
+
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -96,7 +99,8 @@ class Trainer(SteppedRun):
 
         def load(files: Mapping[str, object], check: bool = True) -> LoadedConfig[Any]:
             trees = [with_references(tree) for tree in (mapping, keys, {**values, **files})]
-            return load_config(texts, schema=SCHEMAS[self.program_name], values=trees, check=check)
+            schema = SCHEMAS[self.program_name]
+            return load_config(texts, schema=schema, values=trees, check=check, defaults=self.defaults)
 
         settings = load({}, check=False).config.data
         media = (settings.image_key, settings.video_key)
@@ -203,6 +207,12 @@ class Trainer(SteppedRun):
         return Run(self.folder)
 
 
+class _Sampler(Trainer):
+    """A run that samples and trains nothing: one response to a prompt."""
+
+    defaults = "release"
+
+
 def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
     """Train to the last step and save; returns the run, whose `model_path` is the trained model. Arguments as of `Trainer`.
 
@@ -259,7 +269,7 @@ def generate(
     rows = _rows("prompt", data)  # `data` may be read once only
     if isinstance(rows, list) and not all(str(row).endswith(SUFFIXES) for row in rows):
         rows = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
-    trainer = Trainer(model, rows, reward or no_reward, eval_data=rows, **arguments)
+    trainer = _Sampler(model, rows, reward or no_reward, eval_data=rows, **arguments)
     output = trainer.folder / "samples.jsonl"
     write_samples(trainer.loaded, output)
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

@@ -41,6 +41,16 @@ class ConfigError(VerlError):
     exit_code = 2
 
 
+class FewRowsError(ConfigError):
+    """Fewer rows train than a batch has."""
+
+    def __init__(self, num_rows: int, batch_size: int, place: str = ""):
+        super().__init__(
+            f"data.train_batch_size={batch_size} is more than the {num_rows} rows that train{place}. Lower it, or add rows."
+        )
+        self.num_rows = num_rows
+
+
 class NameConfigError(ConfigError, ValueError, KeyError, AttributeError):
     """A registry or module has no such name, or has it already. The further bases are the types that Python's mappings,
     modules and functions raise, which scripts catch."""

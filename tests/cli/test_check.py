@@ -391,7 +391,7 @@ def test_fine_tuning_rows_that_train(check_sft):
     for sentence in (
         "conversations.jsonl: format messages (rows: 5)",
         "[[answer 0<|im_end|>",
-        "8 steps of 2 rows",
+        "2 steps of 2 rows",
         "sequences of at most 64 tokens, the model holds 1024",
         "Ready to train, 0 warnings.",
     ):
@@ -424,7 +424,7 @@ def test_other_fine_tuning_problems(check_sft):
     code, said = check_sft([turns("q", "a")], {"data.max_length": 2000})
     assert code == 1
     assert any("but the model holds 1024; lower data.max_length" in line for line in failures(said)), said
-    assert any("data.train_batch_size=2 is more than the 1 usable rows" in line for line in failures(said)), said
+    assert any("data.train_batch_size=2 is more than the 1 rows that train" in line for line in failures(said)), said
 
 
 def test_a_dry_run_of_fine_tuning_is_its_check(verl, task):

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.cli.parser import Parser
 from verl.config import PPO, LoadedConfig, PPOConfig, PreferenceConfig, RunConfig, Schema, load_config
+from verl.config.command_defaults import FACES, Face
 from verl.config.diff import settings_of_work
 
 # schema -> the keys that most scripts set, shown by --help
@@ -47,11 +48,13 @@ class ConfigArguments:
     overrides: list[str]
     config_path: str | None
     config_name: str | None
+    defaults: Face
     options: argparse.Namespace
 
     def load(self, *, check: bool = True) -> LoadedConfig[Any]:
         """The resolved config; raises ConfigError."""
-        return load_config(self.overrides, self.config_path, self.config_name, schema=self.schema, check=check)
+        names = (self.config_path, self.config_name)
+        return load_config(self.overrides, *names, schema=self.schema, check=check, defaults=self.defaults)
 
 
 def parse(
@@ -61,6 +64,7 @@ def parse(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     schema: Schema[RunConfig] = PPO,
+    defaults: Face = "command",
 ) -> ConfigArguments:
     """Split `argv` into overrides and options (`options`: flag -> arguments of add_argument). `--help` prints the
     sections and the common keys with their defaults, and exits. Raises ConfigError."""
@@ -80,12 +84,19 @@ def parse(
         "--config-name", "-cn", metavar="NAME", help="YAML file without its suffix, in that folder or built in"
     )
     parser.add_argument("--log-dir", metavar="PATH", help="folder for a log file of each rank (trainer.log_dir)")
+    parser.add_argument(
+        "--defaults",
+        choices=FACES,
+        default=defaults,
+        help="release: the defaults of existing releases (docs/differences.md)",
+    )
     for flag, settings in (options or {}).items():
         parser.add_argument(flag, **settings)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.log_dir is not None:
         arguments.overrides.append(f"trainer.log_dir={arguments.log_dir}")
-    return ConfigArguments(schema, arguments.overrides, arguments.config_path, arguments.config_name, arguments)
+    names = (arguments.config_path, arguments.config_name)
+    return ConfigArguments(schema, arguments.overrides, *names, arguments.defaults, arguments)
 
 
 def _key_help(schema: Schema[RunConfig]) -> str:

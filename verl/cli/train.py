@@ -99,7 +99,7 @@ def run_eval(argv: list[str]) -> int:
 
 def run_generate(argv: list[str]) -> int:
     """Write samples: the exit code."""
-    arguments = parse("generate", _GENERATE, argv, {"--output": _OUTPUT})
+    arguments = parse("generate", _GENERATE, argv, {"--output": _OUTPUT}, defaults="release")
     loaded = arguments.load()
     with imports_stay():
         from verl.programs.generate import generate

@@ -19,9 +19,17 @@ from verl.cli.parser import Parser
 from verl.config.values import parse_override
 from verl.errors import ConfigError
 
-# verbs as whole processes: fn(arguments) -> exit code. The launcher or trainer.n_gpus_per_node decides about Ray
+RELEASE = ("--defaults", "release")
+
+
+def _run_as_release(verb: str, argv: Sequence[str]) -> int:
+    """Run a verb with the defaults of existing releases: the exit code."""
+    return run_verb(verb, [*RELEASE, *argv], whole_process=True)
+
+
+# fn(arguments) -> exit code. The launcher or trainer.n_gpus_per_node decides about Ray
 main_ppo, sft_trainer, preference_trainer, rm_trainer = (
-    partial(run_verb, verb, whole_process=True) for verb in ("train", "sft", "preference", "rm")
+    partial(_run_as_release, verb) for verb in ("train", "sft", "preference", "rm")
 )
 
 
@@ -242,4 +250,4 @@ def _number(arguments: Arguments, key: str, default: float) -> float:
 def _train(argv: list[str]) -> int:
     from verl.cli.train import run_train
 
-    return run_train(argv, supervised=True)
+    return run_train([*RELEASE, *argv], supervised=True)

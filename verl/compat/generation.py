@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.cli.main import run_guarded, run_verb
-from verl.compat.commands import Arguments
+from verl.compat.commands import RELEASE, Arguments
 from verl.data.dataset import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError, nearest
 
@@ -34,14 +34,14 @@ def main_generation(argv: Sequence[str]) -> int:
     """With `data.output_path`, write the rows of `data.path` (or `data.train_files`) with a column `responses`: a list of
     `data.n_samples` (or rollout.n) strings. Without it, run `verl generate`. Returns the exit code."""
     if not any(argument.lstrip("+").startswith("data.output_path=") for argument in argv):
-        return run_verb("generate", argv)
+        return run_verb("generate", [*RELEASE, *argv])
     return run_guarded("generate", _generate, argv)
 
 
 def _generate(argv: list[str]) -> int:
     from verl.cli.train import run_generate
 
-    return run_generate(translate(argv))
+    return run_generate([*RELEASE, *translate(argv)])
 
 
 def translate(argv: Sequence[str]) -> list[str]:
@@ -112,7 +112,7 @@ _SCORING = ("custom_reward_function.", "reward.", "reward_model.", "sandbox_fusi
 def main_eval(argv: Sequence[str]) -> int:
     """With `data.path`, score that file; else validate a model, as `verl eval` does. Returns the exit code."""
     if not any(argument.lstrip("+").startswith("data.path=") for argument in argv):
-        return run_verb("eval", argv)
+        return run_verb("eval", [*RELEASE, *argv])
     return run_guarded("eval", _score_and_show, argv)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from verl.config.command_defaults import DEFAULTS
 from verl.config.loaded import scalar
 from verl.config.roots import SCHEMAS
 from verl.config.schema import Leaf, Schema
@@ -128,9 +130,33 @@ def _table(title: str, note: str, head: tuple[str, ...], rows: Sequence[tuple[st
     return f"\n## {title}\n\n{note}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+_DEFAULTS = re.compile("(?<=<!-- defaults -->\n).*?(?=\n<!-- end -->)", re.DOTALL)  # their place in docs/differences.md
+
+
+def with_defaults(page: str) -> str:
+    """docs/differences.md with the table of defaults that differ between commands and existing releases."""
+    rows = [
+        (
+            f"`{schema.command}`",
+            f"`{d.key}`",
+            f"`{scalar(d.value)}`",
+            d.applies,
+            f"`{scalar(schema.leaves[d.key].default)}`",
+        )
+        for schema in SCHEMAS.values()
+        for d in DEFAULTS[schema.name]
+        if d.value != schema.leaves[d.key].default or d.applies
+    ]
+    lines = [("command", "key", "default", "if", "existing releases"), ("---",) * 5, *rows]
+    return _DEFAULTS.sub("\n".join(f"| {' | '.join(line)} |" for line in lines), page)
+
+
 def main(argv: list[str]) -> int:
-    """Write docs/config.md to the path in `argv`."""
-    Path(argv[0]).write_text(to_markdown(), encoding="utf-8")
+    """Write docs/config.md to the path in `argv`, and the table of defaults to differences.md beside it."""
+    page, differences = Path(argv[0]), Path(argv[0]).parent / "differences.md"
+    page.write_text(to_markdown(), encoding="utf-8")
+    if differences.is_file():
+        differences.write_text(with_defaults(differences.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from verl.config import sources
 from verl.config.checks import check_config
+from verl.config.command_defaults import BATCH, ORIGIN, Face, command_defaults
 from verl.config.derived_defaults import COMPOSED_FOLDER
 from verl.config.loaded import LoadedConfig
 from verl.config.roots import PPO, RunConfig
-from verl.config.schema import Leaf, Problem, Schema, error
+from verl.config.schema import Derived, Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
 from verl.config.user_settings import Setting, UserSettings
 from verl.config.values import Misfit, convert, expand_path, merge, unusable_text
@@ -30,16 +32,18 @@ def load_config(
     schema: Schema[Any] = PPO,
     values: Mapping[str, object] | Sequence[Mapping[str, object]] = (),
     check: bool = True,
+    defaults: Face = "release",
 ) -> LoadedConfig[Any]:
     """Defaults of `schema`, then the YAML file, then `values` (nested or with dotted keys; a key has one value in all of
-    them), then the overrides, resolved and checked.
+    them), then the overrides, resolved and checked. `defaults`: of existing releases, as for a file that builds on a config of
+    theirs, or of our commands.
 
     `config_path` and `config_name` are Hydra's (a folder and a name), or `config_path` is a YAML file. Raises
     ConfigError with one sentence per problem, all problems at once: an unknown key (with the nearest ones), a value of the
     wrong type, two values of a key from one source and, unless `check` is False, everything that `check_config` calls an error.
     """
     forget_edited_files()
-    return _checked(_user_settings(schema, overrides, config_path, config_name, values), check)
+    return _checked(_user_settings(schema, overrides, config_path, config_name, defaults, values), check)
 
 
 def inspect_config(
@@ -51,7 +55,7 @@ def inspect_config(
 ) -> tuple[LoadedConfig[Any], list[Problem]]:
     """The config of `load_config` with every problem of it, defaults standing in for values that do not fit. Raises
     ConfigError for a file that is not there or cannot be read."""
-    loaded = _resolve(_user_settings(schema, overrides, config_path, config_name))
+    loaded = _resolve(_user_settings(schema, overrides, config_path, config_name, "release"))
     return loaded, check_config(loaded)
 
 
@@ -60,16 +64,32 @@ def _user_settings(
     overrides: Sequence[str],
     config_path: str | None,
     config_name: str | None,
+    defaults: Face,
     values: Mapping[str, object] | Sequence[Mapping[str, object]] = (),
 ) -> UserSettings:
-    user = UserSettings(schema)
     file = sources.find(schema, config_path, config_name)
+    user = UserSettings(
+        schema, defaults="release" if sources.builds_on_release(schema, config_name, file) else defaults
+    )
     for path, tree in sources.read_tree(schema, file, user.notices) if file is not None else ():
         user.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
     for values_tree in filter(None, [values] if isinstance(values, Mapping) else values):
         user.add_file("Python", dict(values_tree))
     user.add_overrides(overrides)
     return user
+
+
+def with_smaller_batch(loaded: LoadedConfig[Any], num_rows: int) -> LoadedConfig[Any] | None:
+    """`loaded` with batches of all `num_rows` rows that train; None if the user has chosen their size."""
+    if loaded.origins[BATCH] != ORIGIN:
+        return None
+    settings = [setting for entries in loaded.entries.values() for setting in entries]
+    user = UserSettings(loaded.schema, settings, defaults="command", num_rows=num_rows)
+    fitted = _resolve(user)
+    trainer, names = fitted.config.trainer, ("default_local_dir", "experiment_name")  # named by the run
+    trainer = dataclasses.replace(trainer, **{name: getattr(loaded.config.trainer, name) for name in names})
+    config = dataclasses.replace(fitted.config, trainer=trainer)
+    return dataclasses.replace(fitted, config=config, notices=loaded.notices, without_effect=loaded.without_effect)
 
 
 def load_composed(tree: dict[str, object], *, schema: Schema[RunConfig] = PPO, check: bool = True) -> LoadedConfig[Any]:
@@ -132,11 +152,11 @@ def _resolve(user: UserSettings) -> LoadedConfig[Any]:
         if leaf.free:
             setting = dataclasses.replace(setting, value=merge(values[setting.path], setting.value))
         values[setting.path] = setting.value if _interpolated(setting.value) else _fit(leaf, setting, misfits)
-    followed = _complete(schema, values, origins, last)
+    followed = _complete(user, values, origins, last)
     if any(_interpolated(v) for v in values.values()):
         unresolved = {path: misfit for path, misfit in _interpolate(schema, values, origins).items() if path in last}
         misfits.update(unresolved)  # what follows a key that leads nowhere is not named
-        followed = _complete(schema, values, origins, last)
+        followed = _complete(user, values, origins, last)
     faults += [error(p, _masked(p, origins[p])) for p, value in values.items() if holds_mask(value)]
     faults += [error(path, sentence) for path, (_, sentence) in misfits.items()]
     config = schema.build(values)
@@ -188,11 +208,16 @@ def _choice_problem(leaf: Leaf, value: object) -> str:
 
 
 def _complete(
-    schema: Schema[object], values: dict[str, object], origins: dict[str, str], settings: dict[str, Setting]
+    user: UserSettings, values: dict[str, object], origins: dict[str, str], settings: dict[str, Setting]
 ) -> dict[str, object]:
     """Fill in keys that follow others (also where null was given); returns what given keys would have been."""
-    for path, (value, origin) in schema.derive(values, set(settings)).items():
-        values[path], origins[path] = value, origin
+    schema, set_keys = user.schema, set(settings)
+    steps: list[Callable[[dict[str, object], set[str]], Derived]] = [schema.derive]
+    if user.defaults == "command":
+        steps.insert(0, partial(command_defaults, schema.name, num_rows=user.num_rows))
+    for derive in steps:
+        for path, (value, origin) in derive(values, set_keys).items():
+            values[path], origins[path] = value, origin
     followed = {}
     for path, source in schema.follows:
         if path in settings:

@@ -62,6 +62,13 @@ def find(schema: Schema[object], config_path: str | None, config_name: str | Non
     raise ConfigError(f"There is no config named {config_name!r}{hint} To use a file, give --config-path as well.")
 
 
+def builds_on_release(schema: Schema[object], config_name: str | None, file: Path | None) -> bool:
+    """Whether `config_name`, or the defaults list of `file`, names a config of existing releases."""
+    entries = _parse(file).get("defaults") if file is not None else None
+    names = [(config_name or "").removesuffix(".yaml"), *(entries if isinstance(entries, list) else ())]
+    return any(name in schema.config_names for name in names if isinstance(name, str))
+
+
 def _is_of_package(config_path: str) -> bool:
     """Whether the folder is the package's own, named relative to its programs, relative to a checkout, or in full."""
     if config_path.startswith("pkg://"):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.command_defaults import Face
 from verl.config.compat import clause, one_typo_away
 from verl.config.schema import Leaf, Problem, Schema, error
 from verl.config.values import parse_override
@@ -45,6 +46,8 @@ class UserSettings:
     notices: list[str] = field(default_factory=list)
     faults: list[Problem] = field(default_factory=list)
     without_effect: list[tuple[str, str]] = field(default_factory=list)  # (key=value, reason)
+    defaults: Face = "release"  # of keys that are not set
+    num_rows: int | None = None  # rows that train, once they are counted
 
     def add_file(self, source: str, tree: Mapping[str, object]) -> None:
         for spelled, value in self._flatten(tree, ""):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, FewRowsError
 from verl.registry import load_object, require_call
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ class SamplerOrder:
         sampler = self.sampler = make_sampler()
         self.rows_per_epoch = len(sampler) - len(sampler) % batch_size
         if self.rows_per_epoch == 0:
-            raise ConfigError(
-                f"data.sampler: {type(sampler).__name__} has {len(sampler)} rows, fewer than data.train_batch_size={batch_size}"
-            )
+            raise FewRowsError(len(sampler), batch_size, f" (the rows of {type(sampler).__name__}, data.sampler)")
         self._rows: list[int] = []  # rows of the prompts from `_first` on
         self._first = 0
         self._epoch_rows: Iterator[int] | None = None

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from verl.config import GivenRowsConfig
+from verl.config.sections.trainer import steps_between
 from verl.data.conversations.dataset import ConversationDataset, ConversationLoader
 from verl.data.files import Files
 from verl.data_proto.metrics import Metric, metric_values
@@ -116,7 +117,7 @@ class GivenRowsProgram(Program[G]):
 
     @classmethod
     def load_data(cls, config: G, *, train: bool = True) -> GivenRows:
-        """Also raises DataError when there are fewer rows than a batch has."""
+        """Also raises FewRowsError."""
         data, trainer = config.data, config.trainer
         loaded = GivenRows(load_tokenizer(config.model))
         seed = trainer.seed if data.seed is None else data.seed
@@ -250,7 +251,7 @@ def model_spec(
         checkpoint=config.checkpoint,
         checkpoints_to_keep=trainer.max_ckpt_to_keep,
         guards=trainer.guards,
-        measure_every=trainer.test_freq if isinstance(trainer.test_freq, int) else 0,
+        measure_every=steps_between(trainer.test_freq),
     )
 
 

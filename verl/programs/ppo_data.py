@@ -15,7 +15,7 @@ from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder, SamplerOrder, load_sampler, prompts_per_generation
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.tokenizer import Tokenizer
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError, FewRowsError
 from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
 from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
@@ -89,10 +89,7 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
         rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, **checks)
         refuse_images(config, rows)
         if len(rows) < data.train_batch_size:
-            raise ConfigError(
-                f"data.train_batch_size={data.train_batch_size} is more than the {len(rows)} usable rows of "
-                f"{data.train_files}. Lower it or give more data."
-            )
+            raise FewRowsError(len(rows), data.train_batch_size, f" of {data.train_files}")
         order: PromptOrder | SamplerOrder
         if data.sampler.class_path:
             make = partial(load_sampler, data.sampler.class_path, data.sampler.class_name, rows, data)

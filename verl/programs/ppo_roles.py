@@ -12,6 +12,7 @@ from verl.config import ModelConfig, PPOConfig
 from verl.config.active_keys import uses_critic, uses_reference, uses_rewards
 from verl.config.sections.actor import ActorConfig, CriticConfig
 from verl.config.sections.distillation import TeacherConfig
+from verl.config.sections.trainer import steps_between
 from verl.engines.api import MicroBatching
 from verl.programs.specs import placement_of, ppo_run_spec, reward_spec, rollout_spec, trace_spec
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync, settings_of
@@ -156,7 +157,7 @@ def _actor(config: PPOConfig) -> RoleSpec:
         freezes_vision_tower=actor.freeze_vision_tower,
         router_replay=actor.router_replay.mode,
         trace=trace_spec(actor.profiler, config.global_profiler),
-        measure_every=config.trainer.test_freq,
+        measure_every=steps_between(config.trainer.test_freq),
     )
 
 
@@ -235,7 +236,7 @@ def _critic(config: PPOConfig) -> RoleSpec:
         checkpoint=critic.checkpoint,
         checkpoints_to_keep=config.trainer.max_critic_ckpt_to_keep,
         guards=config.trainer.guards,
-        measure_every=config.trainer.test_freq,
+        measure_every=steps_between(config.trainer.test_freq),
     )
 
 

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl.config import LoadedConfig, RunConfig
+from verl.config import LoadedConfig, RunConfig, with_smaller_batch
 from verl.config.diff import changed_keys
 from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
 from verl.data_proto.tokenizer import Tokenizer
-from verl.errors import ConfigError
+from verl.errors import ConfigError, FewRowsError
 from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
 from verl.roles.api import Roles
 from verl.run.inputs import inputs_of
@@ -60,7 +60,24 @@ def train(loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: b
 def open_run(
     loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: bool = False
 ) -> Iterator[tuple[Loop, Callable[[], None]]]:
-    """The loop of a run that is ready for its next step, and a function that ends it with its summary."""
+    """The loop of a run that is ready for its next step, and a function that ends it with its summary.
+
+    A batch that is larger than the data takes all rows, unless the user has chosen its size."""
+    with ExitStack() as stack:
+        try:
+            run = stack.enter_context(_open_run(loaded, program, restarted))
+        except FewRowsError as error:
+            smaller = with_smaller_batch(loaded, error.num_rows) if error.num_rows else None
+            if smaller is None:
+                raise
+            run = stack.enter_context(_open_run(smaller, program, restarted))
+        yield run
+
+
+@contextmanager
+def _open_run(
+    loaded: LoadedConfig[RunConfig], program: str, restarted: bool
+) -> Iterator[tuple[Loop, Callable[[], None]]]:
     config = loaded.config
     load_plugins(config)
     kind: type[Program[Any]] = PROGRAMS.get(program).select(config)

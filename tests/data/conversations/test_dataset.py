@@ -13,7 +13,7 @@ from verl.config.sections.data import CustomClassConfig, SFTDataConfig
 from verl.data.conversations.dataset import ConversationLoader, load_conversations, training_batch
 from verl.data.conversations.tokens import TrainingSequence
 from verl.data.files import write_parquet
-from verl.errors import DataError
+from verl.errors import DataError, FewRowsError
 from verl.models.packing import num_computed, unpadded_rows
 
 tokenizer = tokenizer_of("chatml")
@@ -249,7 +249,7 @@ class TestOrder:
         assert num_computed(unpadded_rows(batch)) == computed + 83 + num_trained - 1
 
     def test_batches_larger_than_the_data_are_refused(self, tmp_path):
-        with pytest.raises(DataError, match="data.train_batch_size is 8, but 7 rows train"):
+        with pytest.raises(FewRowsError, match="data.train_batch_size=8 is more than the 7 rows that train"):
             ConversationLoader(self.dataset(tmp_path), 8)
 
     def test_some_rows_can_be_selected(self, tmp_path):

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.report import Line, fail, passed
-from verl.config import FSDPConfig, LoadedConfig, ModelConfig
+from verl.config import FSDPConfig, LoadedConfig, ModelConfig, with_smaller_batch
 from verl.data.order import prompts_per_generation
+from verl.errors import FewRowsError
 
 if TYPE_CHECKING:
     from verl.data.check import DataReport
@@ -72,9 +73,10 @@ def steps_line(subject: Subject, num_rows: int, unit: str) -> Line:
     """The steps of a run on `num_rows` usable rows, which this sets in `subject`."""
     size, subject.num_rows = subject.config.data.train_batch_size, num_rows
     if num_rows < size:
-        return fail(
-            f"data.train_batch_size={size} is more than the {num_rows} usable rows. Lower it or give more data."
-        )
+        smaller = with_smaller_batch(subject.loaded, num_rows) if num_rows else None
+        if smaller is None:
+            return fail(str(FewRowsError(num_rows, size)))
+        subject.loaded, size = smaller, num_rows
     return passed(f"{subject.num_steps:,} steps of {size} {unit}")
 
 

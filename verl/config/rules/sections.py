@@ -158,7 +158,7 @@ def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: PPOCon
             "the last.",
         )
     save_freq = root.trainer.save_freq
-    if save_freq > 0 and save_freq % every:
+    if isinstance(save_freq, int) and save_freq > 0 and save_freq % every:
         yield warning(
             key,
             f"trainer.save_freq={save_freq} is no multiple of {key}={every}, so a resumed run samples with newer weights and "

@@ -125,6 +125,11 @@ class PageConfig(Section):
 AFTER_EACH_EPOCH = "after_each_epoch"
 
 
+def steps_between(freq: int | str) -> int:
+    """A value of save_freq or test_freq in steps; 0 for a word."""
+    return freq if isinstance(freq, int) else 0
+
+
 @dataclass(frozen=True)
 class TrainerConfig(Section):
     """Keys that the host reads, whatever the program."""
@@ -141,8 +146,16 @@ class TrainerConfig(Section):
         sizing=True,
         path=True,
     )
-    save_freq: int = used(-1, "steps between checkpoints, and one at the end; -1: only when the run is interrupted")
-    test_freq: int = used(-1, "steps between validations, and one at the end; -1: none while training")
+    save_freq: int | str = used(
+        -1,
+        "steps between checkpoints, and one at the end, or after_each_epoch; -1: only when the run is interrupted",
+        words=(AFTER_EACH_EPOCH,),
+    )
+    test_freq: int | str = used(
+        -1,
+        "steps between validations, and one at the end, or after_each_epoch; -1: none while training",
+        words=(AFTER_EACH_EPOCH,),
+    )
     val_before_train: bool = used(True, "validate before the first step")
     val_only: bool = used(False, "validate and stop")
     resume_mode: str = used(
@@ -258,16 +271,6 @@ class SFTTrainerConfig(TrainerConfig):
     total_epochs: int = used(4, "passes over the training rows", when="ends_by_epochs", ge=1)
     default_local_dir: str = used("checkpoints/gsm8k-sft/test", "the run folder", path=True)
     val_before_train: bool = used(False, "validate before the first step")
-    save_freq: int | str = used(  # type: ignore[assignment]
-        -1,
-        "steps between checkpoints, and one at the end, or after_each_epoch; -1: only when the run is interrupted",
-        words=(AFTER_EACH_EPOCH,),
-    )
-    test_freq: int | str = used(  # type: ignore[assignment]
-        -1,
-        "steps between validations, and one at the end, or after_each_epoch; -1: none while training",
-        words=(AFTER_EACH_EPOCH,),
-    )
     max_ckpt_to_keep: int | None = used(None, "newest checkpoints to keep; null: all", ge=1)
     seed: int = used(1, "seed of the run: order of rows (unless data.seed is given), new adapters, noise")
 

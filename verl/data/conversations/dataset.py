@@ -31,7 +31,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import label_mask, num_embeddings, token_ids, token_mask
 from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import token_columns
-from verl.errors import DataError
+from verl.errors import DataError, FewRowsError
 
 if TYPE_CHECKING:
     from verl.config.sections.data import PreferenceDataConfig
@@ -352,13 +352,11 @@ def _prompt_lengths(sequences: Sequence[TrainingSequence], bounds: Sequence[tupl
 
 class ConversationLoader:
     """Batches of `batch_size` rows by step, from 1; their order is a function of (seed, epoch), so resuming needs the step
-    only. Every epoch leaves out its incomplete last batch. Raises DataError for fewer rows than a batch has."""
+    only. Every epoch leaves out its incomplete last batch. Raises FewRowsError."""
 
     def __init__(self, dataset: ConversationDataset, batch_size: int, *, seed: int = 42, shuffle: bool = True):
         if not 1 <= batch_size <= len(dataset):
-            raise DataError(
-                f"data.train_batch_size is {batch_size}, but {len(dataset)} rows train; lower it or add rows."
-            )
+            raise FewRowsError(len(dataset), batch_size)
         self.dataset = dataset
         self.batch_size = batch_size
         self.order = PromptOrder(len(dataset), seed, shuffle, batch_size)
