@@ -113,7 +113,9 @@ CASES = {
             t, "chat.jinja", "{{ raise_exception('roles must alternate') }}", "actor_rollout_ref.model.custom_chat_template",
         ), 3, ["train.jsonl", "row 0", "template", "roles must alternate"],
     ),
-    "too few rows": (lambda t, m: {"data.train_batch_size": 16}, 2, ["data.train_batch_size=16", "8 rows that train", "Lower it"]),
+    "too few rows": (
+        lambda t, m: {"data.train_batch_size": 16}, 2, ["data.train_batch_size=16", "8 rows that train", "Lower it"],
+    ),
     "reward file missing": (lambda t, m: {REWARD_PATH: t / "gone.py"}, 5, ["gone.py", "does not exist"]),
     "reward function missing": (
         lambda t, m: {"reward.custom_reward_function.name": "compute_scroe"}, 5, ["reward.py", "did you mean 'compute_score'"],
