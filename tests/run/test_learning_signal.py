@@ -4,11 +4,15 @@ import logging
 
 import pytest
 
-from verl.programs.ppo_program import SignalWatch
 from verl.run.loop import Loop
+from verl.tracking.learning import SignalWatch, StillWatch, TrainedRole
 
 SILENT = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0, "critic/score/mean": 0.0}
 LEARNS = {**SILENT, "critic/advantages/max": 0.5}
+
+
+def all_score(reward):
+    return {"critic/score/max": reward, "critic/score/min": reward}
 
 
 def said(steps, samples_per_prompt=4):
@@ -21,8 +25,14 @@ def said(steps, samples_per_prompt=4):
     ("metrics", "samples_per_prompt", "words"),
     [
         ({}, 4, "All samples of a prompt score the same"),
-        ({}, 1, "set actor_rollout_ref.rollout.n to 4 or more"),
+        ({"critic/score/max": 0.5}, 1, "set actor_rollout_ref.rollout.n to 4 or more"),
+        ({}, 1, "All samples of a prompt score the same"),  # GRPO trains a single sample with its raw reward, here 0
         ({"response_length/clip_ratio": 0.95}, 4, "95% of the responses are cut at data.max_response_length=16"),
+        (all_score(1.0), 4, "Every sample has the reward 1: the task is solved"),
+        ({**all_score(1.0), "response_length/clip_ratio": 0.95}, 4, "the task is solved"),
+        (all_score(0.2), 4, "Every sample has the reward 0.2: the task is solved"),
+        ({**all_score(0.2), "response_length/clip_ratio": 0.95}, 4, "are cut at"),  # for its form, perhaps
+        (all_score(-1.0), 4, "All samples of a prompt score the same"),
         ({"rollout/num_failed_episodes": 7}, 4, "7 episodes of the last step have failed"),
         ({"reward/num_defaulted": 12}, 4, "The reward function has failed for 12 samples"),
     ],
@@ -54,3 +64,55 @@ def test_updates_that_rounding_hides_are_warned_of_once_for_each_role(tiny_run, 
     (said,) = [r.getMessage() for r in caplog.records if r.name == "verl.run.loop"]
     assert "Only 10% of the weight updates of the actor survive rounding" in said
     assert "Set actor_rollout_ref.actor.fsdp_config.master_rounding=dithered" in said
+
+
+ACTOR = "actor_rollout_ref.actor"
+TAUGHT = {"actor/grad_norm": 1.0, "actor/lr": 1e-6, "critic/advantages/max": 0.5, "critic/advantages/min": -0.5}
+
+
+def validated(*fingerprints, metrics=TAUGHT, lora_rank=0, lr=1e-6):
+    """A StillWatch after a validation before training, and one after each two steps."""
+    watch = StillWatch(TrainedRole("actor", f"{ACTOR}.optim", lr, lora_rank > 0))
+    for number, fingerprint in enumerate(fingerprints):
+        watch.validated(2 * number, fingerprint)
+        for _ in range(2):
+            watch.trained(metrics)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, f"Raise {ACTOR}.optim.lr (now 1e-06)."),
+        ({"lora_rank": 16}, "Adapters (lora_rank) usually take 1e-5 to 1e-3."),
+        ({"lr": 1e-3}, f"The schedule keeps it below {ACTOR}.optim.lr=0.001: shorten {ACTOR}.optim.lr_warmup_steps."),
+    ],
+)
+def test_a_rate_that_moves_no_weight_is_warned_of_at_the_third_equal_validation(caplog, settings, words):
+    validated(*"aaaaa", **settings)
+    (record,) = caplog.records
+    assert "The validations after steps 0, 2 and 4 are equal to the last digit" in record.getMessage()
+    assert words in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "metrics"),
+    [
+        ("aabba", TAUGHT),
+        ([None] * 4, TAUGHT),  # a solved task, or a program that cannot tell
+        ("aaaa", {**TAUGHT, **SILENT}),  # no signal
+        ("aaaa", {**TAUGHT, "actor/grad_norm": 0.0}),
+        ("aaaa", {**TAUGHT, "actor/visible_update_ratio": 0.1}),  # rounding
+        ("aaaa", {}),  # skipped steps
+    ],
+    ids=["changing", "unknown", "no signal", "no gradient", "rounding", "skipped"],
+)
+def test_equal_validations_with_another_cause_do_not_blame_the_rate(caplog, fingerprints, metrics):
+    validated(*fingerprints, metrics=metrics)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("lr", "is_said"), [(1e-9, True), (1e-2, False)])
+def test_a_run_says_that_its_rate_is_too_small(tiny_run, caplog, lr, is_said):
+    tiny_run("trainer.total_training_steps=3", "trainer.test_freq=1", f"{ACTOR}.optim.lr={lr}")
+    assert ("validations after steps 1, 2 and 3 are equal" in caplog.text) == is_said
+    assert (f"Raise {ACTOR}.optim.lr (now 1e-09)" in caplog.text) == is_said

@@ -154,6 +154,11 @@ class Program(ABC, Generic[C]):
     def validate(self, step: int) -> dict[str, float]:
         """Metrics on the held-out rows after `step` (0: before training). Called only when the data has validation rows."""
 
+    def fingerprint(self, metrics: Mapping[str, float]) -> object:
+        """A value that stays equal only if the weights hardly move, of the newest validation, which had `metrics`; None where
+        there is no such value."""
+        return None
+
     def drain(self) -> None:
         """Return when nothing is in flight. Called before a checkpoint."""
 

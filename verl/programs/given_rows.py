@@ -182,6 +182,10 @@ class GivenRowsProgram(Program[G]):
         """The rows of a batch for samples/."""
         return sample_rows(batch, self.data.tokenizer)
 
+    def fingerprint(self, metrics: Mapping[str, float]) -> object:
+        """See Program: the likelihoods of the held-out rows."""
+        return dict(metrics) or None
+
     def held_out(self) -> Iterator[range]:
         """The validation rows, by batches."""
         assert self.data.validation is not None

@@ -37,6 +37,7 @@ from verl.roles.guards import Guards, RollBack, StepBatch
 from verl.roles.rollout import sampling_params
 from verl.tracking.console import StepMetrics
 from verl.tracking.files import has, is_count, is_number, is_text, maybe, sync_file
+from verl.tracking.learning import SignalWatch
 from verl.tracking.ledger.file import NAME, write_open
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.records import Offset, OpenSample, SegmentRecord, Snapshot
@@ -97,9 +98,6 @@ class OpenSamplesWriter:
 
 
 log = logging.getLogger(__name__)
-
-_PATIENCE = 3  # steps; one or two without a signal happen to small batches
-_MOSTLY = 0.9
 
 
 def curves_of(scores: Mapping[str, str]) -> Curves:
@@ -259,6 +257,10 @@ class PPOProgram(Program[PPOConfig]):
     def validate(self, step: int) -> dict[str, float]:
         return self.validator.run(step)
 
+    def fingerprint(self, metrics: Mapping[str, float]) -> object:
+        """See Program: the responses. Nothing where all have one reward above 0, since a solved task changes no more."""
+        return self.validator.responses
+
     def state_dict(self) -> dict[str, object]:
         """See Program. The ledger is on the disk before the checkpoint, so that no checkpoint knows more than the ledger."""
         train = self.data.train
@@ -330,47 +332,6 @@ class PPOProgram(Program[PPOConfig]):
 
     def close(self) -> None:
         self.samples.close()
-
-
-class SignalWatch:
-    """A warning when a run learns nothing because all samples of a prompt got the same reward. `record` each step's metrics;
-    the warning comes once, until there has been a signal again."""
-
-    def __init__(self, max_response_length: int, samples_per_prompt: int):
-        self.max_response_length = max_response_length
-        self.samples_per_prompt = samples_per_prompt
-        self._silent = 0
-
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`metrics` of a finished step under the names of compat, advantages among them."""
-        highest, lowest = metrics.get("critic/advantages/max"), metrics.get("critic/advantages/min")
-        self._silent = self._silent + 1 if highest == lowest == 0.0 else 0
-        if self._silent == _PATIENCE:
-            log.warning(
-                "Steps %d to %d learnt nothing from rewards: every advantage is 0 (mean reward %.3g). %s",
-                step - _PATIENCE + 1,
-                step,
-                metrics.get("critic/score/mean", float("nan")),
-                self._why(metrics),
-            )
-
-    def _why(self, metrics: Mapping[str, float]) -> str:
-        if failed := metrics.get("reward/num_defaulted", 0.0):
-            return f"The reward function has failed for {failed:.0f} samples: see the log."
-        if failed := metrics.get("rollout/num_failed_episodes", 0.0):
-            return f"{failed:.0f} episodes of the last step have failed: see the log, and episodes/ of the run folder."
-        if self.samples_per_prompt == 1:
-            return "A sample that is compared with itself has none: set actor_rollout_ref.rollout.n to 4 or more."
-        cut = metrics.get("response_length/clip_ratio", 0.0)
-        if cut > _MOSTLY:
-            return (
-                f"{cut:.0%} of the responses are cut at data.max_response_length={self.max_response_length}, before an answer "
-                "perhaps: raise it, and read some in samples/ of the run folder."
-            )
-        return (
-            "All samples of a prompt score the same: read some in samples/ of the run folder, and see whether the prompt asks "
-            "for the form that the reward function looks for, and whether the model can solve the task at times."
-        )
 
 
 def without_experts(batch: DataProto) -> DataProto:

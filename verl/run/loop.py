@@ -19,7 +19,7 @@ from verl.errors import CheckpointError, DeadlineError, FolderLostError, Interru
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.stack_dump import all_stacks
 from verl.programs.api import Program, ProgramData, StepResult
-from verl.roles.api import Broadcast, Roles
+from verl.roles.api import Broadcast, Roles, RoleSpec
 from verl.roles.guards import RollBack
 from verl.run.schedule import Phases
 from verl.run.state import (
@@ -34,13 +34,12 @@ from verl.run.state import (
 )
 from verl.tracking.console import Console
 from verl.tracking.heartbeat import read_beat
+from verl.tracking.learning import LEAST_VISIBLE, StillWatch, TrainedRole
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.timeline import Spans, span_metrics, throughput
 from verl.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
-
-_LEAST_VISIBLE = 0.5  # share of the masters' movement that the compute weights show
 
 _SAME_S = 0.1  # two signals within that time are one Ctrl-C that came by two ways (the terminal's group, and a parent)
 
@@ -138,6 +137,9 @@ class Loop:
         self.last_validation: dict[str, float] = {}  # after a step: the one before training is in the state
         self.saved_step = self.state.step
         self._hidden: set[str] = set()  # roles that were warned of
+        self._still = StillWatch(
+            next(map(_watched, filter(lambda spec: spec.optim is not None, self.roles.specs)), None)
+        )
 
     def run(self) -> None:
         """Train to the end. Raises as `advance`."""
@@ -168,6 +170,7 @@ class Loop:
             return False
         if self.state.step == 0 and self.trainer.val_before_train and not self.state.first_validation:
             self.state.first_validation = self.validate()
+            self._still.validated(0, self.program.fingerprint(self.state.first_validation))
         self._require_folder()
         self.store.check()
         try:
@@ -189,8 +192,10 @@ class Loop:
         self.state.num_tokens += result.num_tokens
         self._require_folder()  # before anything is written
         metrics = self._metrics(result, seconds)
+        self._still.trained(metrics)
         if self._due(self.trainer.test_freq) or "validation" in self.program.requests:
-            metrics.update(self.validate())
+            metrics.update(validation := self.validate())
+            self._still.validated(step, self.program.fingerprint(validation))
         metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
         if self.is_rank_zero:
             self.tracker.samples("train", step, result.rows)
@@ -226,7 +231,7 @@ class Loop:
             shown = metrics.get(f"{spec.name}/visible_update_ratio", 1.0)
             if metrics.get(f"{spec.name}/grad_norm") == 0.0:  # only weight decay moved the weights
                 continue
-            if shown < _LEAST_VISIBLE and spec.name not in self._hidden:
+            if shown < LEAST_VISIBLE and spec.name not in self._hidden:
                 self._hidden.add(spec.name)
                 section = spec.engine_keys[0] if spec.engine_keys else "its engine"
                 log.warning(
@@ -308,3 +313,10 @@ class Loop:
         """Whether the step that has ended is the last one, or a multiple of `every` steps or of an epoch."""
         steps = self.data.num_steps_per_epoch if every == "after_each_epoch" else int(every)
         return steps > 0 and (self.state.step % steps == 0 or self.state.step == self.data.num_steps)
+
+
+def _watched(spec: RoleSpec) -> TrainedRole:
+    """A role that trains; the section of its optimizer lies next to its engine's."""
+    assert spec.optim is not None
+    sections = spec.engine_keys[0].split(".")[:-1] if spec.engine_keys else []
+    return TrainedRole(spec.name, ".".join([*sections, "optim"]), spec.optim.lr, spec.model.lora_rank > 0)
