@@ -110,7 +110,7 @@ CONFIG = {
         "actor": {"ppo_micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False},
     },
     "reward": {"num_workers": 8},
-    "trainer": {"test_freq": 2, "save_freq": 1},
+    "trainer": {"test_freq": 2, "save_freq": 1, "n_gpus_per_node": 2},
 }
 
 
@@ -146,6 +146,29 @@ def test_what_bounds_a_run_and_what_to_change(phases, roles, metrics, name, keys
 def test_a_run_that_training_bounds_needs_no_devices_for_generation():
     report = find_bottleneck(rows_of({"training": 6.8, "rollout": 1.7, "other": 1.5}), metrics_of(), CONFIG)
     assert "for generation" not in " ".join(report.advice)
+
+
+@pytest.mark.parametrize(
+    ("phases", "metrics", "changes", "words"),
+    [
+        ({"rollout": 8.0, "training": 2.0}, {}, {"trainer": {"n_gpus_per_node": 1}}, "more devices"),
+        ({"training": 9.0}, {"actor__reused_activations_ratio": 1.0}, {}, "Activations are computed twice"),
+        (
+            {"training": 9.0},
+            {"timing_s__old_log_prob": 3.0},
+            {"actor_rollout_ref": {"rollout": {"prefetch_num": 1}}},
+            "bypass",
+        ),
+    ],
+    ids=["one device", "activations of the sampler", "samples ahead"],
+)
+def test_advice_that_a_fact_makes_false_is_left_out(phases, metrics, changes, words):
+    def advice(config, **more):
+        return " ".join(find_bottleneck(rows_of(phases), metrics_of(**more), config).advice)
+
+    cause = {name: value for name, value in metrics.items() if not name.startswith("actor")}
+    assert words in advice(CONFIG, **cause)
+    assert words not in advice(CONFIG | changes, **metrics)
 
 
 def test_the_expected_seconds_of_a_step(tmp_path):

@@ -60,6 +60,14 @@ class _Facts:
         value = value_at(self.config, path)
         return default if value is None or (is_number(default) and not is_number(value)) else value
 
+    @property
+    def num_devices(self) -> int:
+        return int(self.key("trainer.nnodes", 1) * self.key("trainer.n_gpus_per_node", 1))
+
+    def if_several(self, words: str) -> str:
+        """`words` in a run of several devices, which can be divided otherwise."""
+        return words if self.num_devices > 1 else ""
+
     def metric(self, name: str) -> float:
         return self.metrics.get(name, 0.0)
 
@@ -202,16 +210,17 @@ def _rollout(facts: _Facts) -> Iterator[str]:
             f"{cut:.0%} of the responses reach data.max_response_length and are cut. To make them shorter, change the prompt "
             "or penalise length (reward.reward_manager.name=dapo, reward_kwargs.overlong_buffer_cfg)."
         )
-    if facts.shares.get("training", 0.0) <= facts.shares.get("rollout", 0.0):
+    if facts.num_devices > 1 and facts.shares.get("training", 0.0) <= facts.shares.get("rollout", 0.0):
         yield f"Use more devices for generation: trainer.n_gpus_per_node, or {_ROLLOUT}.nnodes for separate devices."
 
 
 def _training(facts: _Facts) -> Iterator[str]:
     if (share := facts.spans.get("old_log_prob", 0.0)) >= _MIN_SHARE:
+        bypass = ", or the sampler's are used with algorithm.rollout_correction.bypass_mode=True"
         yield (
             f"Old log-probs cost {share:.0%} of the step. The update computes them itself when a batch gets one optimizer step "
-            f"({_ACTOR}.ppo_mini_batch_size={facts.key('data.train_batch_size', '?')}, ppo_epochs=1), or the sampler's "
-            "are used with algorithm.rollout_correction.bypass_mode=True."
+            f"({_ACTOR}.ppo_mini_batch_size={facts.key('data.train_batch_size', '?')}, ppo_epochs=1)"
+            f"{'' if facts.key(f'{_ROLLOUT}.prefetch_num', 0) else bypass}."  # samples ahead are of older weights
         )
     rows = facts.key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
     if rows is not None and not facts.key(f"{_ACTOR}.use_dynamic_bsz", False):
@@ -219,7 +228,8 @@ def _training(facts: _Facts) -> Iterator[str]:
             f"Micro-batches hold {rows} rows of any length. {_ACTOR}.use_dynamic_bsz=True cuts them by tokens "
             f"({_ACTOR}.ppo_max_token_len_per_gpu), which makes larger matmuls."
         )
-    if facts.key("actor_rollout_ref.model.enable_gradient_checkpointing", False):
+    reuses = facts.metric("actor/reused_activations_ratio") >= 1  # the sampler's, so that no forward is computed again
+    if facts.key("actor_rollout_ref.model.enable_gradient_checkpointing", False) and not reuses:
         yield (
             "Activations are computed twice. If they fit into memory, "
             "actor_rollout_ref.model.enable_gradient_checkpointing=False saves about a quarter of the update."
@@ -230,9 +240,10 @@ def _training(facts: _Facts) -> Iterator[str]:
 
 def _reward(facts: _Facts) -> Iterator[str]:
     if facts.key("reward.reward_model.enable", False):
+        more = facts.if_several(", or give it devices (trainer.placement)")
         yield (
-            "All roles wait for the reward model. Raise reward.reward_model.rollout.max_num_batched_tokens, use "
-            "rollout.dtype=bfloat16 where the device supports it, or give it devices (trainer.placement)."
+            "All roles wait for the reward model. Raise reward.reward_model.rollout.max_num_batched_tokens, or use "
+            f"rollout.dtype=bfloat16 where the device supports it{more}."
         )
     elif facts.utilisation.get("reward", 0.0) > 0.7 * facts.shares.get("reward", 0.0):
         yield (
@@ -276,8 +287,9 @@ def _other(facts: _Facts) -> Iterator[str]:
     if facts.key(f"{_ROLLOUT}.prefetch_num", 0) and waits >= _MIN_SHARE:
         yield (
             f"Training waits for samples for {waits:.0%} of a step, though the queue has "
-            f"{facts.metric('training/rollout_queue/qsize'):.0f} batches: generation is slower than training. Give it more "
-            "devices (trainer.placement, verl scale), or shorten responses (data.max_response_length)."
+            f"{facts.metric('training/rollout_queue/qsize'):.0f} batches: generation is slower than training. "
+            f"{facts.if_several('Give it more devices (trainer.placement, verl scale), or s') or 'S'}horten responses "
+            "(data.max_response_length)."
         )
 
 
