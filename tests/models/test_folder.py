@@ -45,6 +45,12 @@ def edit(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+def rope(kind, **settings):
+    return {
+        "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **settings}
+    }
+
+
 def edit_tensors(folder, **changes):
     tensors = {**load_file(folder / "model.safetensors"), **changes}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -97,6 +103,20 @@ def test_an_index_and_its_files_agree(folder, expected):
         ({"rms_norm_eps": "small"}, "could not be (read|loaded)"),
         ({"hidden_act": "import os"}, "could not be (read|loaded)"),
         ({"num_attention_heads": 0}, "could not be (read|loaded)"),
+        (rope("yarn", factor=-1.0), r"rope_parameters\.factor is -1\.0; it is a number above 0"),
+        (rope("linear", factor=float("inf")), r"rope_parameters\.factor is inf"),
+        (rope("yarn", factor=2.0, attention_factor=0), r"rope_parameters\.attention_factor is 0;"),
+        (
+            rope("yarn", factor=2.0, beta_fast=1, beta_slow=32),
+            r"rope_parameters\.beta_slow is 32; it is below beta_fast, ",
+        ),
+        (rope("longrope", short_factor=[1.0, -2.0]), r"rope_parameters\.short_factor is -2\.0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0}}, r"rope_scaling\.factor is 0;"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": -5.0}}},
+            r"rope_parameters\.full_attention\.rope_theta is -5",
+        ),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor is 1\.5; it is a number from 0 to 1"),
     ],
 )
 def test_entries_of_config_json(folder, change, words):

@@ -27,6 +27,7 @@ from verl.models.padded import ForwardKind
 from verl.models.processor import load_processor
 from verl.models.quiet import loading, parse_config, quiet
 from verl.models.randomness import turn_off
+from verl.models.rope import check_rope
 from verl.models.tokenizer import (
     check_token_ids,
     check_tokenizer_file,
@@ -208,6 +209,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
     folder = files.fetch(path, weights=False)
     entries = files.read_config(folder)
     files.check_eos(folder, entries)
+    check_rope(folder / "config.json", {**entries, **(override or {})})
     try:
         config = parse_config(folder, entries, trust_remote_code)
     except Exception as error:  # the checks of a family's config are its own
