@@ -104,7 +104,8 @@ class Collectives:
         self._group = group
         self._number = 0
         self._call = "starting"
-        self._reporter = Reporter(slow_s, self._post_stack)
+        self._named = 0  # the newest call whose late ranks were named
+        self._reporter = Reporter(slow_s, self._report)
 
     @classmethod
     def start(
@@ -199,8 +200,21 @@ class Collectives:
         row = {"number": self._number, "call": call, "time": time.time(), "failure": failure}
         self._status.post(_CALL, row, wait=bool(failure))
 
-    def _post_stack(self, stack: str) -> None:
-        self._status.post(_STACK, {"number": self._number, "stack": stack})
+    def _report(self, stack: str) -> None:
+        """This rank has been in a call for long: its stack for others, and once the ranks that it may wait for."""
+        number = self._number
+        self._status.post(_STACK, {"number": number, "stack": stack})
+        if self._named < number:
+            self._named = number
+            rows = self._rows()
+            late = {r: row for r, row in rows.items() if int(str(row["number"])) < number}
+            names = _seen(late, "has not come", with_stacks=True) or (
+                "" if rows else "the rendezvous, which rank 0 may serve, is silent"
+            )
+            if names:
+                log.warning(
+                    "Rank %d is in %s: %s. It continues when they come; look at their logs.", self.rank, stack, names
+                )
 
     def _rows(self) -> dict[int, dict[str, object]]:
         """The last rows of the other ranks; empty when the store is gone."""
@@ -243,13 +257,18 @@ class Collectives:
         if not rows:
             return "The rendezvous is gone or silent too: look at the log of rank 0 or of the launcher, and at the network."
         state = "hangs or is slow" if timed_out else "has ended or cannot be reached"
-        names = "; ".join(
-            f"rank {r} {state} (last seen in {row['call']}, {time.time() - float(str(row['time'])):.0f} s ago"
-            f"{'; its stack: ' + str(row['stack']) if timed_out and 'stack' in row else ''})"
-            for r, row in sorted(behind.items())
-        )
+        names = _seen(behind, state, with_stacks=timed_out)
         fix = f"Look at its log; raise trainer.call_timeout_s or {full_key('nccl_timeout')} if it is only slow."
         return f"{names or 'No rank is behind'}. {fix}"
+
+
+def _seen(rows: Mapping[int, Mapping[str, object]], state: str, *, with_stacks: bool = False) -> str:
+    """The ranks of `rows`, each with `state` and its last sign of life."""
+    return "; ".join(
+        f"rank {rank} {state} (last seen in {row['call']}, {time.time() - float(str(row['time'])):.0f} s ago"
+        f"{'; its stack: ' + str(row['stack']) if with_stacks and 'stack' in row else ''})"
+        for rank, row in sorted(rows.items())
+    )
 
 
 def is_communication_failure(error: BaseException) -> bool:
