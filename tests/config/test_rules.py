@@ -119,8 +119,13 @@ error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token_k1
 error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token_k1,seq_max_k2,seq_sum_k3
         CORRECTION.rollout_rs_threshold='1,2'
 error    CORRECTION.rollout_is_threshold  CORRECTION.rollout_is=token  CORRECTION.rollout_is_threshold=2_1
+warning  CORRECTION.bypass_mode  CORRECTION.bypass_mode=True  ROLLOUT.prefetch_num=1
 error    ROLLOUT.calculate_log_probs  CORRECTION.rollout_is=token  ROLLOUT.calculate_log_probs=False
 error    ACTOR.optim.min_lr  ACTOR.optim.lr_scheduler_type=cosine  ACTOR.optim.min_lr=1e-3
+warning  ACTOR.optim.lr  MODEL.lora_rank=8
+warning  ACTOR.optim.lr_warmup_steps  ACTOR.optim.lr_warmup_steps=7  trainer.total_training_steps=6
+error    ACTOR.optim.weight_decay  ACTOR.optim.weight_decay=1e6
+warning  ACTOR.optim.weight_decay  ACTOR.optim.weight_decay=1e5
 error    ACTOR.optim.override_optimizer_config  +ACTOR.optim.override_optimizer_config.eps=1e-5
 error    ACTOR.optim.lr_scheduler_kwargs  ACTOR.optim.lr_scheduler_type=polynomial
         ACTOR.optim.lr_scheduler_kwargs={num_cycles:2}
@@ -131,6 +136,9 @@ error    ROLLOUT.val_kwargs.temperature  ROLLOUT.val_kwargs.do_sample=True
 warning  ROLLOUT.val_kwargs.n  ROLLOUT.val_kwargs.n=8
 error    ROLLOUT.do_sample  GRPO  ROLLOUT.do_sample=False
 error    ROLLOUT.do_sample  GRPO  ROLLOUT.top_k=1
+error    ROLLOUT.do_sample  GRPO  ROLLOUT.top_p=1e-9
+error    ROLLOUT.do_sample  GRPO  ROLLOUT.temperature=1e-9
+error    ROLLOUT.do_sample  GRPO  ROLLOUT.min_p=0.9999
 warning  ROLLOUT.do_sample  GRPO  ROLLOUT.do_sample=False  ROLLOUT.multi_turn.enable=True
 error    reward.reward_kwargs  +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True
         +reward_model.reward_kwargs.overlong_buffer_cfg.len=9
@@ -263,6 +271,7 @@ def test_bounds(bounds, inside, outside, words):
         ),
         ("data.train_batch_size=8",),
         (f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.min_p=0.05"),
+        (f"{ROLLOUT}.n=4", f"{ROLLOUT}.top_p=0.01", f"{ROLLOUT}.temperature=0.01"),
     ],
     ids=lambda v: v[-1],
 )

@@ -108,7 +108,7 @@ def test_adapters_bring_their_rank_and_scale(tmp_path):
     model = "actor_rollout_ref.model"
     saved = {"r": 8, "lora_alpha": 24, "target_modules": ["q_proj", "v_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
-    loaded = load(f"{model}.lora_adapter_path={tmp_path}")
+    loaded = load(f"{model}.lora_adapter_path={tmp_path}", "actor_rollout_ref.actor.optim.lr=1e-4")
     section = loaded.config.actor_rollout_ref.model
     assert (section.lora_rank, section.lora_alpha, section.target_modules) == (8, 24, ["q_proj", "v_proj"])
     assert loaded.origins[f"{model}.lora_rank"] == f"follows {model}.lora_adapter_path"

@@ -14,10 +14,10 @@ from verl.config.active_keys import (
     uses_rewards,
 )
 from verl.config.rules.agents import check_agents
-from verl.config.rules.ppo_parts import check_distillation, check_policy, check_routing
+from verl.config.rules.ppo_parts import check_correction, check_distillation, check_policy, check_routing
 from verl.config.schema import Problem, error, value_at, warning
 from verl.config.sections.rollout import RolloutConfig, ValKwargsConfig
-from verl.families import ADVANTAGES, REWARD_MANAGERS, ROLLOUT_RS
+from verl.families import ADVANTAGES, REWARD_MANAGERS
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -116,8 +116,8 @@ def check_estimator(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     elif estimator in ADVANTAGES.reading("index") and num_samples == 1 and uses_rewards(c):
         yield warning(
             f"{ROLLOUT}.n",
-            f"algorithm.adv_estimator={estimator} compares the samples of a prompt, and {ROLLOUT}.n=1 gives only one. Set "
-            "it to 5 or so.",
+            f"algorithm.adv_estimator={estimator} compares the samples of a prompt, and {ROLLOUT}.n=1 gives only one, which "
+            "most of these estimators train with its raw reward. Set it to 5 or so.",
         )
     if estimator == "gdpo" and not algorithm.gdpo_reward_keys:
         yield error(
@@ -241,46 +241,15 @@ def check_loss(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
-def _is_interval(value: object) -> bool:
-    """Whether `value` is a number above 0, or 'low_high'."""
-    try:
-        bounds = [float(part) for part in str(value).split("_")]
-    except ValueError:
-        return False
-    return len(bounds) in (1, 2) and all(b > 0 for b in bounds) and bounds == sorted(bounds)
-
-
-def check_correction(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
-    """Importance weights and rejection between sampler and trainer."""
-    correction = c.algorithm.rollout_correction
-    options = [o.strip() for o in (correction.rollout_rs or "").split(",") if o.strip()]
-    if any(option not in ROLLOUT_RS for option in options):
-        yield error(
-            f"{CORRECTION}.rollout_rs",
-            f"{CORRECTION}.rollout_rs={correction.rollout_rs} has an unknown rule; there are {', '.join(ROLLOUT_RS)}.",
-        )
-    bounds = [] if correction.rollout_rs_threshold is None else str(correction.rollout_rs_threshold).split(",")
-    if options and not (len(bounds) in (1, len(options)) and all(map(_is_interval, bounds))):
-        yield error(
-            f"{CORRECTION}.rollout_rs_threshold",
-            f"{CORRECTION}.rollout_rs_threshold={correction.rollout_rs_threshold} must be one bound for all rules, or one "
-            f"per rule of rollout_rs={correction.rollout_rs}, separated by commas; a bound is a number above 0 or low_high.",
-        )
-    if not _is_interval(correction.rollout_is_threshold):
-        yield error(
-            f"{CORRECTION}.rollout_is_threshold",
-            f"{CORRECTION}.rollout_is_threshold={correction.rollout_is_threshold} must be a number above 0 or low_high.",
-        )
-    reads = correction.bypass_mode or correction.rollout_is or correction.rollout_rs
-    if reads and not c.actor_rollout_ref.rollout.calculate_log_probs:
-        yield error(
-            f"{ROLLOUT}.calculate_log_probs",
-            f"algorithm.rollout_correction needs the sampled log-probabilities. Set {ROLLOUT}.calculate_log_probs=True.",
-        )
+_LEAST_TEMPERATURE = 1e-4  # below it, a logit that is larger by 0.01 decides
+_LEAST_TOP_P = 1e-6
+_MOST_MIN_P = 0.999
 
 
 def _is_greedy(sampling: RolloutConfig | ValKwargsConfig) -> bool:
-    return not sampling.do_sample or sampling.temperature == 0 or sampling.top_k == 1
+    """Whether all samples of a prompt are equal. The likeliest of less than 10^6 tokens has a probability above 1e-6."""
+    keeps_one = sampling.top_k == 1 or sampling.top_p <= _LEAST_TOP_P or sampling.min_p >= _MOST_MIN_P
+    return not sampling.do_sample or sampling.temperature < _LEAST_TEMPERATURE or keeps_one
 
 
 def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
@@ -302,7 +271,7 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         yield warning(
             f"{VAL}.n",
             f"{VAL}.n={val.n} gives equal samples, because validation decodes greedily. Set {VAL}.do_sample=True, its "
-            "temperature, and top_k other than 1.",
+            "temperature and top_p well above 0, and top_k other than 1.",
         )
     if rollout.n > 1 and _is_greedy(rollout):
         # an agent's environment may answer equal actions differently
@@ -310,7 +279,8 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         yield level(
             f"{ROLLOUT}.do_sample",
             f"{ROLLOUT}.n={rollout.n} gives equal samples, because rollout decodes greedily: there is nothing to learn from "
-            f"their comparison. Set {ROLLOUT}.do_sample=True, a temperature above 0 and top_k other than 1, or n=1.",
+            f"their comparison. Set {ROLLOUT}.do_sample=True, a temperature and a top_p well above 0, top_k other than 1, or "
+            "n=1.",
         )
     oldest = c.trainer.v1.sampler.max_off_policy_threshold
     if not 0 <= rollout.prefetch_num <= oldest:

@@ -1,4 +1,4 @@
-"""Keys of distillation and routing replay that contradict one another."""
+"""Keys of distillation, of policies and samplers that differ, and of routing replay that contradict one another."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from verl.config.active_keys import runs_agents
 from verl.config.schema import Problem, error, warning
+from verl.families import ROLLOUT_RS
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from verl.config.sections.rollout import RolloutConfig
 
 DISTILLATION = "distillation"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_CORRECTION = "algorithm.rollout_correction"
 _TEACHER_KEYS = ("key", "model_path", "num_replicas", "inference")
 
 
@@ -111,6 +114,51 @@ def check_policy(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             kl,
             f"{kl}={actor.kl_loss_type} is linear in the log-probability of a sampled token, and the expectation of its "
             f"gradient is 0. Set {kl}=low_var_kl, or k1+ for k1 with the gradient of k2.",
+        )
+
+
+def _is_interval(value: object) -> bool:
+    """Whether `value` is a number above 0, or 'low_high'."""
+    try:
+        bounds = [float(part) for part in str(value).split("_")]
+    except ValueError:
+        return False
+    return len(bounds) in (1, 2) and all(b > 0 for b in bounds) and bounds == sorted(bounds)
+
+
+def check_correction(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """Importance weights and rejection between sampler and trainer."""
+    correction = c.algorithm.rollout_correction
+    options = [o.strip() for o in (correction.rollout_rs or "").split(",") if o.strip()]
+    if any(option not in ROLLOUT_RS for option in options):
+        yield error(
+            f"{_CORRECTION}.rollout_rs",
+            f"{_CORRECTION}.rollout_rs={correction.rollout_rs} has an unknown rule; there are {', '.join(ROLLOUT_RS)}.",
+        )
+    bounds = [] if correction.rollout_rs_threshold is None else str(correction.rollout_rs_threshold).split(",")
+    if options and not (len(bounds) in (1, len(options)) and all(map(_is_interval, bounds))):
+        yield error(
+            f"{_CORRECTION}.rollout_rs_threshold",
+            f"{_CORRECTION}.rollout_rs_threshold={correction.rollout_rs_threshold} must be one bound for all rules, or one "
+            f"per rule of rollout_rs={correction.rollout_rs}, separated by commas; a bound is a number above 0 or low_high.",
+        )
+    if not _is_interval(correction.rollout_is_threshold):
+        yield error(
+            f"{_CORRECTION}.rollout_is_threshold",
+            f"{_CORRECTION}.rollout_is_threshold={correction.rollout_is_threshold} must be a number above 0 or low_high.",
+        )
+    reads = correction.bypass_mode or correction.rollout_is or correction.rollout_rs
+    if reads and not c.actor_rollout_ref.rollout.calculate_log_probs:
+        yield error(
+            f"{_ROLLOUT}.calculate_log_probs",
+            f"algorithm.rollout_correction needs the sampled log-probabilities. Set {_ROLLOUT}.calculate_log_probs=True.",
+        )
+    ahead = c.actor_rollout_ref.rollout.prefetch_num
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and ahead:
+        yield warning(
+            f"{_CORRECTION}.bypass_mode",
+            f"{_CORRECTION}.bypass_mode=True with {_ROLLOUT}.prefetch_num={ahead} clips the ratio to weights that are older by "
+            "so many versions, so tokens that have moved get no gradient, and the run learns more slowly. Remove one of them.",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.config.active_keys import uses_critic
 from verl.config.schema import Problem, SectionRule, error, value_at, warning
@@ -25,6 +25,8 @@ _OFFLOAD_SETTINGS = set(
     "pin_cpu_grads pin_cpu_params main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
 )
 _FLOAT16 = ("float16", "fp16", "half")
+_LEAST_LORA_RATE = 2e-6
+_MOST_DECAY = 0.01  # of each weight in a step
 _MAX_LAYERS, _MAX_COUNT = 10_000, 2**31  # in a model's config.json: of layers, of anything
 
 
@@ -50,6 +52,7 @@ def _check_optim(path: str, optim: OptimConfig, root: object) -> Iterator[Proble
         yield error(key, f"{key}.{name} is not read: only the keys of {path} set this optimizer. Remove it.")
     if optim.min_lr > optim.lr > 0:  # a rate of 0 or less is refused by its bound
         yield error(f"{path}.min_lr", f"{path}.min_lr={optim.min_lr} is above {path}.lr={optim.lr}. Lower it.")
+    yield from _rates_without_effect(path, optim, root)
     kind, key = optim.lr_scheduler_type, f"{path}.lr_scheduler_kwargs"
     for name in sorted(set(optim.lr_scheduler_kwargs) - set(arguments := SCHEDULES.get(kind, ())))[:1]:
         if arguments:
@@ -57,6 +60,33 @@ def _check_optim(path: str, optim: OptimConfig, root: object) -> Iterator[Proble
     if kind == "warmup_stable_decay" and "num_decay_steps" not in optim.lr_scheduler_kwargs:
         yield error(
             key, f"{path}.lr_scheduler_type={kind} needs {key}.num_decay_steps, the steps of the decay. Set it."
+        )
+
+
+def _rates_without_effect(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
+    """Rates that teach nothing, and a decay that leaves nothing of the weights."""
+    role = path.rpartition(".")[0].removesuffix(".actor")
+    model = value_at(root, f"{role}.model" if role else "model")
+    if getattr(model, "lora_rank", 0) > 0 and optim.lr < _LEAST_LORA_RATE:
+        yield warning(
+            f"{path}.lr",
+            f"{path}.lr={optim.lr:g} hardly moves adapters (lora_rank={model.lora_rank}), which usually take 1e-5 to 1e-3. "
+            "Raise it.",
+        )
+    warmup, steps = optim.lr_warmup_steps, value_at(root, "trainer.total_training_steps")
+    if steps is not None and warmup > steps and optim.total_training_steps <= 0:
+        yield warning(
+            f"{path}.lr_warmup_steps",
+            f"{path}.lr_warmup_steps={warmup} is longer than the run (trainer.total_training_steps={steps}): its rate reaches "
+            f"{steps / warmup:.0%} of {path}.lr. Lower the first.",
+        )
+    share = optim.lr * optim.weight_decay  # of each weight that a step takes away
+    if share > _MOST_DECAY and ("AdamW" in optim.optimizer or optim.optimizer == "SGD"):
+        level = error if share >= 1 else warning
+        yield level(
+            f"{path}.weight_decay",
+            f"{path}.weight_decay={optim.weight_decay:g} takes {share:.3g} times each weight in a step (lr={optim.lr:g}); a "
+            "usual share is below 1e-4. Lower it.",
         )
 
 

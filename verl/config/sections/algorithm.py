@@ -22,7 +22,11 @@ class RolloutCorrectionConfig(Section):
     rollout_is_batch_normalize: bool = used(False, "divide weights by their mean", when="rollout_is")
     rollout_rs: str | None = used(None, "rejection rules, separated by commas")
     rollout_rs_threshold: float | str | None = used(None, "bounds of those rules", when="rollout_rs")
-    bypass_mode: bool = used(False, "take the sampler's log-probabilities as the old ones")
+    bypass_mode: bool = used(
+        False,
+        "take the sampler's log-probabilities as the old ones; with rollout.prefetch_num they are of older weights, and the "
+        "clip bounds the movement of several steps together",
+    )
     loss_type: str = used(
         "ppo_clip",
         "loss of bypass_mode",
