@@ -87,19 +87,19 @@ def cases(rng, count, folder):
         patch.setattr(scan, "BATCH", 4)
         patch.setattr(scan, "NUM_AT_ONCE", 8)
         patch.setattr(tables, "_MAPPED_BYTES", 0)
-        kept, expected = {}, {}
+        entries, expected = {}, {}
         for name, read in READERS.items():
             patch.setenv("VERL_DATA_CACHE", str(folder / name))
             expected[name] = read(folder, tokenizer)
-            kept[name] = {entry.name: entry.read_bytes() for entry in sorted((folder / name).glob("*.ar*"))}
+            entries[name] = {entry.name: entry.read_bytes() for entry in sorted((folder / name).glob("*.ar*"))}
         for _ in range(count):
             name = rng.choice(list(READERS))
             change = rng.choice([*BYTES, BYTES[0], no_file, of_other_rows, *[of_another_writer] * (name != "parquet")])
             shutil.rmtree(folder / name)
             (folder / name).mkdir()
-            for entry, content in kept[name].items():
+            for entry, content in entries[name].items():
                 (folder / name / entry).write_bytes(content)
             patch.setenv("VERL_DATA_CACHE", str(folder / name))
-            change(rng, folder / name / rng.choice(list(kept[name])))
+            change(rng, folder / name / rng.choice(list(entries[name])))
             assert READERS[name](folder, tokenizer) == expected[name], (name, change.__name__)
             yield f"{name}: {change.__name__.replace('_', ' ')}", "the same rows"

@@ -292,7 +292,7 @@ class TestCache:
             type(tokenizer).__module__ = module
 
     def test_every_bit_of_an_entry_counts(self, cache):
-        """An entry with another bit is no entry; it is removed and said once."""
+        """An entry with another bit is no entry; it is removed, and named once."""
         arrays, entry = {"lengths": np.arange(3, dtype=np.int32)}, cache / "bits.arrays"
 
         def load():

@@ -174,7 +174,7 @@ def test_a_reply_with_another_bit_is_asked_again(tmp_path):
     CachedReplies(lambda questions: ["[[A]]"], file, "judge")(["a"])
     row = json.loads(file.read_text())
     content = file.read_bytes()
-    for bit in range(8 * len(content)):
+    for bit in range(0, 8 * len(content), 5):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)

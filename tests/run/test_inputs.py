@@ -325,6 +325,36 @@ def test_a_byte_of_every_file_that_a_key_names_counts(key, make_inputs, override
     assert {name for name in before if after[name] != before[name]} == {key}
 
 
+# keys of files, by the reason for which NAMED has no row
+SOURCES = {
+    "rows, see test_inputs_of_rows.py": ("data.train_files", "data.val_files"),
+    "models and tokenizers, see MODELS": (
+        "model.path", "model.tokenizer_path", "model.model_path", "teacher_model.model_path", "ref.model_path",
+        "model.lora_adapter_path",
+    ),
+    "the same key of another section": ("critic.model.custom_chat_template", "model.external_lib"),
+    "written by the run": (
+        "prometheus.file", "reply_cache", "default_local_dir", "rollout_data_dir", "validation_data_dir", "save_path",
+        "default_hdfs_dir", "weights_dir",
+    ),
+    "checkpoints": ("resume_from_path", "save_contents", "load_contents"),
+    "a name of a family, or a file as that of adv_estimator": (
+        "strategy", "rollout.name", "multi_turn.format", "algorithm.program", "policy_loss_mode", "preference.loss",
+        "trainer.logger",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS_OF)
+def test_every_key_that_names_files_is_in_the_list(program):
+    """A new key gets a row in NAMED, or its reason in SOURCES."""
+    reasons = tuple(ending for endings in SOURCES.values() for ending in endings)
+    leaves = PROGRAMS_OF[program].leaves.items()
+    named = {path for path, leaf in leaves if leaf.names_files and not leaf.inert and not leaf.sizing}
+    own = {path for path in named if path not in NAMED and f"actor_rollout_ref.{path}" not in NAMED}
+    assert sorted(path for path in own if not path.endswith(reasons)) == []
+
+
 def test_files_that_named_files_name_count(make_inputs, overrides_of, tmp_path, monkeypatch):
     """The class of a tool, a module that a reward function imports, and a module in a package."""
     inputs = make_inputs()
@@ -380,6 +410,32 @@ def test_the_models_of_all_roles_count(role, make_inputs, overrides_of, tmp_path
     edit_config(other, "rms_norm_eps", 1e-3)
     last = digests("ppo", overrides)
     assert {name.partition(" of ")[0] for name in before if last[name] != after[name]} == {"config"}
+
+
+def test_adapters_that_are_merged_into_a_frozen_model_count(make_inputs, overrides_of, tmp_path):
+    inputs, adapter = make_inputs(), tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"a": torch.ones(4)}, adapter / "adapter_model.safetensors")
+    model = (f"actor_rollout_ref.model.lora_adapter_path={adapter}", "actor_rollout_ref.model.lora_rank=4")
+    overrides = overrides_of("ppo", inputs, *KL, *model)
+    before = digests("ppo", overrides)
+    save_file({"a": torch.zeros(4)}, adapter / "adapter_model.safetensors")
+    after = digests("ppo", overrides)
+    frozen = {spec.name for spec in roles_of(overrides) if not spec.changes and spec.model.lora_adapter_path}
+    assert {name for name in before if after[name] != before[name]} == {f"weights of the {name}" for name in frozen}
+
+
+def roles_of(overrides):
+    return PROGRAMS.get("ppo").roles(load_config(overrides, check=False).config).models
+
+
+def test_the_settings_of_an_image_processor_count(make_inputs, overrides_of):
+    inputs = make_inputs()
+    (inputs / "model" / "preprocessor_config.json").write_text("{}")
+    before = digests("ppo", overrides_of("ppo", inputs))
+    (inputs / "model" / "preprocessor_config.json").write_text('{"do_resize": false}')
+    after = digests("ppo", overrides_of("ppo", inputs))
+    assert {name for name in before if after[name] != before[name]} == {"image processor of the actor"}
 
 
 def test_a_list_of_data_files_counts_in_order(make_inputs, overrides_of):

@@ -89,6 +89,19 @@ def names_builder(name: str) -> bool:
     return match is not None and bool(match["builder"] or match["stream"]) and not Path(name).exists()
 
 
+def files_behind(name: str) -> list[Path]:
+    """The local files that a name of `read_rows` leads to: those of a builder's pattern, and all of a folder; none for a data
+    set of the Hub. Raises OSError."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, "any text matches"
+    if names_builder(name) and match["builder"]:
+        from datasets.data_files import resolve_pattern
+
+        return [] if "://" in match["path"] else [Path(file) for file in resolve_pattern(match["path"], os.getcwd())]
+    path = Path(name).expanduser() if Path(name).expanduser().exists() else Path(match["path"]).expanduser()
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
 def open_data_set(name: str) -> Table:
     """The rows of a data set. Raises DataError for a data set that cannot be loaded, and for a split that it lacks."""
     match = _NAME.fullmatch(name)

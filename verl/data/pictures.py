@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
@@ -22,6 +25,7 @@ from verl.data.schema import SOURCES, at, number_in
 from verl.data_proto.media import SAMPLING, Clip, VideoSource
 from verl.errors import DataError, MissingExtraError, nearest
 from verl.foreign_text import clean, quoted
+from verl.models.content import digest_of_text
 from verl.regular_files import require_regular
 
 if TYPE_CHECKING:
@@ -31,6 +35,26 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 << 20  # of an image file
 MAX_PIXELS = 1 << 26  # 8192 x 8192
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+
+_read: ContextVar[dict[str, str] | None] = ContextVar("read", default=None)
+
+
+@contextmanager
+def pictures_noted(inputs: dict[str, str], key: str) -> Iterator[None]:
+    """Add to `inputs` the digest of files and PIL pictures that the block reads, each once, under their number and `key`."""
+    token = _read.set(pictures := {})
+    try:
+        yield
+    finally:
+        _read.reset(token)
+    if pictures:
+        inputs[f"{len(pictures)} pictures of {key}"] = digest_of_text(*pictures.values())
+
+
+def _note(content: bytes, name: str = "") -> None:
+    if (pictures := _read.get()) is not None:
+        digest = hashlib.sha256(content).hexdigest()
+        pictures[name or digest] = digest
 
 
 def read_image(source: object, place: str) -> Image.Image:
@@ -50,6 +74,7 @@ def read_image(source: object, place: str) -> Image.Image:
         picture: Image.Image = Image.fromarray(source)
     elif isinstance(source, Image.Image):
         picture = source
+        _note(picture.tobytes())
     else:
         content = bytes_at(source, place, MAX_BYTES)
         try:
@@ -121,7 +146,9 @@ def _named(name: str, place: str, max_bytes: int) -> bytes:
     path = unquote(urlparse(name).path) if kind == "file" else name
     file = require_regular(path, f"{place}: the file", DataError, "Give the path of an image or a video.")
     with file.open("rb") as opened:
-        return _limited(opened.read(max_bytes + 1), place, max_bytes)
+        content = _limited(opened.read(max_bytes + 1), place, max_bytes)
+    _note(content, name)
+    return content
 
 
 def _data_url(rest: str, place: str, max_bytes: int) -> bytes:

@@ -84,7 +84,8 @@ class RunContext:
 
 
 class ProgramData(Protocol):
-    """The data of a run, read and checked before any model is loaded."""
+    """The data of a run, read and checked before any model is loaded. It may also have `inputs`, the digests of files that rows
+    name, see verl/run/inputs.py."""
 
     tokenizer: Tokenizer
 

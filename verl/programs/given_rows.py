@@ -24,6 +24,7 @@ from verl.config import GivenRowsConfig
 from verl.config.sections.trainer import steps_between
 from verl.data.conversations.dataset import ConversationDataset, ConversationLoader
 from verl.data.files import Files
+from verl.data.pictures import pictures_noted
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
@@ -55,6 +56,7 @@ class GivenRows:
     num_steps: int = 1
     num_steps_per_epoch: int = 1
     data_sources: list[str] = field(default_factory=list)
+    inputs: dict[str, str] = field(default_factory=dict)
 
     @property
     def has_validation(self) -> bool:
@@ -123,9 +125,11 @@ class GivenRowsProgram(Program[G]):
         seed = trainer.seed if data.seed is None else data.seed
         load = partial(cls.load_rows, config, tokenizer=loaded.tokenizer)
         if data.val_files:
-            loaded.validation = load(data.val_files, max_samples=data.val_max_samples, seed=None)
+            with pictures_noted(loaded.inputs, "data.val_files"):
+                loaded.validation = load(data.val_files, max_samples=data.val_max_samples, seed=None)
         if train:
-            rows = load(data.train_files, max_samples=data.train_max_samples, seed=seed if data.shuffle else None)
+            with pictures_noted(loaded.inputs, "data.train_files"):
+                rows = load(data.train_files, max_samples=data.train_max_samples, seed=seed if data.shuffle else None)
             loaded.train = ConversationLoader(rows, data.train_batch_size, seed=seed, shuffle=data.shuffle)
             loaded.num_steps_per_epoch = loaded.train.num_steps_per_epoch
             loaded.num_steps = trainer.total_training_steps or trainer.total_epochs * loaded.num_steps_per_epoch

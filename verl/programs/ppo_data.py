@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from verl.config.active_keys import uses_rewards
 from verl.data.dataset import PromptRows, load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder, SamplerOrder, load_sampler, prompts_per_generation
+from verl.data.pictures import pictures_noted
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError, FewRowsError
@@ -35,6 +36,7 @@ class PPOData:
     data_sources: list[str]
     num_steps: int = 1
     num_steps_per_epoch: int = 1
+    inputs: dict[str, str] = field(default_factory=dict)
 
     @property
     def has_validation(self) -> bool:
@@ -86,7 +88,8 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     run_data = PPOData(tokenizer, None, None, [])
     sources: set[str] = set()
     if train:
-        rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, **checks)
+        with pictures_noted(run_data.inputs, "data.train_files"):
+            rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, **checks)
         refuse_images(config, rows)
         if len(rows) < data.train_batch_size:
             raise FewRowsError(len(rows), data.train_batch_size, f" of {data.train_files}")
@@ -103,7 +106,8 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
         if config.distillation.enabled:
             check_teachers(config, tokenizer, rows)
     if data.val_files:
-        rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples, **checks)
+        with pictures_noted(run_data.inputs, "data.val_files"):
+            rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples, **checks)
         refuse_images(config, rows)
         run_data.validation = ValidationLoader(rows, encoder, data.val_batch_size or len(rows))
         sources |= set(rows.data_sources)

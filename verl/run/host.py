@@ -89,7 +89,7 @@ def _open_run(
         started_at = runtime.broadcast(time_of_start(folder.root, config.trainer, restarted=restarted))
         set_template_time(started_at)
         data = kind.load_data(config)
-        store, resume, state = _checkpoints(loaded, kind, runtime, folder, started_at)
+        store, resume, state = _checkpoints(loaded, kind, data, runtime, folder, started_at)
         resume.find()
         scheduler = scheduler_of(config)
         stop = stack.enter_context(StopSignal(folder.root, config.trainer.stop_timeout_s))
@@ -164,13 +164,14 @@ def evaluate(loaded: LoadedConfig[RunConfig], program: str = "ppo") -> int:
 
 
 def _checkpoints(
-    loaded: LoadedConfig[RunConfig], kind: type[Program[Any]], runtime: Runtime, folder: RunFolder, started_at: str
-) -> tuple[Store, Resume, RunState]:
+    loaded: LoadedConfig[RunConfig], kind: type[Program[Any]], data: ProgramData, runtime: Runtime, folder: RunFolder,
+    started_at: str,
+) -> tuple[Store, Resume, RunState]:  # fmt: skip
     """The checkpoints of the run folder, the choice of one, and the state of a run that is not resumed."""
     trainer = loaded.config.trainer
     specs = kind.roles(loaded.config).models
     store = open_store(folder.root, specs, timeout_s=trainer.call_timeout_s, is_rank_zero=runtime.is_rank_zero)
-    inputs = inputs_of(loaded, kind) if runtime.is_rank_zero else {}
+    inputs = inputs_of(loaded, kind) | getattr(data, "inputs", {}) if runtime.is_rank_zero else {}
     state = RunState(command=loaded.schema.command, inputs=inputs, started_at=started_at)
     schema, share = kind.state_schema, runtime.broadcast
     resume = Resume(trainer, folder=folder, broadcast=share, state_schema=schema, specs=specs, state=state, store=store)

@@ -18,9 +18,11 @@ from typing import Any
 from verl.config import LoadedConfig, ModelConfig, RunConfig
 from verl.config.schema import value_at
 from verl.config.sources import read_limited
+from verl.data.files import files_behind
 from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.models.content import digest_of_files, digest_of_text, digest_of_weights
 from verl.models.folder import fetch, weight_files
+from verl.models.lora import WEIGHTS_FILE
 from verl.programs.api import Program
 from verl.registry import user_file
 from verl.regular_files import imported_files, read_text
@@ -55,7 +57,7 @@ def inputs_of(loaded: LoadedConfig[RunConfig], program: type[Program[Any]]) -> d
         if spec is roles.main or roles.main is None or spec.model.path != roles.main.model.path:
             _add_config(digests, spec.name, spec.model)
         if not spec.changes or spec.model.lora_rank or spec.model.lora_adapter_path:
-            _add_weights(digests, spec.name, spec.model)
+            _add_weights(digests, spec.name, spec.model, changes=spec.changes)
     judge = value_at(config, "reward.reward_model")
     if judge is not None and judge.enable and judge.model_path and judge.rollout.name not in _SERVICES:
         model = ModelConfig(path=judge.model_path)
@@ -75,7 +77,7 @@ def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mappi
     """A sentence with the differences between the inputs `saved` in `checkpoint` (None: by a version without digests) and
     `now`; "" without any. Raises CheckpointError, unless `action` is "warn", where the trained weights depend on one."""
     changed = [name for name in now if (saved or {}).get(name, now[name]) != now[name]]
-    essential = [name for name in changed if name == _TRAIN or name.startswith((_WEIGHTS, _TOKENIZER))]
+    essential = [name for name in changed if name.endswith(_TRAIN) or name.startswith((_WEIGHTS, _TOKENIZER))]
     if essential and action != "warn":
         raise CheckpointError(
             f"{checkpoint} was trained with another content of: {', '.join(essential)}. Bring it back, or set "
@@ -97,23 +99,23 @@ def _add(digests: dict[str, str], name: str, digest: Any) -> None:
 
 
 def _data_files(names: str | list[str] | None) -> list[Path]:
-    """The files of a list of data files; of a folder all, by name. Raises FileNotFoundError for a data set of the hub."""
-    files: list[Path] = []
-    for name in [names] if isinstance(names, str) else names or []:
-        path = Path(name).expanduser()
-        if not path.exists():
-            path = Path(name.partition("@")[0]).expanduser()  # a split of a saved data set
-        if not path.exists():
-            raise FileNotFoundError(name)
-        files += [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    """The local files of a list of data files, in order. Raises FileNotFoundError where all are of the hub."""
+    files = [file for name in ([names] if isinstance(names, str) else names or []) for file in files_behind(name)]
+    if names and not files:
+        raise FileNotFoundError(names)
     return files
 
 
 # -- models -------------------------------------------------------------------------------------------------------------
 
 
-def _add_weights(digests: dict[str, str], role: str, model: ModelConfig) -> None:
-    _add(digests, f"{_WEIGHTS}{role}", lambda: digest_of_weights(weight_files(fetch(model.path, weights=True))))
+def _add_weights(digests: dict[str, str], role: str, model: ModelConfig, *, changes: bool = False) -> None:
+    def files() -> list[Path]:
+        adapter = model.lora_adapter_path  # merged into a model that does not train
+        merged = [Path(adapter).expanduser() / WEIGHTS_FILE] if adapter and not changes else []
+        return [*weight_files(fetch(model.path, weights=True)), *merged]
+
+    _add(digests, f"{_WEIGHTS}{role}", lambda: digest_of_weights(files()))
 
 
 def _add_config(digests: dict[str, str], role: str, model: ModelConfig) -> None:
@@ -145,7 +147,11 @@ def _add_tokenizer(digests: dict[str, str], role: str, model: ModelConfig) -> No
     def generation() -> str:
         return digest_of_files(list(fetch(model.path, weights=False).glob("generation_config.json")))
 
+    def processor() -> str:
+        return digest_of_files(sorted(folder().glob("*processor_config.json")))
+
     _add(digests, f"{_TOKENIZER}{role}", tokenizer)
+    _add(digests, f"image processor of the {role}", processor)
     if not model.custom_chat_template:
         _add(digests, f"chat template of the {role}", template)
     _add(digests, f"generation config of the {role}", generation)
