@@ -51,6 +51,7 @@ SECTIONS = {
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),
     "tokenizers": Section("tests.models.damaged_tokenizers:cases", 2_000, "damaged tokenizer.json"),
+    "foreign-entries": Section("tests.models.foreign_entries:cases", 5_000, "entries of adapters and tokenizers"),
     "gguf": Section("tests.models.damaged_gguf:cases", 2_000, "damaged GGUF files"),
     "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),
     "urls": Section("tests.page.hostile_urls:cases", 2_000, "odd URLs of pages, odd values of times and sizes"),
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, Counter]:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(["sections:", *(f"  {name:<12} {section.meaning}" for name, section in SECTIONS.items())]),
+        epilog="\n".join(["sections:", *(f"  {name:<15} {section.meaning}" for name, section in SECTIONS.items())]),
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help="default: all")
     parser.add_argument("--count", type=int, help="cases of each section; default: its own number")

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.engines.tiny import make_engine
 from verl.config import ModelConfig
 from verl.errors import ConfigError, ModelError
 from verl.models.load import empty_model, load_causal_lm
@@ -88,3 +89,14 @@ def test_adapters_of_layers_that_their_config_leaves_out_are_refused(folder, ada
     edit(path, layers_to_transform=listed)
     with pytest.raises(ModelError, match="have layer 1, which layers_to_transform"):
         read_adapter(path, spec, str(folder))
+
+
+def test_adapters_name_only_the_modules_that_have_tensors(folder_of):
+    """A frozen vision tower has adapters in the module, and none in the files."""
+    path, settings = folder_of("qwen2_vl"), {"lora_rank": 2, "lora_alpha": 4}
+    state = make_engine(path, model=settings, freezes_vision_tower=True).state()
+    named, tensors = state.adapter.config["target_modules"], state.adapter.tensors
+    assert named
+    assert {f"base_model.model.{name}.lora_A.weight" for name in named} == {n for n in tensors if "lora_A" in n}
+    again = make_engine(path, model={**settings, "target_modules": named}).state()
+    assert again.adapter.tensors.keys() == tensors.keys()

@@ -203,9 +203,9 @@ def test_whole_modules_train_in_addition(folder, tmp_path):
 
 def test_states_with_and_without_adapters_do_not_mix(folder):
     adapted, whole_model = engine(folder), engine(folder, lora_rank=0)
-    with pytest.raises(CheckpointError, match="without LoRA"):
+    with pytest.raises(CheckpointError, match="does not fit this model"):
         adapted.load_state(whole_model.state())
-    with pytest.raises(CheckpointError, match="with LoRA"):
+    with pytest.raises(CheckpointError, match="does not fit this model"):
         whole_model.load_state(adapted.state())
 
 
@@ -284,3 +284,12 @@ def test_adapters_come_back_on_after_an_error(plain):
         raise RuntimeError
     assert all(layer.active for layer in lora_layers(plain).values())
     assert isinstance(plain.model.layers[0].self_attn.q_proj, LoRALinear)
+
+
+def test_auto_classes_of_peft_open_the_adapters_of_a_reward_model(folder, tmp_path):
+    trained = engine(folder, head="sequence_score", modules_to_save=["score"])
+    write_adapter(trained.state(), tmp_path / "adapter")
+    opened = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=1).eval()
+    assert torch.equal(opened.base_model.model.score.modules_to_save.default.weight, trained.module.score.weight)
+    for head, task in (("token_value", "TOKEN_CLS"), ("lm", "CAUSAL_LM")):
+        assert engine(folder, head=head).state().adapter.config["task_type"] == task

@@ -95,6 +95,7 @@ class TrainedState:
         self.parameters, self.optimizer, self.spec, self.base = parameters, optimizer, spec, base
         self.rounding = rounding
         self.scales = {name: layer.scale for name, layer in lora_layers(module).items()}
+        self.task = getattr(module, "peft_task", "CAUSAL_LM")
         self.trains = {name for name, p in module.named_parameters() if p.requires_grad}
         self.untrained = UntrainedTensors(module, base)
 
@@ -174,7 +175,8 @@ class TrainedState:
             return None
         trained: Tensors = {n: self.parameters.deferred(n, value) for n, value in held.items() if n in self.trains}
         others = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
-        return AdapterState(peft_names(trained), self.spec.to_json(self.base, list(self.scales), others))
+        adapted = [name for name in self.scales if f"{name}.lora_A" in trained]  # not of a frozen vision tower
+        return AdapterState(peft_names(trained), self.spec.to_json(self.base, adapted, others, self.task))
 
     def _check_names(self, held: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
         different = sorted(set(held) ^ set(tensors))

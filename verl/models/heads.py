@@ -46,6 +46,7 @@ class ScalarHeadModel(nn.Module):
     same as in the Hugging Face class whose name ends with `architecture`."""
 
     architecture: str
+    peft_task: str  # of adapters, by which peft's Auto classes choose transformers' class
     bias: bool
 
     def __init__(self, base: HFModule):
@@ -108,6 +109,7 @@ class TokenValueModel(ScalarHeadModel):
     """A critic. An untrained one says 0 everywhere."""
 
     architecture = "ForTokenClassification"
+    peft_task = "TOKEN_CLS"
     bias = True
 
 
@@ -115,6 +117,7 @@ class SequenceScoreModel(ScalarHeadModel):
     """A reward model. Its head starts with normal values from a fixed seed, so that the decoder has a gradient at once."""
 
     architecture = "ForSequenceClassification"
+    peft_task = "SEQ_CLS"
     bias = False
 
     def reset_head(self) -> None:

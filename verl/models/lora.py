@@ -25,16 +25,11 @@ from verl.config import ModelConfig
 from verl.errors import ConfigError, ModelError
 from verl.foreign_text import clean, quoted
 from verl.models.folder import opened, read_json_object
+from verl.models.foreign_entries import ADAPTER, uncomputed_entry
 from verl.models.hf_module import HFModule
 from verl.registry import match_all
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-# entries of adapter_config.json, fields of peft's LoraConfig, of adapters that are computed otherwise
-OTHER_KINDS = (
-    "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
-    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
-    "velora_config", "monteclora_config", "use_bdlora", "kasa_config",
-)  # fmt: skip
 _PREFIX = "base_model.model."
 _MEGATRON = {  # names of layers in Megatron, in targets of scripts for it -> endings of names in checkpoints
     "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
@@ -135,12 +130,14 @@ class LoRASpec:
             model.lora_rank, float(model.lora_alpha), targets, exclude, head, model.use_rslora, model.use_dora, others
         )
 
-    def to_json(self, base: str, modules: Sequence[str], others: Sequence[str] = ()) -> dict[str, object]:
+    def to_json(
+        self, base: str, modules: Sequence[str], others: Sequence[str] = (), task: str = "CAUSAL_LM"
+    ) -> dict[str, object]:
         """The adapter_config.json that peft reads. Modules are named in full, so that a reader adapts the same ones;
-        `others` are modules that train as a whole."""
+        `others` are modules that train as a whole, `task` is one of peft's TaskType."""
         return {
             "peft_type": "LORA",
-            "task_type": "TOKEN_CLS" if "score" in others else "CAUSAL_LM",
+            "task_type": task,
             "base_model_name_or_path": base,
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -312,12 +309,15 @@ def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, tor
             raise ModelError(
                 f"The adapters in {path} were trained with {field}={not value}; set model.{field} to that."
             )
-    other = next((name for name in OTHER_KINDS if config.get(name)), None)
-    other = other or next((n for n, v in (("peft_type", "LORA"), ("bias", "none")) if config.get(n, v) != v), None)
-    if other:
+    if other := uncomputed_entry(config, ADAPTER):
+        fix = "They are not computed as LoRA, rsLoRA or DoRA"
+        if other == "init_lora_weights":
+            fix = (
+                "They belong to other weights than the model's: convert them (path_initial_model_for_weight_conversion)"
+            )
         raise ModelError(
             f"The adapters in {path} are of a kind that verl has not: {other}={quoted(config[other], 80)} in {CONFIG_FILE}. "
-            "They are not computed as LoRA, rsLoRA or DoRA."
+            f"{fix}, or merge them into the model with peft."
         )
     with opened(path / WEIGHTS_FILE) as tensors:
         tensors_by_name = {name: tensors.get_tensor(name) for name in tensors.keys()}

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
+from verl.models.foreign_entries import ADAPTER, uncomputed_entry
 from verl.models.hf_module import HFModule
-from verl.models.lora import CONFIG_FILE, OTHER_KINDS, WEIGHTS_FILE
+from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE
 
 # arguments of from_pretrained without effect here
 _HOW = ("attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors")
-_REFUSED = ("lora_dropout", "modules_to_save", "ensure_weight_tying", *OTHER_KINDS)  # fields of peft's LoraConfig
+_REFUSED = ("lora_dropout", "modules_to_save")  # fields of peft's LoraConfig
 
 
 def with_adapters(model: Any, peft_config: object) -> object:
@@ -39,8 +40,9 @@ def with_adapters(model: Any, peft_config: object) -> object:
             f"The model has adapters of type {', '.join([kind, *others])}; RLRunner trains a single one of type LORA. "
             "Merge the others, or train with peft's own trainers."
         )
-    wrong = next((field for field in _REFUSED if getattr(config, field, None)), None)
-    wrong = "bias" if config.bias != "none" else wrong
+    fields = {field: value for field, value in vars(config).items() if not field.startswith("_")}
+    fields |= {"peft_type": kind, "init_lora_weights": True}  # the module has the weights behind any initialization
+    wrong = next((field for field in _REFUSED if fields.get(field)), None) or uncomputed_entry(fields, ADAPTER)
     if wrong:
         raise ConfigError(
             f"LoraConfig.{wrong}={getattr(config, wrong)!r} of adapter {name!r} has no meaning for RLRunner, whose adapters "
@@ -81,7 +83,8 @@ def write_script_model(module: Any, folder: Path) -> dict[str, Path]:
     file = adapter / CONFIG_FILE
     # by their names, since peft has further rules which modules get an adapter
     adapted = [name for name, part in base.named_modules() if module.active_adapter in getattr(part, "lora_A", ())]
-    changes = {"target_modules": adapted, "base_model_name_or_path": str(folder)}
+    # `folder` has the weights behind any initialization, as of PiSSA
+    changes = {"target_modules": adapted, "base_model_name_or_path": str(folder), "init_lora_weights": True}
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     return {"path": folder, "lora_adapter_path": adapter}
 
