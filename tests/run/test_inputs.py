@@ -167,9 +167,9 @@ CHANGES = {
     "rows of a reward model shuffled": ("rm", (), shuffle_rows, REFUSED, "data.train_files"),
     "chosen and rejected swapped": ("preference", (), swap_completions, REFUSED, "data.train_files"),
     "weights under LoRA": ("ppo", LORA, scale_weights, REFUSED, "weights of the actor"),
-    "weights of the KL reference": ("ppo", KL, scale_weights, REFUSED, "weights of the reference"),
+    "weights of the KL reference": ("ppo", KL, scale_weights, REFUSED, "weights of the actor, weights of the reference"),
     "weights of DPO's reference": (
-        "preference", ("ref.precompute=False",), scale_weights, REFUSED, "weights of the reference",
+        "preference", ("ref.precompute=False",), scale_weights, REFUSED, "weights of the model, weights of the reference",
     ),
     "token ids swapped": ("ppo", (), swap_token_ids, REFUSED, "tokenizer of the actor"),
     "chat template": ("ppo", (), edit_template, LISTED, "chat template of the actor"),
@@ -177,7 +177,7 @@ CHANGES = {
     "generation config": ("ppo", (), edit_generation_config, LISTED, "generation config of the actor"),
     "reward function": ("ppo", (), edit_reward, LISTED, "reward.custom_reward_function.path"),
     "validation rows": ("ppo", (), edit_validation, LISTED, "data.val_files"),
-    "first weights of a policy that trains whole": ("ppo", (), scale_weights, None, ""),
+    "first weights of a policy that trains whole": ("ppo", (), scale_weights, REFUSED, "weights of the actor"),
     "nothing, in another folder": ("ppo", (*KL, *LORA), change_nothing, None, ""),
 }  # fmt: skip
 

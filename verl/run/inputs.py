@@ -1,8 +1,8 @@
 """Inputs of a run, by content: data, models, and the files of code and settings that its config names.
 
-Each checkpoint keeps the digests of the run that has saved it. A run that resumes from it lists every difference. Weights that
-the run reads and does not train, the tokenizer and the training rows may not differ, unless trainer.resume_changed_inputs
-allows it: the trained weights belong to them.
+Each checkpoint keeps the digests of the run that has saved it. A run that resumes from it lists every difference. Weights, the
+tokenizer and the training rows may not differ, unless trainer.resume_changed_inputs allows it: the trained weights belong to
+them, and another model.path in the same folder is meant to begin another run.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def inputs_of(loaded: LoadedConfig[RunConfig], program: type[Program[Any]]) -> d
             _add_tokenizer(digests, spec.name, spec.model)
         if spec is roles.main or roles.main is None or spec.model.path != roles.main.model.path:
             _add_config(digests, spec.name, spec.model)
-        if not spec.changes or spec.model.lora_rank or spec.model.lora_adapter_path:
-            _add_weights(digests, spec.name, spec.model, changes=spec.changes)
+        _add_weights(digests, spec.name, spec.model, changes=spec.changes)
     judge = value_at(config, "reward.reward_model")
     if judge is not None and judge.enable and judge.model_path and judge.rollout.name not in _SERVICES:
         model = ModelConfig(path=judge.model_path)
