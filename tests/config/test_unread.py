@@ -1,6 +1,10 @@
 """The policy for keys (verl/config/checks.py): notices, refusals, and what comes first."""
 
+import re
+
 import pytest
+
+from verl.config import SCHEMAS
 
 from .helpers import ACTOR, GRPO, ROLLOUT, load, problems, refused
 
@@ -78,7 +82,7 @@ REFUSED = [
     ((f"{ACTOR}.fsdp_config.chunk_size=1024",), "use_3d_hybrid"),
     ((f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml",), "existing releases put the tools into every prompt"),
     ((f"{ROLLOUT}.service.url=http://x",), "rollout.name=http"),
-    (("trainer.guards.ratio.action=stop",), "set limit as well"),
+    (("trainer.guards.ratio.action=stop",), "set trainer.guards.ratio.limit as well"),
     (("reward_model.judge_template=judge.txt",), "reward_model.enable=True"),
     (("trainer.v1.sampler.custom_sampler.path=mine.py",), "data.custom_cls.path"),
     ((f"{ROLLOUT}.agent.custom_async_server.path=mine.py",), "rollout.name=path/to/file.py:name"),
@@ -130,6 +134,16 @@ def test_keys_that_ask_for_what_would_not_happen_are_refused(overrides, words):
 def test_keys_that_ask_for_nothing_are_notices(overrides):
     notices = load(*overrides).notices
     assert any("No effect" in notice for notice in notices), notices
+
+
+@pytest.mark.parametrize("program", SCHEMAS)
+def test_a_fix_names_keys_in_full(program):
+    schema, named = SCHEMAS[program], set()
+    for leaf in schema.leaves.values():
+        for condition in leaf.conditions:
+            fix = schema.condition(*condition).fix
+            named.update(re.findall(r"\b(?:set|remove|set only) ([a-z]\w*_[\w.]*\w|[a-z]\w*\.[\w.]*\w)", fix))
+    assert not named - schema.leaves.keys()
 
 
 def test_one_notice_per_reason():

@@ -141,8 +141,8 @@ def _read_by_estimator(key: str) -> Condition:
 def _fixed_bsz(use_dynamic: str) -> Condition:
     return Condition(
         lambda root, node: not node[use_dynamic],
-        f"{use_dynamic}=True cuts micro-batches by token count",
-        f"set {use_dynamic}=False",
+        f"{{}}{use_dynamic}=True cuts micro-batches by token count",
+        f"set {{}}{use_dynamic}=False",
     )
 
 
@@ -191,7 +191,7 @@ PREFERENCE_CONDITIONS: dict[str, Condition] = {
         "the loss is of labelled completions",
         "choose a loss of pairs",
     ),
-    "syncs": Condition(lambda root, node: node.sync_steps > 0, "sync_steps is 0", "set sync_steps above 0"),
+    "syncs": Condition(lambda root, node: node.sync_steps > 0, "{}sync_steps is 0", "set {}sync_steps above 0"),
 }  # fmt: skip
 
 # conditions of sections that all programs have
@@ -204,26 +204,26 @@ SHARED_CONDITIONS: dict[str, Condition] = {
     ),
     "no_warmup_steps": Condition(
         lambda root, node: node.lr_warmup_steps <= 0,
-        "lr_warmup_steps gives the length of the warm-up",
-        "remove lr_warmup_steps",
+        "{}lr_warmup_steps gives the length of the warm-up",
+        "remove {}lr_warmup_steps",
     ),
     "lora": Condition(
-        lambda root, node: node.lora_rank > 0, "lora_rank is 0, so there are no adapters", "set lora_rank above 0"
+        lambda root, node: node.lora_rank > 0, "{}lora_rank is 0, so there are no adapters", "set {}lora_rank above 0"
     ),
     "ends_by_epochs": Condition(
         lambda root, node: root.trainer.total_training_steps is None,
         "trainer.total_training_steps ends the run, after more or fewer epochs",
         "remove trainer.total_training_steps",
     ),
-    "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set with it", "set limit as well"),
-    "has_path": Condition(lambda root, node: node.path is not None, "no path is set with it", "set path as well"),
+    "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set with it", "set {}limit as well"),
+    "has_path": Condition(lambda root, node: node.path is not None, "no path is set with it", "set {}path as well"),
 }
 
 PPO_CONDITIONS: dict[str, Condition] = {
     **SHARED_CONDITIONS,
     **PREFERENCE_CONDITIONS,
     "has_class_path": Condition(
-        lambda root, node: node.class_path is not None, "no class_path is set with it", "set class_path as well"
+        lambda root, node: node.class_path is not None, "no class_path is set with it", "set {}class_path as well"
     ),
     "critic": Condition(
         lambda root, node: uses_critic(root),
@@ -265,7 +265,7 @@ PPO_CONDITIONS: dict[str, Condition] = {
             _loss_reads(root, "clip_ratio_low") and (node.clip_ratio_low is None or node.clip_ratio_high is None)
         ),
         "clip_ratio_low and clip_ratio_high are both set, or the chosen policy loss does not clip the ratio",
-        "set only clip_ratio",
+        "set only {}clip_ratio",
     ),
     **{key: _read_by_loss(key) for keys in _READ_BY_LOSSES.values() for key in keys},
     **{

@@ -110,7 +110,7 @@ def _refused(schema: Schema[object]) -> list[tuple[str, str, str]]:
         if leaf.inert and leaf.key.refused:
             by_reason.setdefault((leaf.inert, f"{leaf.key.refused}."), []).append(path)
         elif leaf.strict and not leaf.inert and leaf.conditions:
-            fix = schema.condition(leaf.conditions[-1][0]).fix
+            fix = schema.condition(*leaf.conditions[-1]).fix
             by_reason.setdefault((leaf.strict, f"Remove it, or {fix}."), []).append(path)
     return [(_grouped(paths), why, fix) for (why, fix), paths in by_reason.items()]
 

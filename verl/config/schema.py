@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from verl.config.compat import Alias, Compat, load_compat
@@ -42,6 +42,11 @@ class Condition:
     holds: Callable[[Any, Any], bool]
     because: str  # completes "it is not read, because ..."
     fix: str  # completes "remove it, or ..."; "" where nothing can be set
+
+    def of_keys_in(self, section: str) -> Condition:
+        """The condition of a key in `section`, whose path takes the place of "{}" in the texts."""
+        prefix = f"{section}." if section else ""
+        return replace(self, because=self.because.replace("{}", prefix), fix=self.fix.replace("{}", prefix))
 
 
 # A rule yields the problems between keys: of the whole tree (root, keys that the user set), or of every section of one
@@ -145,7 +150,7 @@ class Schema(Generic[R]):
         """The condition that a key of `section` names as `when`: one of `conditions`, or a key with the values that it must
         have: "algorithm.use_pf_ppo", "actor_rollout_ref.rollout.name=vllm|sglang"; ".limit" is in the section of the key."""
         if name in self.conditions:
-            return self.conditions[name]
+            return self.conditions[name].of_keys_in(section)
         key, _, text = name.partition("=")
         path, values = key.lstrip("."), (text or "True").split("|")
 
