@@ -41,6 +41,7 @@ SLOW = {
 }
 EXPECTED = {
     "first-run",
+    "generate",
     "data",
     "sft",
     "distillation",

@@ -43,7 +43,8 @@ VERBS = {
         "verl.cli.train:run_rm", "train a reward model on preferences, ratings or labelled steps", supervised=True
     ),
     "eval": Verb("verl.cli.train:run_eval", "validate a model on held-out prompts"),
-    "generate": Verb("verl.cli.train:run_generate", "write samples of a model as JSON lines"),
+    "generate": Verb("verl.cli.train:run_generate", "print or write responses of a model to prompts"),
+    "chat": Verb("verl.cli.chat:run_chat", "chat with a model in the terminal"),
     "scale": Verb("verl.cli.scale:run_scale", "change the devices of rollout or reward of a run on Ray while it runs"),
     "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
     "view": Verb("verl.cli.view:run_view", "show runs in a browser: curves, groups, samples, tokens"),
@@ -65,7 +66,7 @@ VERBS = {
 _GROUPS = {
     "train": ("train", "sft", "rm", "preference", "dpo", "kto", "orpo", "simpo", "cpo", "rejection", "serve"),
     "before a run": ("check", "plan", "data", "convert", "import-check", "doctor", "completion"),
-    "a run and its model": ("show", "view", "scale", "eval", "generate", "export"),
+    "a run and its model": ("show", "view", "scale", "eval", "generate", "chat", "export"),
 }
 _EXAMPLES = """examples:
   verl sft model.path=MODEL data.train_files=conversations.jsonl trainer.default_local_dir=runs/sft

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl.cli.parser import Parser
 from verl.errors import ConfigError
 
 _DTYPE = "dtype of the weights (default: bfloat16)"
+
+
+@contextmanager
+def model_folder(source: str, dtype: str = "bfloat16") -> Iterator[Path]:
+    """The Hugging Face folder of a model's folder or name, or an export of a run's checkpoint. Raises ModelError."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        from verl.models.folder import fetch
+
+        yield fetch(source, weights=True)
+        return
+    from verl.checkpoint.export import export
+
+    with tempfile.TemporaryDirectory(prefix="verl-model-") as temporary:
+        yield export(folder, Path(temporary) / "model", dtype)
 
 
 def run_convert(argv: list[str]) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl.cli.model_folders import model_folder
 from verl.cli.parser import Parser
 from verl.errors import ConfigError, MissingExtraError, nearest
 
@@ -36,7 +35,7 @@ def run_tasks(argv: list[str]) -> int:
     output = Path(arguments.output).expanduser() if arguments.output else None
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output={output} is in no existing folder. Create it, or choose another place.")
-    with _model_folder(arguments.source, arguments.dtype) as folder:
+    with model_folder(arguments.source, arguments.dtype) as folder:
         results = _evaluate(folder, arguments)
     for line in _table(results["results"]):
         print(line)
@@ -44,19 +43,6 @@ def run_tasks(argv: list[str]) -> int:
         output.write_text(json.dumps(results, indent=2, default=str), encoding="utf-8")
         print(f"wrote {output}")
     return 0
-
-
-@contextmanager
-def _model_folder(source: str, dtype: str) -> Iterator[Path]:
-    """The Hugging Face folder of a model, or of an export of a checkpoint."""
-    folder = Path(source).expanduser()
-    if (folder / "config.json").is_file():
-        yield folder
-        return
-    from verl.checkpoint.export import export
-
-    with tempfile.TemporaryDirectory(prefix="verl-eval-") as temporary:
-        yield export(folder, Path(temporary) / "model", dtype)
 
 
 def _evaluate(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

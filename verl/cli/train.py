@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.cli.arguments import parse, with_run_folder
+from verl.cli.arguments import ConfigArguments, parse, with_run_folder
+from verl.cli.model_folders import model_folder
 from verl.cli.view import page_of
 from verl.config import PPO, PREFERENCE, RM, SFT, LoadedConfig, RunConfig, Schema
+from verl.config.values import escape_path
+from verl.errors import ConfigError
+from verl.foreign_text import printable
 from verl.parallel.child_processes import die_with
 from verl.parallel.process_settings import imports_stay
 
@@ -25,13 +32,23 @@ _EVAL = (
     "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval. `verl eval "
     "--tasks=NAME,... SOURCE` evaluates a model on tasks of lm_eval instead."
 )
-_GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
+_GENERATE = (
+    "Print the responses of a model to prompts: `verl generate MODEL --prompt TEXT`. With --output, write samples for each "
+    "prompt of data.val_files, by rollout.*; rows with a reference answer get a score."
+)
 
 _DRY_RUN = {"--dry-run": {"action": "store_true", "help": "check the config, its model and its data, then stop"}}
-_OUTPUT = {
-    "required": True,
-    "metavar": "FILE",
-    "help": "JSON-lines file to write, one line per sample; or .parquet: the rows, each with its responses",
+_GENERATE_OPTIONS: dict[str, dict[str, Any]] = {
+    "--output": {
+        "metavar": "FILE",
+        "help": "JSON-lines file to write, one line per sample; or .parquet: the rows, each with its responses",
+    },
+    "--model": {"metavar": "MODEL", "help": "folder, name of the Hub, run or checkpoint; also as the first argument"},
+    "--prompt": {
+        "action": "append",
+        "metavar": "TEXT",
+        "help": "a prompt whose responses are printed; several are given",
+    },
 }
 
 
@@ -99,13 +116,44 @@ def run_eval(argv: list[str]) -> int:
 
 def run_generate(argv: list[str]) -> int:
     """Write samples: the exit code."""
-    arguments = parse("generate", _GENERATE, argv, {"--output": _OUTPUT}, defaults="release")
-    loaded = arguments.load()
-    with imports_stay():
+    if argv and "=" not in argv[0] and not argv[0].startswith("-"):
+        argv = ["--model", *argv]
+    arguments = parse("generate", _GENERATE, argv, _GENERATE_OPTIONS, defaults="release")
+    options = arguments.options
+    if not options.output and not options.prompt:
+        raise ConfigError(
+            "Name prompts: `verl generate MODEL --prompt TEXT`, or data.val_files=FILE with --output FILE."
+        )
+    if options.output and options.prompt:
+        raise ConfigError(
+            "--prompt prints responses, and --output writes the samples of data.val_files. Give one of them."
+        )
+    with ExitStack() as stack:
+        if options.model:
+            folder = stack.enter_context(model_folder(options.model))
+            arguments.overrides.append(f"actor_rollout_ref.model.path={escape_path(str(folder))}")
+        if options.prompt:
+            return _print_responses(options.prompt, arguments)
+        loaded = arguments.load()
+        with imports_stay():
+            from verl.programs.generate import generate
+
+        if sentence := generate(loaded, Path(options.output).expanduser()):
+            print(sentence)
+    return 0
+
+
+def _print_responses(prompts: list[str], arguments: ConfigArguments) -> int:
+    """Print the responses to `prompts`: the exit code."""
+    with tempfile.TemporaryDirectory(prefix="verl-generate-") as folder, imports_stay():
         from verl.programs.generate import generate
 
-    if sentence := generate(loaded, Path(arguments.options.output).expanduser()):
-        print(sentence)
+        rows, samples = Path(folder, "prompts.jsonl"), Path(folder, "samples.jsonl")
+        rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
+        arguments.overrides += [f"data.val_files={rows}", f"trainer.default_local_dir={folder}/run"]
+        if generate(arguments.load(), samples):
+            responses = [json.loads(line)["response"] for line in samples.read_text(encoding="utf-8").splitlines()]
+            print("\n\n".join(map(printable, responses)))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from verl.programs.collect import VALIDATION_STEP, generate_samples
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_roles import PPORoles
+from verl.registry import reference_to
 from verl.regular_files import kind_of
+from verl.rewards.functions import FUNCTION_LIST, no_reward
 from verl.roles.rollout import sampling_params
 from verl.runtime.api import open_runtime
 from verl.tracking.files import json_text
@@ -33,9 +36,11 @@ def generate(loaded: LoadedConfig[Any], output: Path) -> str:
     prompts = [Path(name).expanduser() for name in ([named] if isinstance(named, str) else named)]
     if kind and any(file.exists() and file.samefile(output) for file in prompts):
         raise ConfigError(f"The output {output} is a file of data.val_files; name another one.")
-    data = load_data(config, train=False)
+    data = load_data(config, train=False, scored=_names_reward(config))
     if data.validation is None:
         raise ConfigError("Generation needs prompts: set data.val_files.")
+    if not data.data_sources:
+        config = _without_reward(config)
     with open_runtime(ProgramSpecs(PPO, config)) as runtime:
         roles = runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)
         try:
@@ -47,6 +52,23 @@ def generate(loaded: LoadedConfig[Any], output: Path) -> str:
         return ""
     mean = f", mean score {statistics.mean(known):.3f}" if (known := [s for s in scores if s is not None]) else ""
     return f"{len(scores)} samples of {data.validation.num_rows} prompts{mean}: {output}"
+
+
+def _names_reward(config: PPOConfig) -> bool:
+    """Whether the config names a reward. Without one only rows with a reference answer are scored."""
+    return config.reward.custom_reward_function.path is not None or config.reward.reward_model.enable
+
+
+def _without_reward(config: PPOConfig) -> PPOConfig:
+    """`config` with a reward of 0 for every response."""
+    named: dict[str, Any] = {
+        "path": FUNCTION_LIST,
+        "name": "score_lists",
+        "reward_kwargs": {"functions": [reference_to(no_reward)]},
+    }
+    function = replace(config.reward.custom_reward_function, **named)
+    manager = replace(config.reward.reward_manager, name="batch")
+    return replace(config, reward=replace(config.reward, custom_reward_function=function, reward_manager=manager))
 
 
 def _write_samples(config: PPOConfig, roles: PPORoles, data: PPOData, output: Path) -> list[float | None]:
@@ -78,4 +100,5 @@ def _samples(config: PPOConfig, roles: PPORoles, data: PPOData) -> Iterator[dict
     params = sampling_params(config.actor_rollout_ref.rollout)
     for prompts in data.validation:
         batch = generate_samples(roles.rollout, prompts, params, step=VALIDATION_STEP, split="generate")
-        yield from sample_rows(batch.union(roles.reward.collect(batch)), data.tokenizer)
+        rows = sample_rows(batch.union(roles.reward.collect(batch)), data.tokenizer)
+        yield from rows if data.data_sources else ({**row, "score": None} for row in rows)

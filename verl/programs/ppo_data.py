@@ -72,10 +72,11 @@ def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
         )
 
 
-def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
+def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = None) -> PPOData:
     """Read and check the data files; raises DataError or ConfigError before any model is loaded.
 
-    A run takes trainer.total_training_steps, else at most total_epochs times the whole generations of an epoch.
+    `scored`: whether each row needs what selects and feeds a scorer (None: if the program reads rewards). A run takes
+    trainer.total_training_steps, else at most total_epochs times the whole generations of an epoch.
     """
     data = config.data
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -84,7 +85,10 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     for sentence in tokenizer_notices(config, tokenizer):
         log.warning(sentence)
     encoder = PromptEncoder(tokenizer, data)
-    checks: Any = {"agents": known_loops(rollout_spec(config).agents), "scored": uses_rewards(config)}
+    checks: Any = {
+        "agents": known_loops(rollout_spec(config).agents),
+        "scored": uses_rewards(config) if scored is None else scored,
+    }
     run_data = PPOData(tokenizer, None, None, [])
     sources: set[str] = set()
     if train:
