@@ -1,13 +1,16 @@
 """The DeepSpeed engine: its merge of configurations, and on two ranks the losses, norms and states of one device."""
 
 import json
+import sys
 
 import pytest
+import torch
 
 from tests.engines.ranks import results_once
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
 from verl.engines.deepspeed.engine import DeepSpeedEngine
+from verl.engines.deepspeed.library import load_deepspeed
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.seed("B4")
@@ -113,6 +116,28 @@ def test_roles_that_the_engine_cannot_have_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         DeepSpeedEngine.check_role(*roles, DeepSpeedConfig(), 2)
     DeepSpeedEngine.check_role(*roles, DeepSpeedConfig(zero_stage=0), 2)
+
+
+def test_nothing_is_compiled_on_a_cpu(tmp_path, monkeypatch):
+    """In a package like DeepSpeed's, where the name `torch` of deepspeed.comm is PyTorch and its module has the same name."""
+    files = {
+        "__init__.py": "import deepspeed.comm.torch\n__version__ = '0'",
+        "comm/__init__.py": "import deepspeed.comm.torch as backend\nimport torch",
+        "comm/torch.py": "def build_shm_op():\n    raise AssertionError('compiled')\ndef start():\n    return build_shm_op()",
+    }
+    for name, text in files.items():
+        (file := tmp_path / "deepspeed" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("deepspeed", "deepspeed.comm", "deepspeed.comm.torch"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that monkeypatch removes the modules of this test
+        del sys.modules[name]
+    load_deepspeed(torch.device("cpu"))
+    assert sys.modules["deepspeed.comm"].torch is torch
+    assert sys.modules["deepspeed.comm.torch"].start() is None
+    assert not hasattr(torch, "build_shm_op")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,10 @@ def load_deepspeed(device: torch.device) -> ModuleType:
     import deepspeed
 
     if device.type == "cpu":
-        from deepspeed.comm import torch as backend
-
-        # a faster all-reduce in shared memory, which is compiled for minutes at the first start; gloo does it here
+        # `from deepspeed.comm import torch` is PyTorch
+        backend: Any = importlib.import_module("deepspeed.comm.torch")
+        # A faster all-reduce in shared memory, which is compiled for minutes at the first start, with ninja. It waits without
+        # limit for the lock of a build that was killed. gloo sums here.
         backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     module: ModuleType = deepspeed
