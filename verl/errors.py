@@ -76,6 +76,10 @@ class ModelError(VerlError):
     exit_code = 4
 
 
+class RefusedError(ModelError):
+    """A service did not take a request for what it asked, such as more tokens than there is room for."""
+
+
 class RewardError(VerlError):
     """A reward function cannot be found, has the wrong signature, or fails on a reference answer."""
 

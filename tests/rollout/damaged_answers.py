@@ -65,13 +65,14 @@ def answers_of(kind, vocabulary):
         }
     meta = {
         "id": "1",
-        "finish_reason": {"type": "length", "length": 2},
-        "output_token_logprobs": [[-0.5, 5, None], [-0.25, 6, "b"]],
+        "finish_reason": {"type": "length", "length": 1},
+        "output_token_logprobs": [[-math.log(vocabulary), 5, "a"]],
         "weight_version": "3",
     }
     return {
         "/get_model_info": {"model_path": "somewhere/model", "weight_version": "3"},
-        "/generate": {"text": "ab", "meta_info": meta},
+        "/server_info": {"max_req_input_len": 1 << 20},
+        "/generate": {"text": "a", "meta_info": meta},
         "/update_weights_from_disk": {"success": True, "message": "done"},
         "/update_weight_version": {"success": True},
     }

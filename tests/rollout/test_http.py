@@ -27,8 +27,9 @@ from verl.rollout.vllm.sample import draw_arguments
 
 pytestmark = pytest.mark.seed("B5")
 
+VOCABULARY = 264
 MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
-PARAMS = SamplingParams(n=2, temperature=0.8, top_k=5, max_new_tokens=4, stop=("x",), stop_token_ids=(9,))
+PARAMS = SamplingParams(n=2, temperature=0.8, top_k=5, max_new_tokens=2, stop=("x",), stop_token_ids=(9,))
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +61,8 @@ def completion(body):
 
 
 def sglang(body):
-    first = body["input_ids"][-1]
-    rows = [[-0.5, first, None], [-0.25, 9, None]]
+    first, num_new = body["input_ids"][-1], body["sampling_params"]["max_new_tokens"]
+    rows = [[-0.5, first, None], [-0.25, 9, None]] if num_new > 1 else [[-math.log(VOCABULARY), first, None]]
     meta = {"finish_reason": {"type": "stop", "matched": 9}, "output_token_logprobs": rows, "weight_version": "3"}
     return {"text": "", "meta_info": meta}
 
@@ -308,8 +309,8 @@ def test_sglang_has_its_own_routes(route, make, load, tmp_path):
         completions = engine.generate(make_prompts([3]), PARAMS, step=0)
         assert [(c.token_ids[1], c.log_probs, c.finish_reason) for c in completions] == [(9, [-0.5, -0.25], "stop")] * 2
         assert "model.safetensors.index.json" in taken[0]
-        sampling = service.bodies("/generate")[0]["sampling_params"]
-        assert (sampling["max_new_tokens"], sampling["stop_token_ids"], sampling["no_stop_trim"]) == (4, [9, EOS], True)
+        sampling = service.bodies("/generate")[-1]["sampling_params"]
+        assert (sampling["max_new_tokens"], sampling["stop_token_ids"], sampling["no_stop_trim"]) == (2, [9, EOS], True)
         with pytest.raises(ModelError, match="did not take the new weights"):
             engine.load(weights_of(load("llama")))
         answers[route] = {"model_path": "another"}

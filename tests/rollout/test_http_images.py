@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 
 import pytest
 from PIL import Image
@@ -23,6 +24,7 @@ from verl.rollout.api import ENGINES
 MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
 ROUTES = {"http": "/inference/v1/generate", "sglang": "/generate"}
 PARAMS = SamplingParams(n=2, temperature=0.8, max_new_tokens=4, stop=("x",))
+VOCABULARY = 272
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,8 @@ def services(folder):
     """Answers as of vLLM, which puts the tokens of each image in the place of its one token, and of SGLang: two tokens."""
     tokenizer = load_tokenizer(folder)
 
+    flat = {"token_ids": [5], "logprobs": {"token_logprobs": [-math.log(VOCABULARY)]}, "finish_reason": "length"}
+
     def vllm(body):
         pictures = [opened(part["url"]) for part in body["content_parts"] if part["type"] == "image_url"]
         texts = iter(tokenizer.processor.read(pictures, {})[1])
@@ -42,9 +46,19 @@ def services(folder):
         choice = {"token_ids": [11, 12], "logprobs": {"content": rows}, "finish_reason": "length"}
         return {"prompt_token_ids": sum(parts, []), "choices": [choice]}
 
-    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 11, None], [0.0, 12, None]]}
-    sglang = {"/model_info": {"model_path": "a/model"}, "/generate": {"text": "", "meta_info": meta}}
-    return {"/v1/models": MODELS, ROUTES["http"]: vllm, **sglang}
+    def sglang(body):
+        rows = [[-0.5, 11, None], [0.0, 12, None]]
+        if "image_data" not in body:  # a look at its log-probs
+            rows = [[-math.log(VOCABULARY), 11, None]]
+        return {"text": "", "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": rows}}
+
+    return {
+        "/v1/models": MODELS,
+        "/v1/completions": {"choices": [flat]},
+        ROUTES["http"]: vllm,
+        "/model_info": {"model_path": "a/model"},
+        "/generate": sglang,
+    }
 
 
 def opened(url):
@@ -77,8 +91,10 @@ def test_services_get_a_token_and_a_data_url_for_each_image(name, folder):
     with running(services(folder)) as service:
         engine = engine_of(name, folder, service.url)
         done = engine.generate([request_of(engine.tokenizer)], PARAMS, step=1)
-    assert [(d.token_ids, d.log_probs) for d in done] == [([11, 12], [-0.5, 0.0])] * 2
-    for body in service.bodies(ROUTES[name]):
+    assert [(d.token_ids, d.log_probs) for d in done] == [([11, 12] * 2, [-0.5, 0.0] * 2)] * 2, "each gives two tokens"
+    asked = [body for body in service.bodies(ROUTES[name]) if "image_data" in body or "content_parts" in body]
+    assert len(asked) == 4
+    for body in asked:
         assert (body.get("token_ids") or body["input_ids"]).count(IMAGE) == 3
         urls = body.get("image_data") or [part["url"] for part in body["content_parts"]]
         assert [opened(url).tobytes() for url in urls] == [picture(seed).tobytes() for seed in range(3)]

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -130,6 +131,19 @@ def test_tokens_and_log_probs_that_cannot_be(kind, token, log_prob, words):
         answer["choices"][0]["logprobs"]["token_logprobs"][0] = log_prob
     with pytest.raises(ModelError, match=words):
         DIALECTS[kind]().sample(Recorded(answer), SAMPLE)
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_tokens_after_a_stop_token_are_dropped(kind):
+    """A service may continue, as SGLang does with ignore_eos."""
+    answer, tokens = answers_of(kind, VOCABULARY)[SAMPLES[kind]], [5, 9, 6, 9]
+    if kind == "sglang":
+        answer["meta_info"]["output_token_logprobs"] = [[-token, token, None] for token in tokens]
+    else:
+        answer["choices"][0] |= {"token_ids": tokens, "logprobs": {"token_logprobs": [-token for token in tokens]}}
+        answer["choices"][0]["finish_reason"] = "length"
+    reply = DIALECTS[kind]().sample(Recorded(answer), replace(SAMPLE, stop_token_ids=[9, 2]))
+    assert (reply.token_ids, reply.log_probs, reply.finish_reason) == ([5, 9], [-5.0, -9.0], "stop")
 
 
 def test_rounding_above_0_is_not_an_error():

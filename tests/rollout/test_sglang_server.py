@@ -133,7 +133,7 @@ def test_arguments_follow_the_config(load):
     words = arguments(config, weight_transfer("a/model"), load("llama"), 8123)
     said = " ".join(words)
     for part in (
-        "--model-path a/model", "--port 8123", "--context-length 32", "--mem-fraction-static 0.4", "--disable-radix-cache",
+        "--model-path a/model", "--port 8123", "--context-length 40", "--mem-fraction-static 0.4", "--disable-radix-cache",
         "--schedule-conservativeness 0.5", "--cuda-graph-bs 1 2", "--random-seed 7", "--host 127.0.0.1",
     ):  # fmt: skip
         assert part in said

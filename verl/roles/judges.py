@@ -140,7 +140,7 @@ class ServiceJudge:
         )
         self._max_tokens = config.rollout.response_length
         self._num_requests = min(config.rollout.max_num_seqs, _MOST_REQUESTS)
-        self._model, _ = served_model(self.client, service.served_model_name, config.model_path)
+        self._model, *_ = served_model(self.client, service.served_model_name, config.model_path)
 
     def replies(self, questions: Sequence[str]) -> list[str]:
         """See Judge."""

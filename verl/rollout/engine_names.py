@@ -64,8 +64,8 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
             ),
             *_members(
                 "sglang.srt.entrypoints:",
-                "/health /model_info /generate /update_weights_from_disk /update_weight_version /abort_request /flush_cache "
-                "/release_memory_occupation /resume_memory_occupation",
+                "/health /model_info /server_info /generate /update_weights_from_disk /update_weight_version "
+                "/abort_request /flush_cache /release_memory_occupation /resume_memory_occupation",
             ),
         )
     },

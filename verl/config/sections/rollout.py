@@ -157,7 +157,10 @@ class ServiceConfig(Section):
     timeout_s: float = used(600.0, "longest wait for one sample or one update, complete", gt=0)
     num_retries: int = used(3, "repetitions of a request that was not answered", ge=0)
     weights_dir: str | None = used(
-        None, "folder that this run writes new weights to and the service reads them from", path=True
+        None,
+        "folder that this run writes new weights to and the service reads them from; null: with a server that the run starts, "
+        "/dev/shm if it has space for the weights twice, else the folder of temporary files",
+        path=True,
     )
 
 

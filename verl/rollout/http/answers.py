@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from verl.data_proto.media import Clip, ImageFiles
@@ -23,6 +23,7 @@ _NAMES = {str: "a text", int: "a whole number", bool: "true or false", list: "a 
 # x - logsumexp(x) in float32 can end above 0 by the rounding of logits of up to 10,000: 2**-24 * 10**4
 _ROUNDING = 1e-3
 _LEAST = -3e38  # less is not finite in float32; NaN is not above it either
+_MOST_STRINGS = 32  # of a request to SGLang
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,23 @@ class SampleRequest:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt and its images, as the model reads them."""
         return len(self.files.token_ids or self.token_ids)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Stop strings for the service, which are a hint (engine.sample_by_rules) and may be fewer than the sample has."""
+        return [string for string in self.params.stop if string][:_MOST_STRINGS]
+
+    def after(self, token_ids: list[int]) -> SampleRequest:
+        """The request for the remaining tokens of the sample, without stop strings."""
+        num_left = self.params.max_new_tokens - len(token_ids)
+        files = self.files
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *token_ids),
+            params=replace(self.params, stop=(), max_new_tokens=num_left),
+            num_drawn=self.num_drawn + len(token_ids),
+            files=replace(files, token_ids=(*files.token_ids, *token_ids)) if files.token_ids else files,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +83,8 @@ def _base64(file: bytes) -> str:
 
 @dataclass(frozen=True)
 class SampleReply:
-    """The sample of a service. `version` is the version of the weights that the service reports with it, or None."""
+    """The sample of a service, without tokens after its first stop token; a service may have ended it for a reason of its own
+    that is no end here. `version` is the version of the weights that the service reports with it, or None."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -143,6 +162,9 @@ def checked_reply(
         if type(value) not in (int, float) or value > _ROUNDING:
             raise answer.unusable(f"has {_shown(value)} as a log-probability {place}; those are numbers of at most 0")
     values = [min(0.0, float(value)) if value > _LEAST else -math.inf for value in log_probs]
+    end = next((i + 1 for i, token in enumerate(token_ids) if token in request.stop_token_ids), None)
+    if end is not None:  # SGLang with ignore_eos continues
+        token_ids, values, reason = token_ids[:end], values[:end], "stop"
     return SampleReply(token_ids, values, cast("FinishReason", reason), version)
 
 

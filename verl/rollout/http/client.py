@@ -7,6 +7,7 @@ import functools
 import ipaddress
 import json
 import os
+import resource
 import ssl
 import threading
 import time
@@ -16,18 +17,20 @@ from concurrent.futures import TimeoutError as FutureTimeout
 import httpx
 
 from verl.config import full_key
-from verl.errors import ConfigError, DeadlineError, ModelError, UnreachableError
+from verl.errors import ConfigError, DeadlineError, ModelError, RefusedError, UnreachableError
 from verl.foreign_text import clean
 from verl.rollout.http.answers import Answer
 
 # of an answer, and for each of its tokens, which come with their texts, log-probs and the names of all these
 _MOST_BYTES, _TOKEN_BYTES = 4 << 20, 1 << 10
 _NO_ROUTE = 404
+_AS_ASKED = (400, 413, 422)  # refused for what was asked
 _TRY_AGAIN = (429, 502, 503, 504)  # busy, or not there yet
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
 _CONNECT_S = 10.0  # for a service to accept a connection, repetitions included
 _GRACE_S = 5.0  # for a request that is past its deadline to be dropped
+_OTHER_FILES = 256
 
 
 class Client:
@@ -69,7 +72,8 @@ class Client:
 
         Raises UnreachableError when the service cannot be reached (within 10 s where it takes no connection), and DeadlineError
         when its answer is not complete in time, both after `num_retries` repetitions. Raises ConfigError when it refuses the
-        token, and ModelError for any other refusal, an answer that is too long, or text that is not JSON.
+        token, RefusedError for a request that it does not take, and ModelError for any other refusal, an answer that is too
+        long, or text that is not JSON.
         """
         content = self._call("POST", path, json.dumps(body).encode(), num_tokens, may_lack=may_lack)
         return self._parsed("POST", path, content)
@@ -164,7 +168,8 @@ class Client:
                 f"{self._token_env} to its token, if it does not say otherwise: {_shown(content)}"
             )
         if not 200 <= status < 300:
-            raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {_shown(content)}")
+            kind = RefusedError if status in _AS_ASKED else ModelError
+            raise kind(f"The service at {self.url} refused {method} {path} with {status}: {_shown(content)}")
 
     def _parsed(self, method: str, path: str, content: bytes) -> Answer:
         try:
@@ -204,6 +209,12 @@ def _host(url: str, keys: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 80) < 1 << 16:
         raise ConfigError(f"{keys}.url={clean(url)} is not an address like http://127.0.0.1:8000.")
     return parsed.host
+
+
+def most_connections() -> int:
+    """Connections that this process can have open beside its files."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 16 if limit == resource.RLIM_INFINITY else max(16, limit - _OTHER_FILES)
 
 
 def is_loopback(host: str) -> bool:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _GENERATE = "/inference/v1/generate"  # of vLLM from 0.32 on
 _WEIGHT_INFO = "/weight_info"  # of vLLM
 _OF_REQUEST = ("model", "prompt", "return_token_ids")  # fields of a request; its others are sampling parameters
+_NO_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+CONTEXT_MARGIN = 8  # tokens of SGLang's context that no sequence gets
 _SEED_BITS = 31
 _SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets its own seed
 
@@ -31,6 +33,10 @@ class Dialect(Protocol):
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         """Raise ConfigError when the service has another model than `path` (served as `name`), or lacks an option."""
+
+    def longest(self, client: Client) -> tuple[int | None, str]:
+        """Tokens of the longest sequence that the service takes, None if it does not say, and the option that sets it for
+        sequences of {0} tokens."""
 
     def sample(self, client: Client, request: SampleRequest) -> SampleReply:
         """One sample. Raises ModelError for an answer that cannot be one."""
@@ -52,28 +58,21 @@ class OpenAI:
     weights. Prompts with images go to vLLM's route for token ids, where one token stands for each image."""
 
     def __init__(self) -> None:
-        self._model = ""
+        self._model, self._row = "", 0
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
-        self._model, root = served_model(client, name, path)
+        self._model, self._row, root = served_model(client, name, path)
         if root and Path(root).name != Path(path).name:
             raise ConfigError(
                 f"The service at {client.url} serves {root}, but this run trains {path}; start it with that model."
             )
 
+    def longest(self, client: Client) -> tuple[int | None, str]:
+        return client.get("/v1/models").get(int, "data", self._row, "max_model_len"), "--max-model-len {0}"
+
     def sample(self, client: Client, request: SampleRequest) -> SampleReply:
-        params = request.params
-        body = {
-            **self._request(request),
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "seed": (request.key + request.num_drawn * _SEED_STEP) & ((1 << _SEED_BITS) - 1),
-        }
-        if params.top_k > 0:
-            body["top_k"] = params.top_k
-        if params.min_p > 0:
-            body["min_p"] = params.min_p
-        return self._reply(client, body, request)
+        seed = (request.key + request.num_drawn * _SEED_STEP) & ((1 << _SEED_BITS) - 1)
+        return self._reply(client, {**self._request(request), **_filters(request.params), "seed": seed}, request)
 
     def update(self, client: Client, description: dict[str, object], reader: str) -> None:
         raise ModelError(
@@ -94,11 +93,12 @@ class OpenAI:
             "max_tokens": request.params.max_new_tokens,
             "logprobs": 0,
             "return_token_ids": True,
-            "stop": list(request.params.stop),
-            "skip_special_tokens": False,  # the stop strings are a hint (engine.sample_by_rules), looked for in the whole text
+            "stop": request.stop_strings,
+            "skip_special_tokens": False,  # stop strings are looked for in the whole text
             "spaces_between_special_tokens": False,
             "stop_token_ids": request.stop_token_ids,
             "ignore_eos": True,  # they are among the stop tokens where they count
+            **_NO_PENALTIES,
         }
 
     def _reply(self, client: Client, body: dict[str, object], request: SampleRequest) -> SampleReply:
@@ -148,15 +148,10 @@ class VLLM(OpenAI):
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         super().check(client, path, name, vocab_size)
-        flat = SamplingParams(temperature=1e6, max_new_tokens=1)  # every token is as likely as any other
-        log_prob = self.sample(
-            client, SampleRequest((0,), flat, [], key=1, num_drawn=0, vocab_size=vocab_size)
-        ).log_probs[0]
-        if abs(log_prob + math.log(vocab_size)) > 0.1:
-            raise ConfigError(
-                f"The service at {client.url} does not sample as this run asks. Start it with --logits-processors "
-                "verl.rollout.vllm.library:Sampler --logprobs-mode processed_logits, or set service.api=openai."
-            )
+        require_log_probs(
+            self, client, vocab_size, "with --logits-processors verl.rollout.vllm.library:Sampler --logprobs-mode "
+            "processed_logits, or set service.api=openai",
+        )  # fmt: skip
         self._labels = bool(client.get(_WEIGHT_INFO, may_lack=True).value)
         if not self._labels:
             log.warning(
@@ -206,11 +201,18 @@ class SGLang:
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         if not client.get(self._info, may_lack=True).value:
             self._info = "/get_model_info"  # of older servers
-        served = client.get(self._info).label("model_path") or "no model"
-        if Path(served).name != Path(name or path).name:
+        info = client.get(self._info)
+        served = info.label("model_path") or "no model"  # after an update, the folder of the weights
+        if Path(name or path).name not in (Path(served).name, Path(info.label("tokenizer_path") or "").name):
             raise ConfigError(
                 f"The service at {client.url} serves {served}, but this run trains {name or path}; start it with that model."
             )
+        require_log_probs(self, client, vocab_size, "without SGLANG_RETURN_ORIGINAL_LOGPROB")
+
+    def longest(self, client: Client) -> tuple[int | None, str]:
+        """See Dialect. SGLang keeps some tokens of its context, and of its memory for keys and values, for itself."""
+        length = client.get("/server_info", may_lack=True).get(int, "max_req_input_len")
+        return length, f"--context-length {{0}} + {CONTEXT_MARGIN}, with enough memory for it"
 
     def sample(self, client: Client, request: SampleRequest) -> SampleReply:
         params = request.params
@@ -218,14 +220,13 @@ class SGLang:
             "input_ids": list(request.token_ids),
             "return_logprob": True,
             "sampling_params": {
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "min_p": params.min_p,
+                **_filters(params),
+                **_NO_PENALTIES,
+                "min_new_tokens": 0,
                 "max_new_tokens": params.max_new_tokens,
-                "stop": list(params.stop),
+                "stop": request.stop_strings,
                 "stop_token_ids": request.stop_token_ids,
-                "ignore_eos": True,
+                "ignore_eos": not request.stop_token_ids,  # True: no token ends a sample, not even these
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
             },
@@ -257,12 +258,31 @@ class SGLang:
         return client.get(self._info).label("weight_version")
 
 
+def _filters(params: SamplingParams) -> dict[str, object]:
+    """The distribution of a sample. A service has defaults of its own for values that are not sent, from the model's
+    generation_config.json."""
+    top_k = params.top_k if params.top_k > 0 else -1
+    return {"temperature": params.temperature, "top_p": params.top_p, "top_k": top_k, "min_p": params.min_p}
+
+
+def require_log_probs(dialect: Dialect, client: Client, vocab_size: int, start: str) -> None:
+    """Raise ConfigError when log-probs are not at the sampling temperature. At a high one each token is as likely as any
+    other."""
+    flat = SamplingParams(temperature=1e6, max_new_tokens=1)
+    request = SampleRequest((0,), flat, [], key=1, num_drawn=0, vocab_size=vocab_size)
+    if abs(dialect.sample(client, request).log_probs[0] + math.log(vocab_size)) > 0.1:
+        raise ConfigError(
+            f"The service at {client.url} does not sample as this run asks: its log-probabilities are not at the sampling "
+            f"temperature. Start it {start}."
+        )
+
+
 DIALECTS: dict[str, type[Dialect]] = {"openai": OpenAI, "vllm": VLLM, "sglang": SGLang}
 
 
-def served_model(client: Client, name: str | None, path: str | None) -> tuple[str, str | None]:
-    """The name by which an OpenAI-compatible service knows the model: `name`, its only one, or `path`; and the folder that it
-    says the model is from. Raises ConfigError when it does not serve it, or several and none was chosen."""
+def served_model(client: Client, name: str | None, path: str | None) -> tuple[str, int, str | None]:
+    """The name by which an OpenAI-compatible service knows the model: `name`, its only one, or `path`; its row; and the folder
+    that it says the model is from. Raises ConfigError when it does not serve it, or several and none was chosen."""
     answer = client.get("/v1/models")
     served = [clean(answer.at(str, "data", row, "id")) for row in range(len(answer.at(list, "data")))]
     model = name or (served[0] if len(served) == 1 else path)
@@ -272,4 +292,5 @@ def served_model(client: Client, name: str | None, path: str | None) -> tuple[st
             f"The service at {client.url} serves {shown}, not {model or 'one model'}. Set {client.keys}.served_model_name to "
             "one of these, or start it with the model of this run."
         )
-    return model, answer.label("data", served.index(model), "root")
+    row = served.index(model)
+    return model, row, answer.label("data", row, "root")

@@ -19,17 +19,17 @@ import numpy as np
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
-from verl.errors import ConfigError, MissingExtraError, ModelError, UnreachableError, WorkerLostError
+from verl.errors import ConfigError, MissingExtraError, ModelError, RefusedError, UnreachableError, WorkerLostError
 from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
-from verl.rollout.http.client import Client
-from verl.rollout.http.dialects import DIALECTS, Dialect
+from verl.rollout.http.client import Client, most_connections
+from verl.rollout.http.dialects import DIALECTS, Dialect, require_log_probs
 from verl.rollout.http.server import SGLangServer
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
+from verl.rollout.vllm.settings import longest_sequence
 from verl.rollout.weight_version import OwnWeights, checked
 
 _URL = "http://127.0.0.1:8000"  # where vLLM's server listens by itself
-_MOST_REQUESTS = 256  # side by side; each has a thread
 _MEMORY = ["weights", "kv_cache"]  # of SGLang, by its names
 _IDLE_S = 30  # for its server to end what was dropped
 
@@ -65,6 +65,9 @@ class HTTPRollout(OwnWeights):
         self.dialect: Dialect = DIALECTS[api]()
         path, size = self.transfer.model.path, vocab_size(self.module)
         self.dialect.check(self.client, path, service.served_model_name, size)
+        if api == "openai" and config.temperature not in (0.0, 1.0):
+            require_log_probs(self.dialect, self.client, size, "with --logprobs-mode processed_logprobs")
+        self._require_room()
         self._labelled: str | None = None  # the weight version that the service must report
         self._num_updates = 0
 
@@ -101,6 +104,16 @@ class HTTPRollout(OwnWeights):
             self.dialect.label(self.client, version)
         self._labelled = str(version)
 
+    def _require_room(self) -> None:
+        """Raise ConfigError when the service takes no sequence as long as a run's longest."""
+        needed, (length, option) = longest_sequence(self.config, self.module), self.dialect.longest(self.client)
+        if length is not None and length < needed:
+            raise ConfigError(
+                f"The service at {self.client.url} takes up to {length} tokens in a sequence, and this run has up to {needed}. "
+                f"Start it with {option.format(needed)}, or lower {full_key('rollout.response_length')} or "
+                f"{full_key('rollout.max_model_len')}."
+            )
+
     def watched(self) -> AbstractContextManager[None]:
         """Context of each call of the service."""
         return nullcontext()
@@ -128,7 +141,7 @@ class HTTPGeneration:
         self.engine, self.params, self.step = engine, params, step
         self.samples = OpenSamples(params, engine.module, engine.config.max_model_len, keep=keep)
         self.rules = StopRules(params, engine.eos_token_ids, vocab_size(engine.module), engine.tokenizer)
-        self._most = min(engine.config.max_num_seqs, _MOST_REQUESTS)
+        self._most = min(engine.config.max_num_seqs, most_connections())
         self._pool = ThreadPoolExecutor(self._most)
         self._waiting: list[PromptRequest] = []  # one for each sample
         self._asked: dict[SampleKey, PromptRequest] = {}
@@ -196,37 +209,36 @@ class HTTPGeneration:
 def sample_by_rules(
     sample: Callable[[SampleRequest], SampleReply], request: SampleRequest, rules: StopRules
 ) -> SampleReply:
-    """One sample, ended by `rules`. `sample` asks the service, and asks a second time, without stop strings, where the service
-    ended the first sample too early.
+    """One sample, ended by `rules`. `sample` asks the service, and is asked for the remaining tokens, without stop strings, as
+    often as the service ends a sample before its end.
 
     A service's own stop is a hint. A service that decodes token by token cuts the text where characters are complete. Where a
-    prompt ends within a character, vLLM's server takes the prompt for generated text and finds stop strings in it.
+    prompt ends within a character, vLLM's server takes the prompt for generated text and finds stop strings in it. SGLang ends
+    samples at more tokens than it was sent, and both have limits of tokens that the config of the run does not know.
     """
-    reply = sample(request)
-    if not rules.has_strings:
-        return reply
-    end = _first_end(reply.token_ids, 0, rules)
-    if end is None and _ended_early(reply, request):
-        drawn = len(reply.token_ids)
-        params = replace(request.params, stop=(), max_new_tokens=request.params.max_new_tokens - drawn)
-        token_ids = (*request.token_ids, *reply.token_ids)
-        on = replace(request, token_ids=token_ids, params=params, num_drawn=request.num_drawn + drawn)
-        rest = sample(on)
-        reply = replace(rest, token_ids=reply.token_ids + rest.token_ids, log_probs=reply.log_probs + rest.log_probs)
-        end = _first_end(reply.token_ids, drawn, rules)
-    if end is None:
-        by_token = reply.token_ids[-1] in request.stop_token_ids
-        return replace(reply, finish_reason="stop" if by_token else "length")
-    return replace(reply, token_ids=reply.token_ids[:end], log_probs=reply.log_probs[:end], finish_reason="stop")
-
-
-def _ended_early(reply: SampleReply, request: SampleRequest) -> bool:
-    by_string = reply.finish_reason == "stop" and reply.token_ids[-1] not in request.stop_token_ids
-    return by_string and len(reply.token_ids) < request.params.max_new_tokens
+    reply, num_searched = sample(request), 0
+    while True:
+        tokens = reply.token_ids
+        if end := _first_end(tokens, num_searched, rules):
+            return replace(reply, token_ids=tokens[:end], log_probs=reply.log_probs[:end], finish_reason="stop")
+        by_token = tokens[-1] in request.stop_token_ids
+        if by_token or len(tokens) == request.params.max_new_tokens:
+            return replace(reply, finish_reason="stop" if by_token else "length")
+        num_searched = len(tokens)
+        try:
+            rest = sample(request.after(tokens))
+        except RefusedError as error:
+            log.warning(
+                "%s ends after %d of %d tokens: %s", request.name, num_searched, request.params.max_new_tokens, error
+            )
+            return replace(reply, finish_reason="length")
+        reply = replace(rest, token_ids=tokens + rest.token_ids, log_probs=reply.log_probs + rest.log_probs)
 
 
 def _first_end(token_ids: list[int], searched: int, rules: StopRules) -> int | None:
     """Number of tokens after which the response first holds a stop string; it does not after `searched`."""
+    if not rules.has_strings:
+        return None
     response = np.asarray(token_ids)
     ends = (end for end in range(searched + 1, len(response) + 1) if rules.ends_string(response[:end]))
     return next(ends, None)

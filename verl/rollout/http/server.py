@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from verl.config import RolloutConfig
 from verl.errors import DeadlineError, ModelError, UnreachableError
@@ -15,11 +19,15 @@ from verl.parallel.collectives import free_port
 from verl.rollout.api import WeightTransfer
 from verl.rollout.engine_names import SERVICE, require_names
 from verl.rollout.http.client import Client
+from verl.rollout.http.dialects import CONTEXT_MARGIN
 from verl.rollout.process import Child
 from verl.rollout.vllm.settings import longest_sequence
 
 _POLL_S = 0.5
 _HEALTH_S = 10.0  # for one answer about its health
+_SHARED_MEMORY = "/dev/shm"
+# the margin may go beyond the model's positions, where no token lies; log-probs are at the sampling temperature
+_ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
 
 class SGLangServer:
@@ -36,11 +44,13 @@ class SGLangServer:
         options = arguments(config, transfer, skeleton, port)
         self.frees_memory = "--enable-memory-saver" in options
         server = python_command("sglang.launch_server", *options)
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(transfer.visible_devices)} if transfer.visible_devices else {}
-        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=in_memory)
+        environment = dict(_ENVIRONMENT)
+        if transfer.visible_devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(transfer.visible_devices)
+        folder = config.service.weights_dir or _folder_in_memory(skeleton, transfer.dtype)
+        self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=folder)
         self.weights_dir = self._folder.name
-        self._child = Child(python_command("verl.parallel.child_processes", str(os.getpid()), *server), visible)
+        self._child = Child(python_command("verl.parallel.child_processes", str(os.getpid()), *server), environment)
         try:
             self._wait(transfer.start_timeout_s)
         except BaseException:
@@ -81,6 +91,13 @@ class SGLangServer:
         return True
 
 
+def _folder_in_memory(skeleton: Any, dtype: torch.dtype) -> str | None:
+    """The folder of shared memory, if it has room for the weights; None: the folder of temporary files."""
+    num_bytes = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
+    has_room = Path(_SHARED_MEMORY).is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
+    return _SHARED_MEMORY if has_room else None
+
+
 def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object, port: int) -> list[str]:
     """The arguments of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
     model = transfer.model
@@ -99,7 +116,7 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object,
         "tp_size": config.tensor_model_parallel_size,
         "ep_size": config.expert_parallel_size,
         "mem_fraction_static": config.gpu_memory_utilization,
-        "context_length": longest_sequence(config, skeleton),
+        "context_length": longest_sequence(config, skeleton) + CONTEXT_MARGIN,
         "max_running_requests": config.max_num_seqs,
         "random_seed": config.seed,
         "disable_radix_cache": not config.enable_prefix_caching,

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 from tests.rollout.service import Service
+from tests.rollout.sglang_service import SimulatedSGLang
+
+VOCABULARY = 264
 
 
 def options(arguments):
@@ -23,15 +26,15 @@ def options(arguments):
     return parsed
 
 
-class SimulatedServer:
-    """Its samples say which weights it holds: the number of tensors that it was given last."""
+class SimulatedServer(SimulatedSGLang):
+    """Its samples say which weights it holds: after the last token of the prompt, how often it was given new ones."""
 
-    def __init__(self, model):
-        self.model, self.version, self.num_updates = model, "default", 0
+    def __init__(self, model, context_length):
+        super().__init__(model, self.scripted, vocab_size=VOCABULARY, context_length=context_length)
         self.released, self.is_busy = [], False
 
-    def info(self, body):
-        return {"model_path": self.model, "weight_version": self.version}
+    def scripted(self, ids, position, params):
+        return (self.num_updates, -0.25) if position else (ids[-1], -0.5)
 
     def release(self, body):
         assert not self.released
@@ -49,21 +52,11 @@ class SimulatedServer:
     def update(self, body):
         assert not self.released
         assert list(Path(body["model_path"]).glob("*.safetensors"))
-        self.num_updates += 1
-        return {"success": True}
-
-    def label(self, body):
-        self.version = body["new_version"]
-        return {"success": True}
+        return super().update(body)
 
     def generate(self, body):
         assert not self.released
-        rows = [[-0.5, body["input_ids"][-1], None], [-0.25, self.num_updates, None]]
-        return {
-            "meta_info": {
-                "finish_reason": {"type": "length"}, "output_token_logprobs": rows, "weight_version": self.version,
-            }
-        }  # fmt: skip
+        return super().generate(body)
 
 
 def main():
@@ -71,18 +64,14 @@ def main():
     if note.exists() and note.read_text() == "fail":
         sys.exit("no kernel for this device")
     note.write_text(json.dumps({**arguments, "pid": os.getpid(), "seen": os.environ.get("CUDA_VISIBLE_DEVICES")}))
-    server = SimulatedServer(arguments["--model-path"])
+    server = SimulatedServer(arguments["--model-path"], int(arguments["--context-length"]))
     answers = {
-        "/health": {},
-        "/model_info": server.info,
+        **server.answers,
         "/abort_request": (200, ""),
         "/flush_cache?timeout=30": server.flush,
         "/release_memory_occupation": lambda body: server.release(body) or {},
         "/resume_memory_occupation": lambda body: server.resume(body) or {},
         "/simulated_memory": lambda body: {"released": server.released},
-        "/generate": server.generate,
-        "/update_weights_from_disk": server.update,
-        "/update_weight_version": server.label,
     }
     Service(answers, int(arguments["--port"])).server.serve_forever(poll_interval=0.01)
 

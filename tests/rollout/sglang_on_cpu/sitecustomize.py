@@ -1,0 +1,56 @@
+"""Read by each Python process that has this folder on its PYTHONPATH: SGLang can be imported without a GPU's packages.
+
+SGLang imports packages of kernels and pictures also where nothing of them runs. An absent one of ABSENT becomes
+a module in which every name is there and does nothing.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+ABSENT = ("torchvision", "torchaudio", "sgl_kernel", "flashinfer", "decord")
+
+
+class Nothing:
+    """It can be called, read, iterated and inherited from."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __call__(self, *args, **kwargs):
+        return Nothing()
+
+    def __getattr__(self, name):
+        return name_of_nothing(name)
+
+    def __iter__(self):
+        return iter(())
+
+    def __mro_entries__(self, bases):
+        return (object,)
+
+
+def name_of_nothing(name):
+    if name.startswith("__"):  # which Python and its libraries look for
+        raise AttributeError(name)
+    return Nothing()
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Asked last, after the finders of installed packages."""
+
+    def find_spec(self, name, path=None, target=None):
+        is_absent = name.partition(".")[0] in ABSENT
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__path__, module.__version__, module.__getattr__ = [], "0.0", name_of_nothing
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.append(Absent())

@@ -1,0 +1,72 @@
+"""A service with the rules of SGLang 0.5.23, for tests: ends of samples, room for tokens, the name of its model.
+
+    with running(SimulatedSGLang("a/model", next_token, vocab_size).answers) as service: ...
+
+`next_token(ids, position, params)` gives a token and its log-prob for the tokens so far, the number of sampled ones and
+SamplingParams.
+"""
+
+import math
+
+from verl.data_proto.samples import SamplingParams
+
+RESERVED = 6  # tokens of the context that an input never has
+FLAT = 1e6  # a temperature at which each token is as likely as any other
+
+
+class SimulatedSGLang:
+    """`eos_token_ids` are the model's, as the server knows them; `most_new` is its limit for one request."""
+
+    def __init__(
+        self, path, next_token, vocab_size, context_length=1 << 20, eos_token_ids=(), most_new=1 << 20, original=False
+    ):
+        self.model_path = self.tokenizer_path = path
+        self.next_token, self.vocab_size, self.context_length = next_token, vocab_size, context_length
+        self.eos_token_ids, self.most_new, self.original = eos_token_ids, most_new, original
+        self.version, self.num_updates = "default", 0
+        self.answers = {
+            "/health": {},
+            "/model_info": lambda body: self.info(),
+            "/server_info": lambda body: {"max_req_input_len": self.context_length - RESERVED},
+            "/generate": self.generate,
+            "/update_weights_from_disk": self.update,
+            "/update_weight_version": self.label,
+        }
+
+    def info(self):
+        return {
+            "model_path": self.model_path, "tokenizer_path": self.tokenizer_path, "weight_version": self.version,
+        }  # fmt: skip
+
+    def update(self, body):
+        self.model_path = body["model_path"]
+        self.num_updates += 1
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+    def label(self, body):
+        self.version = body["new_version"]
+        return {"success": True}
+
+    def generate(self, body):
+        ids, sampling = body["input_ids"], body["sampling_params"]
+        if len(ids) >= self.context_length - RESERVED:
+            return (
+                400,
+                f'{{"error": {{"message": "Input length ({len(ids)} tokens) exceeds the maximum allowed length"}}}}',
+            )
+        room = max(0, self.context_length - 2 - len(ids))
+        limit = min(sampling["max_new_tokens"], room, self.most_new)
+        stops = {*sampling["stop_token_ids"], *self.eos_token_ids}
+        params = SamplingParams(temperature=sampling["temperature"])
+        rows, reason = [], {"type": "length", "length": limit}
+        while len(rows) < limit:
+            token, log_prob = self.next_token([*ids, *(row[1] for row in rows)], len(rows), params)
+            if params.temperature == FLAT and not self.original:
+                log_prob = -math.log(self.vocab_size)
+            rows.append([log_prob, token, None])
+            if token in stops and not sampling["ignore_eos"]:
+                reason = {"type": "stop", "matched": token}
+                break
+        return {
+            "meta_info": {"finish_reason": reason, "output_token_logprobs": rows, "weight_version": self.version},
+        }  # fmt: skip
