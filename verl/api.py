@@ -48,7 +48,8 @@ _ALGORITHMS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}  # names whos
 _PROGRAMS = {"sft": "sft", "preference": "preference", "reward_model": "rm"}
 _ROW_FIELDS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name", "ability")
 _MEDIA_FIELDS = ("images", "videos")
-_FILE_KEYS = ("data.train_files", "data.val_files")
+_FILE_KEYS = (("data", "data.train_files"), ("eval_data", "data.val_files"))
+_FOLDER = "trainer.default_local_dir"
 
 
 class Trainer(SteppedRun):
@@ -56,15 +57,15 @@ class Trainer(SteppedRun):
 
     model: Hugging Face folder or name. data: rows, a `datasets.Dataset`, or paths of data files. reward: a function (TRL's or
     verl's form, see verl/rewards/functions.py), several, or the path of a file with `compute_score`; without one the
-    built-in scorer of each row's `data_source`. algorithm: an advantage estimator of docs/algorithms.md or a function of its
-    form, "ppo" (GAE with a critic), or a program: "sft", "preference", "reward_model". output_dir: the run folder, in which the
-    same call resumes after an interruption; without one a new folder below `runs/`. callbacks: called with (trainer, metrics)
-    after each step. config, keys: keys of docs/config.md; `config` may be a list of "key=value" texts.
-
-    Raises ConfigError and DataError before anything is trained.
+    built-in scorer of each row's `data_source`. algorithm: an advantage estimator of docs/algorithms.md (default: "grpo") or a
+    function of its form, "ppo" (GAE with a critic), or a program: "sft", "preference", "reward_model". loss: of "preference".
+    output_dir: the run folder, in which the same call resumes after an interruption; without one a new folder below `runs/`.
+    callbacks: called with (trainer, metrics) after each step. config, keys: keys of docs/config.md; `config` may be a list of
+    "key=value" texts. An argument that is not given leaves its key to them. Raises ConfigError and DataError before training.
     """
 
     defaults: Face = "command"
+    default_reward: Reward | None = None  # where neither `reward` nor a key of a reward is given
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class Trainer(SteppedRun):
         data: Data,
         reward: Reward | None = None,
         *,
-        algorithm: str | Callable[..., object] = "grpo",
+        algorithm: str | Callable[..., object] | None = None,
+        loss: str | None = None,
         eval_data: Data | None = None,
         output_dir: str | os.PathLike[str] | None = None,
         callbacks: Callback | Sequence[Callback] = (),
@@ -83,53 +85,56 @@ class Trainer(SteppedRun):
         if isinstance(reward, Iterator):  # which can be read once only
             reward = list(reward)
         self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
-        name = algorithm if isinstance(algorithm, str) else reference_to(algorithm)
-        label = name.rpartition(":")[2]
-        self.folder = Path(output_dir or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}").expanduser()
-        self.program_name = _PROGRAMS.get(name, "ppo")
+        name = algorithm if isinstance(algorithm, str | None) else reference_to(algorithm)
+        self.program_name = _PROGRAMS.get(str(name), "ppo")
         rows = _rows("train", data)
         eval_rows = None if eval_data is None else rows if eval_data is data else _rows("val", eval_data)
         functions = _functions(reward)
-        values = self._values(model, reward, name)
+        arguments = self._arguments(model, reward, name, loss)
+        arguments |= {} if output_dir is None else {"output_dir": {_FOLDER: os.fspath(output_dir)}}
         mapping = config if isinstance(config, Mapping) else {}
         texts = [config] if isinstance(config, str) else [] if config is None or config is mapping else list(config)
-        for own in (mapping, keys, *({text.partition("=")[0].lstrip("+~"): text} for text in texts)):
-            if repeated := [key for key in (*values, *_FILE_KEYS) if _holds(own, key)]:
-                raise ConfigError(f"{repeated[0]} is set by an argument of the call already. Give it once.")
+        trees = [with_references(tree) for tree in (mapping, keys)]
+        is_rl = self.program_name == "ppo"
+        fallbacks: dict[str, object] = {"data.val_files": [], **({"algorithm.adv_estimator": "grpo"} if is_rl else {})}
 
-        def load(files: Mapping[str, object], check: bool = True) -> LoadedConfig[Any]:
-            trees = [with_references(tree) for tree in (mapping, keys, {**values, **files})]
-            schema = SCHEMAS[self.program_name]
-            return load_config(texts, schema=schema, values=trees, check=check, defaults=self.defaults)
+        def load(files: Sequence[object], check: bool = True) -> LoadedConfig[Any]:
+            of_files = {n: {key: file} for (n, key), file in zip(_FILE_KEYS, files, strict=True) if file is not None}
+            calls: dict[str, Any] = {"values": trees, "arguments": arguments | of_files, "fallbacks": fallbacks}
+            return load_config(texts, schema=SCHEMAS[self.program_name], check=check, defaults=self.defaults, **calls)
 
-        settings = load({}, check=False).config.data
-        media = (settings.image_key, settings.video_key)
-        files = {
-            "data.train_files": self._files("train", rows, media),
-            "data.val_files": [] if eval_rows is None else self._files("val", eval_rows, media),
-        }
+        first = load([r if isinstance(r, str | None) else "rows" for r in (rows, eval_rows)], check=False)
+        unscored = {} if self.default_reward is None or reward is not None else _reward_keys(self.default_reward)
+        if not {*unscored, "reward.reward_model.enable"} & first.settings.keys():  # one of them is another reward
+            fallbacks |= unscored
+        if _FOLDER not in first.settings:
+            label = (name or first.config.algorithm.adv_estimator).rpartition(":")[2]
+            fallbacks[_FOLDER] = f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        self.folder = Path(str(fallbacks.get(_FOLDER, first.config.trainer.default_local_dir)))
+        media = (first.config.data.image_key, first.config.data.video_key)
+        files = [None if r is None else self._files(s, r, media) for s, r in (("train", rows), ("val", eval_rows))]
         super().__init__(load(files), self.program_name)
         root = self.loaded.config
-        # episodes and a user's class of rows add columns
-        if isinstance(root, PPOConfig) and not runs_agents(root) and not root.data.custom_cls.path:
+        if isinstance(root, PPOConfig) and not runs_agents(root) and not root.data.custom_cls.path:  # which add columns
             _require_columns(functions, rows, media)
         self._stop = False
 
-    def _values(self, model: str | os.PathLike[str], reward: Reward | None, algorithm: str) -> dict[str, object]:
-        """The keys that the arguments of the call stand for."""
+    def _arguments(
+        self, model: str | os.PathLike[str], reward: Reward | None, algorithm: str | None, loss: str | None
+    ) -> dict[str, dict[str, object]]:
+        """The keys that arguments of the call stand for, by argument."""
         is_rl = self.program_name == "ppo"
         if reward is not None and not is_rl:
             raise ConfigError(f"algorithm={algorithm!r} trains on rows and reads no reward; leave `reward` out.")
         if not isinstance(model, str | os.PathLike):
-            raise ConfigError(
-                f"model is a {type(model).__name__}. Give the name or the folder of a model; `save_pretrained` of the model "
-                "and of its tokenizer write a folder."
-            )
+            hint = "Give the name or the folder of a model; `save_pretrained` of the model and of its tokenizer write a folder."
+            raise ConfigError(f"model is a {type(model).__name__}. {hint}")
+        estimator: dict[str, object] = {"algorithm.adv_estimator": _ALGORITHMS.get(str(algorithm), algorithm)}
         return {
-            "actor_rollout_ref.model.path" if is_rl else "model.path": os.fspath(model),
-            "trainer.default_local_dir": str(self.folder),
-            **({"algorithm.adv_estimator": _ALGORITHMS.get(algorithm, algorithm)} if is_rl else {}),
-            **({} if reward is None else _reward_keys(reward)),
+            "model": {"actor_rollout_ref.model.path" if is_rl else "model.path": os.fspath(model)},
+            "algorithm": estimator if is_rl and algorithm is not None else {},
+            **({} if loss is None else {"loss": {"preference.loss": loss}}),
+            **({} if reward is None else {"reward": _reward_keys(reward)}),
         }
 
     def _files(self, split: str, data: Rows, media: Sequence[str]) -> object:
@@ -211,6 +216,7 @@ class _Sampler(Trainer):
     """A run that samples and trains nothing: one response to a prompt."""
 
     defaults = "release"
+    default_reward = staticmethod(no_reward)
 
 
 def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
@@ -229,13 +235,12 @@ def sft(model: str | os.PathLike[str], data: Data, **arguments: Any) -> Run:
     return train(model, data, algorithm="sft", **arguments)
 
 
-def preference(model: str | os.PathLike[str], data: Data, *, loss: str = "sigmoid", **arguments: Any) -> Run:
-    """Train on rows of docs/preferences.md with one of its losses."""
-    arguments["preference.loss"] = loss
-    return train(model, data, algorithm="preference", **arguments)
+def preference(model: str | os.PathLike[str], data: Data, *, loss: str | None = None, **arguments: Any) -> Run:
+    """Train on rows of docs/preferences.md with one of its losses; default: the key preference.loss (DPO)."""
+    return train(model, data, algorithm="preference", loss=loss, **arguments)
 
 
-dpo = partial(preference, loss="sigmoid")
+dpo = partial(preference)
 kto = partial(preference, loss="kto")
 orpo = partial(preference, loss="orpo")
 simpo = partial(preference, loss="simpo")
@@ -269,7 +274,7 @@ def generate(
     rows = _rows("prompt", data)  # `data` may be read once only
     if isinstance(rows, list) and not all(str(row).endswith(SUFFIXES) for row in rows):
         rows = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
-    trainer = _Sampler(model, rows, reward or no_reward, eval_data=rows, **arguments)
+    trainer = _Sampler(model, rows, reward, eval_data=rows, **arguments)
     output = trainer.folder / "samples.jsonl"
     write_samples(trainer.loaded, output)
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
@@ -305,11 +310,8 @@ def _rows(split: str, data: Data) -> Rows:
         rows = zip(data.to_dict("records"), missing, strict=True)
         return [{name: None if gone[name] else value for name, value in row.items()} for row, gone in rows]
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        splits = (
-            f" (of a DatasetDict one split, such as data[{next(iter(data))!r}])"
-            if isinstance(data, Mapping) and data
-            else ""
-        )
+        first = next(iter(data)) if isinstance(data, Mapping) and data else None
+        splits = "" if first is None else f" (of a DatasetDict one split, such as data[{first!r}])"
         raise DataError(
             f"The {split} data are a {type(data).__name__}. Give a list of rows, or paths of data files{splits}."
         )
@@ -381,16 +383,6 @@ def _require_columns(functions: Sequence[RewardFunction], rows: Rows, media: Seq
     for function in functions:
         if mappings and "solution_str" not in reward_parameters(function):
             require_columns(function, columns | {"prompts", "completions", "index", "data_source"})
-
-
-def _holds(values: object, key: str) -> bool:
-    """Whether nested or dotted `values` set `key`."""
-    if not isinstance(values, Mapping):
-        return False
-    return any(
-        key == name or (key.startswith(f"{name}.") and _holds(inner, key[len(name) + 1 :]))
-        for name, inner in values.items()
-    )
 
 
 def _refuse_import_by_worker() -> None:

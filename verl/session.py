@@ -80,9 +80,9 @@ class Session:
 
     def __init__(self, model: str | os.PathLike[str], *, config: Mapping[str, Any] | Sequence[str] = (), **keys: Any):
         mapping, texts = (config, ()) if isinstance(config, Mapping) else ({}, config)
-        own = {"actor_rollout_ref.model.path": os.fspath(model)}
-        trees = [with_references(tree) for tree in (own, mapping, keys)]
-        self.config = load_config(list(texts), values=trees, check=False).config
+        trees = [with_references(tree) for tree in (mapping, keys)]
+        own = {"model": {"actor_rollout_ref.model.path": os.fspath(model)}}
+        self.config = load_config(list(texts), values=trees, arguments=own, check=False).config
         self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
         self._encoder = PromptEncoder(self.tokenizer, self.config.data)
         self._num_prompts, self._version, self._has_gradients = 0, -1, False
@@ -97,9 +97,15 @@ class Session:
             self._stack = stack.pop_all()
 
     def sample(
-        self, prompts: Iterable[Prompt], *, n: int = 1, max_tokens: int | None = None, greedy_decoding: bool = False
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        n: int | None = None,
+        max_tokens: int | None = None,
+        greedy_decoding: bool = False,
     ) -> list[dict[str, Any]]:
-        """`n` samples of each prompt under the weights of the last `sync_weights`, samples of a prompt adjacent.
+        """`n` samples (default: rollout.n) of each prompt under the weights of the last `sync_weights`, samples of a prompt
+        adjacent.
 
         A prompt is a text (put through the chat template where there is one), a list of messages, or token ids. A sample has
         prompt (its index), prompt_ids, response_ids, log_probs (of the sampled tokens, at rollout.temperature), response
@@ -113,6 +119,7 @@ class Session:
         limit = rollout.response_length
         if max_tokens is not None and not 0 < max_tokens <= limit:
             raise DataError(f"max_tokens={max_tokens} is not between 1 and data.max_response_length={limit}.")
+        n = rollout.n if n is None else n
         params = replace(sampling_params(rollout), n=n, max_new_tokens=max_tokens or limit)
         params = greedy(params, n) if greedy_decoding else params
         ids = [self._prompt_ids(prompt, f"prompt {number}") for number, prompt in enumerate(listed)]

@@ -195,8 +195,8 @@ def test_iterators_are_read_once(tiny_llama, tmp_path):
         ({"data": []}, DataError, "have no rows"),
         ({"data": ["train.jsonl", {"prompt": "a"}]}, DataError, "Row 0 of the data is a str"),
         ({"trainer": {"total_trainig_steps": 2}}, ConfigError, "total_training_steps"),
-        ({"config": {"data.train_files": "x"}}, ConfigError, "data.train_files is set by an argument"),
-        ({"config": {"data": {"train_files": "x"}}}, ConfigError, "data.train_files is set by an argument"),
+        ({"config": {"data.train_files": "x"}}, ConfigError, "data.train_files='x' .* and the argument data"),
+        ({"config": {"data": {"train_files": "x"}}}, ConfigError, "data.train_files='x' .* and the argument data"),
         ({"algorithm": "sft"}, ConfigError, "reads no reward"),
         ({"algorithm": "grop"}, ConfigError, "grpo"),
         ({"reward": [1.0]}, ConfigError, "no function"),
@@ -252,7 +252,7 @@ def test_every_key_of_nested_and_dotted_arguments_acts(tiny_llama, tmp_path, arg
     ],
 )
 def test_two_values_of_one_key_are_refused(tiny_llama, tmp_path, arguments):
-    with pytest.raises(ConfigError, match="different values|set by an argument of the call"):
+    with pytest.raises(ConfigError, match="different values"):
         _loaded(tiny_llama, tmp_path, **arguments)
 
 

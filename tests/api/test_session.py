@@ -20,7 +20,7 @@ ROWS = [{"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "advantage": 1.0}]
 
 @pytest.fixture
 def session(tiny_llama):
-    with verl.Session(tiny_llama, config=KEYS) as opened:
+    with verl.Session(tiny_llama, config=[*KEYS, "actor_rollout_ref.rollout.n=2"]) as opened:
         yield opened
 
 
@@ -38,6 +38,7 @@ def test_a_sample_has_the_log_probs_of_its_training_forward(session):
     greedy = [session.sample(iter(PROMPTS), greedy_decoding=True, max_tokens=3) for _ in range(2)]
     assert [[s["response_ids"] for s in call] for call in greedy][0] == [s["response_ids"] for s in greedy[1]]
     assert all(len(sample["response_ids"]) <= 3 for sample in greedy[0])
+    assert len(greedy[0]) == 2 * len(PROMPTS)  # rollout.n, as `n` is not given
 
 
 def test_the_value_of_a_loss_is_the_sum_over_the_rows_that_train(session):

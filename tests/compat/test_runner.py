@@ -224,7 +224,7 @@ def trl(monkeypatch):
 
 class TestArgumentsOfTRL:
     def keys(self, args, algorithm):
-        mapped = Arguments(args, algorithm, world_size=2, num_rows=64)
+        mapped = Arguments(args, algorithm, world_size=2, num_rows=64, keys={})
         return mapped, dict(pair.split("=", 1) for pair in mapped.overrides())
 
     @pytest.mark.parametrize(
@@ -347,6 +347,27 @@ class TestRefusals:
             self.runner(tiny_llama, tmp_path, algorithm="sac")
         with pytest.raises(ConfigError, match="makes its own optimizer"):
             self.runner(tiny_llama, tmp_path, optimizers=(object(), None))
+
+    @pytest.mark.parametrize(
+        ("rows", "reward", "keys"),
+        [
+            ({"text": "ab"}, None, {"optim.lr": 0.1, "data.train_batch_size": 4, "trainer.total_training_steps": 3}),
+            ({"text": "ab"}, None, {"trainer.seed": 7, "optim.betas": [0.8, 0.9], "trainer.default_local_dir": "HERE"}),
+            (
+                {"prompt": "ab"}, len, {"algorithm.adv_estimator": "rloo", "actor_rollout_ref.rollout.n": 2,
+                "actor_rollout_ref.actor.ppo_mini_batch_size": 1, "data.train_batch_size": 2,
+                "actor_rollout_ref.actor.optim.lr": 1e-5, "actor_rollout_ref.rollout.temperature": 0.7},
+            ),
+        ],
+    )  # fmt: skip
+    def test_fields_that_are_not_set_give_way_to_keys(self, tiny_llama, tmp_path, rows, reward, keys):
+        keys = {key: str(tmp_path / "run") if value == "HERE" else value for key, value in keys.items()}
+        args = None if "trainer.default_local_dir" in keys else TrainingArguments(str(tmp_path), report_to="none")
+        runner = RLRunner(str(tiny_llama), args, train_dataset=[rows] * 16, reward_funcs=reward, config=keys)
+        values = runner._load({"trainer.val_only": False}).schema.flatten(runner._load({}).config)
+        assert {key: values[key] for key in keys} == keys
+        assert runner.state.max_steps == values["trainer.total_training_steps"]
+        assert str(runner.inputs).startswith(values["trainer.default_local_dir"])
 
     def test_bad_rows(self, tiny_llama, tmp_path):
         shifted = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]}] * 4

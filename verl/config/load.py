@@ -15,7 +15,7 @@ from verl.config.loaded import LoadedConfig
 from verl.config.roots import PPO, RunConfig
 from verl.config.schema import Derived, Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
-from verl.config.user_settings import Setting, UserSettings
+from verl.config.user_settings import ARGUMENT, Setting, UserSettings
 from verl.config.values import Misfit, convert, expand_path, merge, unusable_text
 from verl.errors import ConfigError, nearest
 from verl.foreign_text import clean, quoted
@@ -31,6 +31,8 @@ def load_config(
     *,
     schema: Schema[Any] = PPO,
     values: Mapping[str, object] | Sequence[Mapping[str, object]] = (),
+    arguments: Mapping[str, Mapping[str, object]] | None = None,
+    fallbacks: Mapping[str, object] | None = None,
     check: bool = True,
     defaults: Face = "release",
 ) -> LoadedConfig[Any]:
@@ -38,12 +40,17 @@ def load_config(
     them), then the overrides, resolved and checked. `defaults`: of existing releases, as for a file that builds on a config of
     theirs, or of our commands.
 
-    `config_path` and `config_name` are Hydra's (a folder and a name), or `config_path` is a YAML file. Raises
-    ConfigError with one sentence per problem, all problems at once: an unknown key (with the nearest ones), a value of the
-    wrong type, two values of a key from one source and, unless `check` is False, everything that `check_config` calls an error.
+    `arguments` of a Python call have keys that nothing else may give another value: {argument: {key: value}}. `fallbacks`
+    are values of arguments that the call lacks, and give way to every other value. `config_path` and `config_name` are Hydra's
+    (a folder and a name), or `config_path` is a YAML file. Raises ConfigError with one sentence per problem, all problems at
+    once: an unknown key (with the nearest ones), a value of the wrong type, two values of a key from one source and, unless
+    `check` is False, everything that `check_config` calls an error.
     """
     forget_edited_files()
-    return _checked(_user_settings(schema, overrides, config_path, config_name, defaults, values), check)
+    user = _user_settings(schema, overrides, config_path, config_name, defaults, values, fallbacks)
+    for name, keys in filter(lambda item: item[1], (arguments or {}).items()):
+        user.add_file(f"{ARGUMENT}{name}", dict(keys))
+    return _checked(user, check)
 
 
 def inspect_config(
@@ -66,11 +73,14 @@ def _user_settings(
     config_name: str | None,
     defaults: Face,
     values: Mapping[str, object] | Sequence[Mapping[str, object]] = (),
+    fallbacks: Mapping[str, object] | None = None,
 ) -> UserSettings:
     file = sources.find(schema, config_path, config_name)
     user = UserSettings(
         schema, defaults="release" if sources.builds_on_release(schema, config_name, file) else defaults
     )
+    if fallbacks:
+        user.add_file("default of the call", dict(fallbacks))
     for path, tree in sources.read_tree(schema, file, user.notices) if file is not None else ():
         user.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
     for values_tree in filter(None, [values] if isinstance(values, Mapping) else values):

@@ -12,8 +12,11 @@ from verl.config.compat import clause, one_typo_away
 from verl.config.schema import Leaf, Problem, Schema, error
 from verl.config.values import parse_override
 from verl.errors import ConfigError
+from verl.foreign_text import quoted
 
 _COMMAND_LINE = "command line"  # the source of overrides
+_OF_USER = (_COMMAND_LINE, "Python")
+ARGUMENT = "the argument "  # begins the source of a key that an argument of a Python call stands for
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Setting:
 
     path: str
     value: Any
-    source: str  # "command line", "Python" or "file X"
+    source: str  # "command line", "Python", "the argument model" or "file X"
     spelled: str  # the key as the user wrote it
     text: str | None = None
 
@@ -142,6 +145,14 @@ class UserSettings:
                     sentence = f"{subject} given with different values {values}. Give only one of them."
                     problems.append(error(setting.path, sentence))
             formers.append(setting)
+        for argument in (s for s in self.settings if s.source.startswith(ARGUMENT)):
+            for other in self.settings:
+                if other.path == argument.path and other.source in _OF_USER and _clash(other.value, argument.value):
+                    sentence = (
+                        f"{other.spelled}={quoted(other.value)} ({other.source}) and {argument.source} of the call set "
+                        "one key to different values. Give only one of them."
+                    )
+                    problems.append(error(other.path, sentence))
         return problems
 
     def _flatten(self, value: object, prefix: str) -> Iterator[tuple[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,20 +73,38 @@ _DPO = {
 _OF_ALGORITHM: dict[str, set[str]] = {"sft": {"loss_type", "dataset_text_field"}, "dpo": _DPO}
 
 
-class Arguments:
-    """`args` for `algorithm`, with `world_size` processes. Raises ConfigError for a field that was set and has no meaning."""
+# key -> the fields of args that give its value, which the runner itself counts with
+_COUNTS = {
+    "actor_rollout_ref.rollout.n": ("num_generations",),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "data.train_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+    "trainer.total_training_steps": ("max_steps", "num_train_epochs"),
+}
+# which args give only if their field is set, or which the runner reads itself
+_OF_SET_FIELDS = (
+    "trainer.default_local_dir", "trainer.device", "engine.dtype", "actor_rollout_ref.actor.fsdp_config.dtype",
+)  # fmt: skip
 
-    def __init__(self, args: Any, algorithm: str, world_size: int, num_rows: int):
-        self.args, self.algorithm = args, algorithm
+
+class Arguments:
+    """`args` for `algorithm`, with `world_size` processes. Fields with their default give way to the `keys` of the script.
+    Raises ConfigError for a field that was set and has no meaning."""
+
+    def __init__(self, args: Any, algorithm: str, world_size: int, num_rows: int, keys: Mapping[str, str]):
+        self.args, self.algorithm, self._keys = args, algorithm, keys
+        self._default = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16, report_to="none")
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
-        self.num_generations = getattr(args, "num_generations", 8) if algorithm == "grpo" else 1
+        num_generations = getattr(args, "num_generations", 8) if algorithm == "grpo" else 1
+        self.num_generations = self._count("actor_rollout_ref.rollout.n", num_generations)
         if samples % self.num_generations:
             raise ConfigError(
                 f"per_device_train_batch_size x gradient_accumulation_steps x processes is {samples}, no "
                 f"multiple of num_generations={self.num_generations}. A step trains on whole groups; change one of them."
             )
-        self.mini_batch_size, num_mini_batches = samples // self.num_generations, self._mini_batches()
-        self.batch_size = self.mini_batch_size * num_mini_batches
+        mini_batch_size, num_mini_batches = samples // self.num_generations, self._mini_batches()
+        self.batch_size = self._count("data.train_batch_size", mini_batch_size * num_mini_batches)
+        mini_batch_size = min(mini_batch_size, self.batch_size)
+        self.mini_batch_size = self._count("actor_rollout_ref.actor.ppo_mini_batch_size", mini_batch_size)
         self.steps_per_epoch = num_rows // self.batch_size
         if not self.steps_per_epoch:
             raise ConfigError(
@@ -97,8 +116,37 @@ class Arguments:
         steps = (
             args.max_steps / self.num_updates if args.max_steps > 0 else args.num_train_epochs * self.steps_per_epoch
         )
-        self.max_steps = math.ceil(steps)
-        _refuse(args, algorithm)
+        self.max_steps = self._count("trainer.total_training_steps", math.ceil(steps))
+        self._refuse()
+
+    def _count(self, key: str, of_args: int) -> int:
+        """The value of `key`, if no field of args was set that gives it."""
+        value = self._keys.get(key, "")
+        return int(value) if value.isdecimal() and all(map(self._is_default, _COUNTS[key])) else of_args
+
+    def _is_default(self, field: str) -> bool:
+        return _same(getattr(self.args, field, None), getattr(self._default, field, None))
+
+    def gives_way(self, key: str, value: object) -> bool:
+        """Whether `key` has its `value` from fields of args with their default."""
+        if key in _COUNTS:
+            return all(map(self._is_default, _COUNTS[key]))
+        if key in _OF_SET_FIELDS:
+            return False
+        of_default = copy.copy(self)
+        of_default.args = self._default
+        return f"{key}={value}" in of_default.overrides()
+
+    def _refuse(self) -> None:
+        """Raise ConfigError for the first field that was set to another value than its default and is not read."""
+        known = _READ | _WITHOUT_EFFECT | _OF_ALGORITHM.get(self.algorithm, _GRPO)
+        for name in (field.name for field in fields(self.args)):
+            if name not in known and not name.startswith("_") and not self._is_default(name):
+                raise ConfigError(
+                    f"{type(self.args).__name__}.{name}={getattr(self.args, name)!r} has no meaning for "
+                    f"algorithm={self.algorithm!r} here, and would be left out. Remove it, or set what it is for by "
+                    "RLRunner(config=[...]); docs/config.md has the keys."
+                )
 
     def _mini_batches(self) -> int:
         """Mini-batches of the samples that are generated at once; TRL counts both sides in micro-batches."""
@@ -180,7 +228,7 @@ class Arguments:
             **dict(self._optim("optim")),
             "data.train_batch_size": self.batch_size,
             "data.use_dynamic_bsz": False,
-            "data.micro_batch_size_per_gpu": args.per_device_train_batch_size,
+            "data.micro_batch_size_per_gpu": min(args.per_device_train_batch_size, self.batch_size),
             "data.shuffle": False,  # the rows come in the order of transformers' sampler
             "data.max_length": getattr(args, "max_length", None) or "null",
             "data.truncation": "right",
@@ -254,23 +302,6 @@ class Arguments:
 def _choose(field: str, value: object, known: Iterable[object]) -> None:
     if value not in known:
         raise ConfigError(f"{field}={value} is not available here; there are {', '.join(map(str, known))}.")
-
-
-def _refuse(args: Any, algorithm: str) -> None:
-    """Raise ConfigError for the first field that was set to another value than its default and is not read."""
-    default = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16, report_to="none")
-    known = _READ | _WITHOUT_EFFECT | _OF_ALGORITHM.get(algorithm, _GRPO)
-    for field in fields(args):
-        value = getattr(args, field.name)
-        if (
-            field.name not in known
-            and not field.name.startswith("_")
-            and not _same(value, getattr(default, field.name))
-        ):
-            raise ConfigError(
-                f"{type(args).__name__}.{field.name}={value!r} has no meaning for algorithm={algorithm!r} here, and would "
-                "be left out. Remove it, or set what it is for by RLRunner(config=[...]); docs/config.md has the keys."
-            )
 
 
 def _same(one: object, other: object) -> bool:

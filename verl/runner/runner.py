@@ -44,7 +44,7 @@ class RLRunner:
     of a sequence classification model. `algorithm`: sft, dpo, grpo or ppo (default: grpo with `reward_funcs`, dpo where rows
     have chosen and rejected, else sft). `ref_model`: another reference for dpo than the model at the start. `model` may be a
     PeftModel with one LoRA adapter, in which only the adapter trains; `peft_config` makes a plain module a PeftModel.
-    `config`: keys of docs/config.md as `key=value` texts or a mapping, which must not contradict `args`.
+    `config`: keys of docs/config.md as `key=value` texts or a mapping, which must not contradict fields of `args` that are set.
 
     Rows for sft have input_ids (and labels), or the columns of docs/sft.md; `data_collator` is applied to each row by
     itself. Rows for dpo have the columns of docs/preferences.md; rows for the others have `prompt`, a text or messages.
@@ -73,9 +73,13 @@ class RLRunner:
     ):
         from transformers import TrainingArguments
 
-        self.args: Any = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        texts = [f"{k}={_text(v)}" for k, v in config.items()] if isinstance(config, Mapping) else config
+        self.overrides = list(texts or [])
+        folder = _values(self.overrides).get("trainer.default_local_dir", "tmp_trainer")
+        self.args: Any = TrainingArguments(output_dir=folder) if args is None else args
         self.train_dataset = None if train_dataset is None else list(train_dataset)
         self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
+        self._algorithm_is_given = algorithm is not None
         self.algorithm = algorithm or ("grpo" if reward_funcs is not None else "dpo" if self._has_pairs else "sft")
         if self.algorithm not in _PROGRAMS:
             raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
@@ -105,9 +109,6 @@ class RLRunner:
         self.rewards = _reward_list(reward_funcs)
         if self.algorithm not in GIVEN_ROWS and not self.rewards:
             raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
-        self.overrides = (
-            [f"{k}={_text(v)}" for k, v in config.items()] if isinstance(config, Mapping) else list(config or [])
-        )
         self._mapped = self._arguments()
         self.script = self._script(callbacks or ())
 
@@ -215,7 +216,7 @@ class RLRunner:
         if self.train_dataset is None:
             return None
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        return Arguments(self.args, self.algorithm, num_ranks, len(self.train_dataset))
+        return Arguments(self.args, self.algorithm, num_ranks, len(self.train_dataset), _values(self.overrides))
 
     def _script(self, callbacks: Sequence[object]) -> Script:
         from transformers import TrainerControl, TrainerState
@@ -251,7 +252,19 @@ class RLRunner:
         if self._module is not None and self._module.dtype == torch.float32 and not self.args.bf16:
             keys["engine.dtype" if has_rows else "actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
         base = [*(self._mapped.overrides() if self._mapped else []), *(f"{key}={value}" for key, value in keys.items())]
-        return load_config(_joined(base, self.overrides), schema=_SCHEMAS.get(self.algorithm, PPO))
+        return load_config(self._joined(base), schema=_SCHEMAS.get(self.algorithm, PPO))
+
+    def _joined(self, mapped: Sequence[str]) -> list[str]:
+        """The overrides of args and of config. Raises ConfigError for a key with two values, one of them of a field that was
+        set."""
+        values, own = _values(mapped), _values(self.overrides)
+        for key in [key for key, value in own.items() if values.get(key, value) != value]:
+            is_set = key == "algorithm.adv_estimator" and self._algorithm_is_given
+            if is_set or self._mapped is None or not self._mapped.gives_way(key, values[key]):
+                raise ConfigError(
+                    f"config gives {key}={own[key]}, and args or the data sets give {values[key]}. Change one of them."
+                )
+        return [*(f"{key}={value}" for key, value in values.items() if key not in own), *self.overrides]
 
     @property
     def _has_pairs(self) -> bool:
@@ -360,16 +373,9 @@ def _resume(asked: str | bool | None) -> dict[str, Any]:
     return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": path}
 
 
-def _joined(mapped: Sequence[str], own: Sequence[str]) -> list[str]:
-    """The overrides of both lists. Raises ConfigError for a key with two values."""
-    values = dict(text.lstrip("+").split("=", 1) for text in mapped)
-    for text in own:
-        key, _, value = text.lstrip("+").partition("=")
-        if key in values and values[key] != value:
-            raise ConfigError(
-                f"config gives {key}={value}, and args or the data sets give {values[key]}. Change one of them."
-            )
-    return [*mapped, *own]
+def _values(overrides: Sequence[str]) -> dict[str, str]:
+    """Key -> text of its value."""
+    return {key: value for key, _, value in (text.lstrip("+").partition("=") for text in overrides)}
 
 
 def _reward_list(functions: object) -> list[Any]:
