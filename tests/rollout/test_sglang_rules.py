@@ -133,14 +133,26 @@ def test_log_probs_of_another_temperature_are_refused(make):
     ):
         make(service)
 
-    def raw(body):
-        sample = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
-        return {"choices": [sample]}
 
-    answers = {"/v1/models": {"data": [{"id": "served", "root": "a/model"}]}, "/v1/completions": raw}
+@pytest.mark.parametrize(
+    ("log_probs", "is_right"),
+    [((-1.0, -1.0), False), ((-1.0, -2.5), True), ((0.0, 0.0), True)],  # at 1 and 2; with the filter, a token has all
+)
+def test_log_probs_of_a_service_are_at_the_sampling_temperature(log_probs, is_right, make):
+    def likeliest(body):
+        assert body["temperature"] <= 2, "vLLM takes no more"
+        value = log_probs[int(body["temperature"] > 1)]
+        return {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [value]}, "finish_reason": "length"}]}
+
+    answers = {"/v1/models": {"data": [{"id": "served", "root": "a/model"}]}, "/v1/completions": likeliest}
     with running(answers) as service:
         make(service, "http", temperature=1.0)
-        with pytest.raises(ConfigError, match="Start it with --logprobs-mode processed_logprobs"):
+        if is_right:
+            make(service, "http", temperature=0.7)
+            return
+        with pytest.raises(
+            ConfigError, match="whatever the sampling temperature is. Start it with --logprobs-mode proc"
+        ):
             make(service, "http", temperature=0.7)
 
 

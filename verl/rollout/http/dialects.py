@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from verl.config import full_key
 from verl.data_proto.samples import SamplingParams
@@ -268,13 +268,29 @@ def _filters(params: SamplingParams) -> dict[str, object]:
 def require_log_probs(dialect: Dialect, client: Client, vocab_size: int, start: str) -> None:
     """Raise ConfigError when log-probs are not at the sampling temperature. At a high one each token is as likely as any
     other."""
-    flat = SamplingParams(temperature=1e6, max_new_tokens=1)
-    request = SampleRequest((0,), flat, [], key=1, num_drawn=0, vocab_size=vocab_size)
-    if abs(dialect.sample(client, request).log_probs[0] + math.log(vocab_size)) > 0.1:
+    if abs(_log_prob(dialect, client, vocab_size, temperature=1e6) + math.log(vocab_size)) > 0.1:
         raise ConfigError(
             f"The service at {client.url} does not sample as this run asks: its log-probabilities are not at the sampling "
             f"temperature. Start it {start}."
         )
+
+
+def require_tempered(dialect: Dialect, client: Client, vocab_size: int) -> None:
+    """As `require_log_probs`, for services that know temperatures up to 2: raise ConfigError when the likeliest token is as
+    likely at each of two."""
+    one, two = (_log_prob(dialect, client, vocab_size, temperature=value, top_k=1) for value in (1.0, 2.0))
+    if one < -0.01 and abs(one - two) < 0.01:
+        raise ConfigError(
+            f"The service at {client.url} gives log-probabilities at temperature 1, whatever the sampling temperature is. "
+            f"Start it with --logprobs-mode processed_logprobs, or set {full_key('rollout.temperature')}=1."
+        )
+
+
+def _log_prob(dialect: Dialect, client: Client, vocab_size: int, **params: Any) -> float:
+    """The log-prob of a token that the service samples with these parameters."""
+    sampling = SamplingParams(max_new_tokens=1, **params)
+    request = SampleRequest((0,), sampling, [], key=1, num_drawn=0, vocab_size=vocab_size)
+    return dialect.sample(client, request).log_probs[0]
 
 
 DIALECTS: dict[str, type[Dialect]] = {"openai": OpenAI, "vllm": VLLM, "sglang": SGLang}

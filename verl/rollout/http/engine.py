@@ -23,7 +23,7 @@ from verl.errors import ConfigError, MissingExtraError, ModelError, RefusedError
 from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client, most_connections
-from verl.rollout.http.dialects import DIALECTS, Dialect, require_log_probs
+from verl.rollout.http.dialects import DIALECTS, Dialect, require_tempered
 from verl.rollout.http.server import SGLangServer
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
 from verl.rollout.vllm.settings import longest_sequence
@@ -66,7 +66,7 @@ class HTTPRollout(OwnWeights):
         path, size = self.transfer.model.path, vocab_size(self.module)
         self.dialect.check(self.client, path, service.served_model_name, size)
         if api == "openai" and config.temperature not in (0.0, 1.0):
-            require_log_probs(self.dialect, self.client, size, "with --logprobs-mode processed_logprobs")
+            require_tempered(self.dialect, self.client, size)
         self._require_room()
         self._labelled: str | None = None  # the weight version that the service must report
         self._num_updates = 0
