@@ -1,12 +1,17 @@
 """Group filter, PF-PPO and the best samples of a group."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.algorithms.filters import best_and_worst, best_of_groups, filter_groups, pf_ppo_indices
+from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
+from verl.programs.collect import Collector
 
 
 def test_rows_without_a_score_are_neither_compared_nor_chosen():
@@ -80,3 +85,14 @@ def test_best_of_groups_leaves_out_nothing_better(rows, keep, min_score):
         left = {contents[row] for row in usable} - {contents[row] for row in of_group}
         best_left = max((scores[row] for row in usable if contents[row] in left), default=-2.0)
         assert all(scores[row] >= best_left for row in of_group)
+
+
+def test_the_metric_score_is_the_number_of_the_reward_function_and_the_others_are_shaped():
+    parts = np.array([{"unshaped_score": -1.0}, {"unshaped_score": -1.0}, {}], object)
+    batch = DataProto.from_dict(
+        {"token_level_scores": torch.tensor([[0.0, -2.0], [0.0, -1.5], [1.0, 2.0]]), "is_scored": torch.ones(3).bool()},
+        {"reward_parts": parts},
+    )
+    for metric, expected in (("score", [-1, -1, 3]), (None, [-1, -1, 3]), ("seq_reward", [-2, -1.5, 3])):
+        rule = SimpleNamespace(algorithm=SimpleNamespace(filter_groups=SimpleNamespace(metric=metric)))
+        assert Collector._filter_metric(SimpleNamespace(config=rule), batch) == expected

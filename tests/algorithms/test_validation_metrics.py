@@ -1,5 +1,6 @@
 """Validation metrics against a plain loop over the same subsets, and known answers."""
 
+import itertools
 import time
 from collections import defaultdict
 
@@ -40,6 +41,33 @@ def reference(values, answers=None):
             if draws:
                 metrics[f"{name}@{k}/mean"], metrics[f"{name}@{k}/std"] = np.mean(draws), np.std(draws)
     return metrics
+
+
+def shares(values, k):
+    """The share of choices of k different samples that have a right one, choice by choice."""
+    return np.mean([max(choice) for choice in itertools.combinations(values, k)])
+
+
+def test_pass_at_k_is_the_share_of_choices_with_a_right_sample():
+    samples = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    metrics = validation_metrics(["a"] * 8, [*"11112222"], {"acc": samples, "reward": [0.5] * 8})
+    for k in (2, 4):
+        expected = (shares(samples[:4], k) + shares(samples[4:], k)) / 2
+        assert metrics[f"val-aux/a/acc/pass@{k}"] == pytest.approx(expected, abs=1e-12)
+    assert metrics["val-aux/a/acc/pass@4"] == 1.0 > metrics["val-core/a/acc/best@4/mean"]
+    assert not any("reward/pass" in name for name in metrics)
+
+
+def test_a_prompt_counts_with_its_scored_samples():
+    nan, plain = float("nan"), reference([0.0, 1.0, 0.0], ["x", "y", "x"])
+    metrics = validation_metrics(
+        ["d"] * 12, [*"aaaabbbbcccc"], {"reward": [1.0] * 4 + [0, nan, 1, 0] + [nan] * 4}, [*"xxxx", *"xzyx", *"xxxx"]
+    )
+    assert metrics["val-core/d/reward/mean@4"] == pytest.approx((1 + 1 / 3) / 2)
+    assert metrics["val-aux/d/reward/pass@2"] == pytest.approx((1 + shares([0, 1, 0], 2)) / 2)
+    assert metrics["val-aux/d/reward/pass@4"] == 1.0
+    for name in ("best@2/mean", "worst@2/mean", "maj@2/mean"):
+        assert metrics[f"val-aux/d/reward/{name}"] == pytest.approx((1 + plain[name]) / 2)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8])
@@ -92,11 +120,11 @@ def test_core_is_the_largest_n_of_acc_or_reward():
     assert metrics["val-core/a/acc/mean@4"] == 0.5
 
 
-def test_prompt_with_a_missing_value_is_left_out_of_that_variable():
+def test_a_part_is_over_the_samples_that_have_it():
     metrics = validation_metrics(
         ["a"] * 4, ["1", "1", "2", "2"], {"reward": [0.0, 0.0, 1.0, 1.0], "acc": [0.0, float("nan"), 1.0, 1.0]}
     )
-    assert metrics["val-core/a/acc/mean@2"] == 1.0
+    assert metrics["val-core/a/acc/mean@2"] == 0.5
     assert metrics["val-aux/a/reward/mean@2"] == 0.5
 
 

@@ -127,6 +127,7 @@ def test_dapo_punishes_the_last_tokens(build, length, penalty):
     assert score.score == pytest.approx(1.0 + penalty)
     assert score.parts["overlong_reward"] == pytest.approx(penalty)
     assert score.parts["overlong"] is (penalty < 0)
+    assert score.parts["unshaped_score"] + score.parts["overlong_reward"] == pytest.approx(score.score)
     assert score.parts["acc"] is True
 
 
@@ -137,7 +138,7 @@ def test_dapo_off_silent_and_own_limit(build):
     quiet = build("dapo", overlong_buffer_cfg={"enable": True, "len": 10, "penalty_factor": 1.0}, max_resp_len=50)
     (score,) = quiet.score([request("1", length=50)])
     assert score.score == 0.0
-    assert score.parts == {"acc": True, "format": 0.5}
+    assert score.parts == {"acc": True, "format": 0.5, "unshaped_score": 1.0}
 
 
 @given(st.integers(1, 300), st.integers(0, 300), st.floats(0.1, 4))

@@ -1,13 +1,17 @@
-"""Validation metrics: from n samples of each prompt to mean@n, best@k, worst@k and maj@k per data source.
+"""Validation metrics: from n samples of each prompt to mean@n, best@k, worst@k, maj@k and pass@k per data source.
 
-best@k is the expected best of k samples, estimated by a bootstrap: 1,000 times k of a prompt's n samples (likewise
-worst@k, and maj@k, the value of the most frequent answer among the k). The random choices are as in existing releases:
-RandomState(42), restarted for each prompt.
+They are over the samples of a prompt that have a value (a NaN is a missing one). Names count all samples of the prompt: mean@4
+of a prompt with three values is their mean. best@k is the expected best of k samples, estimated by a bootstrap: 1,000 times k
+of a prompt's n samples (likewise worst@k, and maj@k, the value of the most frequent answer among the k). The random choices
+are as in existing releases: RandomState(42), restarted for each prompt. pass@k is the unbiased estimate
+1 - C(n - c, k) / C(n, k) for c right ones of n samples (Chen et al. 2021, arXiv:2107.03374, equation 1), of variables that are
+0 or 1; k is at most the number of values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import comb
 
 import numpy as np
 
@@ -49,27 +53,29 @@ def metrics_per_source(
     predictions: Sequence[object] | None = None,
     seed: int = SEED,
 ) -> dict[str, dict[str, Metrics]]:
-    """source -> variable -> metric -> mean over prompts. A prompt counts for a variable only if all its samples have it
-    (a NaN is a missing value)."""
+    """source -> variable -> metric -> mean over the prompts of which a sample has the variable."""
     rows_of: dict[tuple[str, str], list[int]] = {}
     for row, key in enumerate(zip(data_sources, uids, strict=True)):
         rows_of.setdefault(key, []).append(row)
-    blocks: dict[tuple[str, int], list[list[int]]] = {}  # prompts of a source with equally many samples, as rows
-    for (source, _), rows in rows_of.items():
-        blocks.setdefault((source, len(rows)), []).append(rows)
-    columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
     labels = None if predictions is None else _labels(predictions)
     answered = {source for source, answer in zip(data_sources, predictions or (), strict=False) if answer is not None}
     sums: dict[str, dict[str, dict[str, tuple[float, int]]]] = {}
-    for (source, _), groups in blocks.items():
-        for variable, column in columns.items():
-            block = column[np.asarray(groups)]
-            complete = ~np.isnan(block).any(axis=1)
-            if not complete.any():
-                continue
-            votes = None if labels is None or source not in answered else labels[np.asarray(groups)][complete]
+    for variable, values_of_samples in values.items():
+        column = np.asarray(values_of_samples, dtype=np.float64)
+        blocks: dict[
+            tuple[str, int, int], list[list[int]]
+        ] = {}  # prompts with equally many samples and values, as rows
+        is_binary: dict[str, bool] = {}
+        missing = np.isnan(column).tolist()
+        for (source, _), rows in rows_of.items():
+            if present := [row for row in rows if not missing[row]]:
+                blocks.setdefault((source, len(rows), len(present)), []).append(present)
+                is_binary[source] = is_binary.get(source, True) and bool(np.isin(column[present], (0, 1)).all())
+        for (source, num_samples, _), groups in blocks.items():
+            index = np.asarray(groups)
+            votes = None if labels is None or source not in answered else labels[index]
             totals = sums.setdefault(source, {}).setdefault(variable, {})
-            for name, per_prompt in _block_metrics(block[complete], votes, seed):
+            for name, per_prompt in _block_metrics(column[index], votes, seed, num_samples, is_binary[source]):
                 total, count = totals.get(name, (0.0, 0))
                 totals[name] = (total + float(per_prompt.sum()), count + len(per_prompt))
     return {
@@ -81,19 +87,24 @@ def metrics_per_source(
     }
 
 
-def _block_metrics(block: np.ndarray, labels: np.ndarray | None, seed: int) -> Iterable[tuple[str, np.ndarray]]:
-    """(metric, value of each prompt) for `block` [prompts, n] and `labels` int [prompts, n]."""
-    num_samples = block.shape[1]
+def _block_metrics(
+    block: np.ndarray, labels: np.ndarray | None, seed: int, num_samples: int, is_binary: bool
+) -> Iterable[tuple[str, np.ndarray]]:
+    """(metric, value of each prompt) for `block` [prompts, values] and `labels` int [prompts, values] of prompts with
+    `num_samples` samples."""
+    num_values = block.shape[1]
     yield f"mean@{num_samples}", block.mean(axis=1)
     if num_samples == 1:
         return
     yield f"std@{num_samples}", block.std(axis=1)
     for k in _subset_sizes(num_samples):
-        draws = np.random.RandomState(seed).randint(0, num_samples, size=(NUM_DRAWS, k))
+        draws = np.random.RandomState(seed).randint(0, num_values, size=(NUM_DRAWS, k))
         for name, reduce in (("best", np.maximum), ("worst", np.minimum)):
             per_draw = _reduce_draws(block, draws, reduce)
             yield f"{name}@{k}/mean", per_draw.mean(axis=0)
             yield f"{name}@{k}/std", per_draw.std(axis=0)
+        if is_binary:
+            yield f"pass@{k}", _pass_at(min(k, num_values), block)
         if labels is not None:
             per_draw = _majority(block, labels, draws)
             yield f"maj@{k}/mean", per_draw.mean(axis=0)
@@ -107,6 +118,12 @@ def _subset_sizes(num_samples: int) -> list[int]:
         sizes.append(k)
         k *= 2
     return [*sizes, num_samples]
+
+
+def _pass_at(k: int, block: np.ndarray) -> np.ndarray:
+    """[prompts]: the share of choices of `k` different samples that have a right one."""
+    num_wrong, choices = (block == 0).sum(axis=1), comb(block.shape[1], k)
+    return np.array([1 - comb(int(wrong), k) / choices for wrong in num_wrong])
 
 
 def _reduce_draws(block: np.ndarray, draws: np.ndarray, reduce: np.ufunc) -> np.ndarray:

@@ -30,7 +30,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.data_proto.stored_column import keep_values
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError, RewardError
-from verl.families import SCORE_METRICS
+from verl.families import SCORE_METRICS, UNSHAPED
 from verl.programs.api import RunContext
 from verl.programs.ppo_roles import Needs, PPORoles
 from verl.programs.stages import Stages
@@ -159,10 +159,11 @@ class Collector:
     def _filter_metric(self, batch: DataProto) -> list[float]:
         """[batch] values that the group filter compares: the score, or a part that the reward function returned."""
         name = self.config.algorithm.filter_groups.metric or "score"
+        rows = batch.non_tensor_batch["reward_parts"]
         if name in SCORE_METRICS:
             scores: list[float] = batch.batch["token_level_scores"].sum(dim=1).tolist()
-            return scores
-        rows = batch.non_tensor_batch["reward_parts"]
+            shaped = name != "score"  # which is the number that the reward function returned
+            return scores if shaped else [parts.get(UNSHAPED, s) for parts, s in zip(rows, scores, strict=True)]
         for parts in compress(rows, batch.batch["is_scored"]):
             match_all(
                 "algorithm.filter_groups.metric", [name], ["score", *parts], "value that the reward function returns"

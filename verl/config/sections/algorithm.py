@@ -38,7 +38,10 @@ class RolloutCorrectionConfig(Section):
 @dataclass(frozen=True)
 class FilterGroupsConfig(Section):
     enable: bool = used(False, "leave out prompts whose samples all score the same", when=ALWAYS)
-    metric: str | None = used("reward", "what is compared: reward, score, seq_reward, seq_final_reward, acc or a part")
+    metric: str | None = used(
+        "reward",
+        "what is compared: score (as the function returned it), acc or a part; reward, seq_reward or seq_final_reward (shaped)",
+    )
     max_num_gen_batches: int = used(0, "most generation batches per step; 0: 100", ge=0)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import ClassVar, Protocol, runtime_checkable
 
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import ConfigError
+from verl.families import UNSHAPED
 from verl.rewards.outcome import outcome
 from verl.rewards.pool import RewardPool
 
@@ -131,7 +133,10 @@ class NaiveRewardManager:
         if lacking := self.lacking(score):
             return self.pool.defaulted(request, f"returned {lacking}")
         shaped = self.shape(request, score)
-        checked = outcome({**shaped.parts, "score": shaped.score}, self.pool.limits) if shaped is not score else {}
+        if shaped is score:
+            return score
+        shaped = replace(shaped, parts={**shaped.parts, UNSHAPED: score.score})
+        checked = outcome({**shaped.parts, "score": shaped.score}, self.pool.limits)
         return self.pool.defaulted(request, f"and its manager {checked['error']}") if "error" in checked else shaped
 
     def _log_failures(self, scores: list[Score]) -> None:
