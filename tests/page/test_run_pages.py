@@ -9,7 +9,7 @@ from tests.page.folders import add_step, append, live_run, make_run
 from verl.page import panels
 from verl.page.pages import Site
 from verl.page.steps import gantt
-from verl.page.tables import log_context, number, polyline
+from verl.page.tables import log_context, number, polyline, read_log
 
 
 @pytest.fixture
@@ -81,6 +81,14 @@ class TestLog:
     )  # fmt: skip
     def test_records_of_all_ranks_in_order(self, run, query, levels):
         assert [record.level for record in log_context(run, query)["records"]] == levels
+
+    def test_a_record_has_any_number_of_lines(self, tmp_path):
+        file, lines = (
+            tmp_path / "rank_0.log",
+            ["Begins", *"x" * 500_000],
+        )  # a copy of it for each line would take minutes
+        file.write_text("2026-11-28 10:00:00,000 INFO 1 verl: " + "\n".join(lines))
+        assert [record.text.count("\n") for record in read_log(file)] == [500_000]
 
     def test_its_page_follows_a_live_run(self, site, run):
         assert "every 2s" not in site.page("/run/one/log")

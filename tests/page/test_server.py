@@ -149,6 +149,12 @@ def test_hostile_text_stays_text(run_folder, site, get, where):
         assert "U+202E" in get(f"/run/run/train/1/u/{segment(unit)}").text
 
 
+def test_a_query_with_marks_of_direction_shows_their_code_points(get):
+    text = get("/run/run/samples?" + urlencode({"q": "a\u202eb"})).text
+    assert "\u202e" not in text
+    assert 'value="aU+202Eb"' in text
+
+
 def test_a_source_with_marks_of_direction_can_be_chosen(run_folder, site, get):
     write_samples(run_folder, "train", 1, [{**sample(0, k), "data_source": HOSTILE} for k in range(2)])
     site.views["run"].index.update()

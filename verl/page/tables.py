@@ -30,13 +30,13 @@ class LogLine(NamedTuple):
 
 def read_log(file: Path) -> list[LogLine]:
     """The records at the end of a log, oldest first."""
-    records: list[LogLine] = []
+    records: list[tuple[str, str, list[str]]] = []  # time, level, lines
     for line in read_tail(file, _READ_BYTES).splitlines():
         if match := _RECORD.fullmatch(line):
-            records.append(LogLine(match[1], file.stem, match[2], match[3]))
+            records.append((match[1], match[2], [match[3]]))
         elif records:
-            records[-1] = records[-1]._replace(text=f"{records[-1].text}\n{line}")
-    return records
+            records[-1][-1].append(line)
+    return [LogLine(time, file.stem, level, "\n".join(lines)) for time, level, lines in records]
 
 
 def log_context(run: RunReader, query: Mapping[str, str]) -> dict[str, object]:
