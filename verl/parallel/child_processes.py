@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -57,6 +57,7 @@ def unblock_sigterm() -> None:
     it on the main thread first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _ignore)  # no SIG_IGN: programs would inherit it
+        in_forks.append(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if signal.getsignal(signal.SIGTERM) is _ignore:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
@@ -64,6 +65,28 @@ def unblock_sigterm() -> None:
 def _ignore(number: int, frame: FrameType | None) -> None:
     """The process that started this one decides when it ends."""
 
+
+# Calls that bring back the signal handlers of before: processes that the user's code forks end by `terminate`. A signal may
+# reach such a process before the call, so signals wait for it.
+in_forks: list[Callable[[], object]] = []
+_of_fork = threading.local()
+
+
+def _before_fork() -> None:
+    _of_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM} if in_forks else ())
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _of_fork.mask)
+
+
+def _in_child() -> None:
+    while in_forks:
+        in_forks.pop()()
+    _in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 _spared: set[int] = set()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.config import TrainerConfig
 from verl.errors import CheckpointError, DeadlineError, FolderLostError, InterruptedRun, VerlError
+from verl.parallel.child_processes import in_forks
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.stack_dump import all_stacks
 from verl.programs.api import Program, ProgramData, StepResult
@@ -66,12 +67,20 @@ class StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._on_signal)
+            in_forks.append(self.restore)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._left.set()
+        self.restore()
+        if self.restore in in_forks:
+            in_forks.remove(self.restore)
+
+    def restore(self) -> None:
+        """Handle signals as before the run."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
@@ -169,8 +178,7 @@ class Loop:
         if self.state.step >= self.data.num_steps:
             return False
         if self.state.step == 0 and self.trainer.val_before_train and not self.state.first_validation:
-            self.state.first_validation = self.validate()
-            self._still.validated(0, self.program.fingerprint(self.state.first_validation))
+            self.state.first_validation = self._validated(0)
         self._require_folder()
         self.store.check()
         try:
@@ -194,8 +202,7 @@ class Loop:
         metrics = self._metrics(result, seconds)
         self._still.trained(metrics)
         if self._due(self.trainer.test_freq) or "validation" in self.program.requests:
-            metrics.update(validation := self.validate())
-            self._still.validated(step, self.program.fingerprint(validation))
+            metrics.update(self._validated(step))
         metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
         if self.is_rank_zero:
             self.tracker.samples("train", step, result.rows)
@@ -208,6 +215,12 @@ class Loop:
         self._warn_of_hidden_updates(metrics)
         self.program.step_done(step, metrics)
         give_back_holes(step)
+
+    def _validated(self, step: int) -> dict[str, float]:
+        metrics = self.validate()
+        if self.data.has_validation:
+            self._still.validated(step, self.program.fingerprint(metrics))
+        return metrics
 
     def _go_back(self, back: RollBack) -> None:
         self.tracker.flush()
