@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl.agents.images import text_and_images
 from verl.data_proto.media import VideoSource
 from verl.data_proto.samples import Score, ScoreRequest
-from verl.rewards.functions import RewardFunctionSpec
+from verl.rewards.functions import RewardFunctionSpec, finished
 from verl.rewards.managers.build import build_pool
 from verl.rewards.pool import RewardPool
 from verl.tools.function_tool import answer_of
@@ -78,9 +76,7 @@ def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_i
         t for t in tools if t.tool_schema.function.name == data_source
     )
     try:
-        returned = tool.function(**extra_info["arguments"])
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_wait(returned))
+        returned = finished(tool.function(**extra_info["arguments"]))
         response, reward, metrics = answer_of(returned)
         from verl.data.pictures import image_text, video_entry
 
@@ -93,7 +89,3 @@ def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_i
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]}{text[-MAX_TEXT // 2 :]}"
     return {"score": reward, "text": text, "images": images, "videos": videos, "metrics": metrics}
-
-
-async def _wait(work: Any) -> object:
-    return await work

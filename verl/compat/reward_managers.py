@@ -10,7 +10,6 @@ They call the function in this process; a run calls it in worker processes with 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -20,13 +19,12 @@ from typing import Any
 
 import torch
 
-from verl.compat.python import get_event_loop
 from verl.compat.sections import loaded_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.registry import RegistryMapping, load_object
-from verl.rewards.functions import RewardFunctionSpec, load_reward_function
+from verl.rewards.functions import RewardFunctionSpec, finished, load_reward_function
 from verl.rewards.managers import REWARD_MANAGERS, function_spec
 from verl.rewards.managers.dapo import OverlongBuffer, overlong_penalty
 from verl.rewards.scorers.route import default_compute_score
@@ -116,7 +114,7 @@ class NaiveRewardManager(AbstractRewardManager):
 
     def _score(self, rows: Sequence[Mapping[str, object]]) -> list[Any]:
         arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
-        return [_wait(self.compute_score(**{name: row[name] for name in arguments})) for row in rows]
+        return [finished(self.compute_score(**{name: row[name] for name in arguments})) for row in rows]
 
     def _shape(self, score: float, response_length: int, entries: dict[str, object]) -> float:
         """The final score; entries added to `entries` are returned as extra info."""
@@ -142,7 +140,7 @@ class BatchRewardManager(NaiveRewardManager):
     def _score(self, rows: Sequence[Mapping[str, object]]) -> list[Any]:
         names = ("data_source", "solution_str", "ground_truth", "extra_info")
         lists = {f"{name}s": [row[name] for row in rows] for name in names}
-        return list(_wait(self.compute_score(**lists, **self.reward_kwargs)))
+        return list(finished(self.compute_score(**lists, **self.reward_kwargs)))
 
 
 @dataclass(eq=False)
@@ -182,11 +180,6 @@ register = REWARD_MANAGERS.register
 def get_reward_manager_cls(name: str) -> Any:
     """The manager class `name`, built into this contract or registered by a script. Raises NameConfigError."""
     return REWARD_MANAGER_REGISTRY[name]
-
-
-def _wait(score: object) -> Any:
-    """The result of a scorer that may be a coroutine function."""
-    return get_event_loop().run_until_complete(score) if inspect.isawaitable(score) else score
 
 
 def get_custom_reward_fn(config: object) -> RawRewardFn | None:

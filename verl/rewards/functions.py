@@ -11,7 +11,10 @@ import ast
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -213,9 +216,7 @@ def score_lists(
     results = {}
     for reference in functions:
         function = load_object(reference)
-        if (name := name_of(function)) in results:
-            raise RewardError(f"Two reward functions are called {name!r}. Rename one: each is a metric under its name.")
-        results[name] = results_of(function, samples)
+        results[name_of(function)] = results_of(function, samples)
     rows = zip(*results.values(), strict=True)
     return [_sum(list(results), row, weights or [1.0] * len(results)) for row in rows]
 
@@ -240,17 +241,40 @@ def _weighted(value: Any, weight: float) -> object:
     return weight * value if hasattr(value, "__float__") else value
 
 
-def _finished(result: object) -> object:
-    if not inspect.iscoroutine(result):
+_of_thread = threading.local()
+
+
+def finished(result: object) -> Any:
+    """`result`, or the value of an awaitable. Its event loop is kept for the calls of this thread: clients of an async function
+    belong to one. Where the thread runs a loop already, as a notebook does, another thread runs it meanwhile."""
+    if not inspect.isawaitable(result):
         return result
     import asyncio  # half of a worker's imports; a worker starts during a step
 
-    return asyncio.run(result)
+    loop = getattr(_of_thread, "loop", None)
+    if loop is None or loop.is_running():  # it runs where an async function calls one of these functions
+        loop = asyncio.new_event_loop()
+        _of_thread.loop = getattr(_of_thread, "loop", None) or loop
+    if asyncio._get_running_loop() is None:
+        return loop.run_until_complete(_value_of(result))
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(copy_context().run, loop.run_until_complete, _value_of(result)).result()
+
+
+async def _value_of(awaitable: Awaitable[object]) -> object:
+    return await awaitable
 
 
 def name_of(function: RewardFunction) -> str:
     """The name of a reward function, which is the name of its metric."""
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def require_distinct(functions: Sequence[RewardFunction]) -> None:
+    """Raises RewardError for two functions of one name."""
+    names = [name_of(function) for function in functions]
+    if repeated := next((name for name in names if names.count(name) > 1), ""):
+        raise RewardError(f"Two reward functions are called {repeated!r}. Rename one: each is a metric under its name.")
 
 
 def reward_parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
@@ -285,7 +309,7 @@ def results_of(
     name, parameters = name_of(function), reward_parameters(function)
     if "solution_str" in parameters:
         return [
-            _finished(function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra)))
+            finished(function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra)))
             for source, text, answer, extra in samples
         ]
     names = {key: None for *_, extra in samples for key in extra}
@@ -299,7 +323,7 @@ def results_of(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
     require_columns(function, arguments)
-    returned = _finished(function(**arguments))
+    returned = finished(function(**arguments))
     if isinstance(returned, str | Mapping) or not hasattr(returned, "__iter__"):
         raise RewardError(
             f"The reward function {name} returned a {type(returned).__name__} for {len(samples)} completions. "

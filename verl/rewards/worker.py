@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import inspect
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.errors import RewardError
 from verl.foreign_text import clean
@@ -34,15 +33,13 @@ from verl.rewards.functions import (
     SAMPLE_ARGUMENTS,
     RewardFunction,
     RewardFunctionSpec,
+    finished,
     load_reward_function,
 )
 from verl.rewards.outcome import Outcome, outcome, within_size
 from verl.rewards.sandbox.launch import describe_exit
 from verl.rewards.sandbox.limits import KIB, Limits
 from verl.rewards.sandbox.processes import filter_system_calls, hide_memory, kill_descendants
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
 
 _END_TIMEOUT_S = 4.0
 # errors of the kernel when a limit is reached, towards which may count what earlier samples left behind
@@ -67,7 +64,6 @@ class Caller:
         self.limits = limits
         self.was_limited = False
         self.raised: tuple[type[BaseException], ...] = ()  # exceptions that are the caller's, not the function's
-        self._loop: AbstractEventLoop | None = None
 
     def score(self, samples: list[list[object]]) -> list[Outcome]:
         """One outcome per sample. A sample is [data_source, solution_str, ground_truth, extra_info, {argument: output
@@ -105,14 +101,7 @@ class Caller:
             return self._failure(error)
 
     def _call(self, arguments: dict[str, object]) -> Any:
-        result = self.function(**arguments, **self.spec.kwargs)
-        if inspect.isawaitable(result):
-            if self._loop is None:
-                import asyncio  # half of a worker's imports; a worker starts during a step
-
-                self._loop = asyncio.new_event_loop()
-            return self._loop.run_until_complete(_finish(result))
-        return result
+        return finished(self.function(**arguments, **self.spec.kwargs))
 
     def _failure(self, error: BaseException) -> Outcome:
         if isinstance(error, self.raised):
@@ -125,10 +114,6 @@ class Caller:
         frames = traceback.extract_tb(error.__traceback__)
         place = f" (line {frames[-1].lineno} of {clean(os.path.basename(frames[-1].filename))})" if frames else ""
         return {"error": f"raised {type(error).__name__}: {clean(error)}{place}"}
-
-
-async def _finish(awaitable: Any) -> object:
-    return await awaitable
 
 
 def enter_limits(message: dict[str, Any]) -> Limits:
