@@ -47,6 +47,7 @@ SECTIONS = {
     "templates": Section("tests.data.hostile_templates:cases", 2_000, "chat templates of strangers"),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
     "episode-rewards": Section("tests.agents.episode_rewards:cases", 5_000, "rewards of environments, runners, loops"),
+    "process-states": Section("tests.api.process_states:cases", 100, "runs in processes with other settings of torch"),
     "steps": Section("tests.run.hostile_steps:cases", 200, "training steps beside one hostile sample, timed"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),

@@ -17,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -27,27 +28,32 @@ from typing import TYPE_CHECKING, Any
 from verl.config import SCHEMAS, LoadedConfig, PPOConfig, load_config
 from verl.config.active_keys import runs_agents
 from verl.config.command_defaults import Face
-from verl.data.pictures import image_text
+from verl.data.files import is_data_file
+from verl.data.python_rows import Data, Row, Rows, checked_row, listed_rows, prompt_row, row_as_json
 from verl.errors import ConfigError, DataError
+from verl.foreign_text import quoted
+from verl.parallel.torch_settings import run_settings
 from verl.registry import is_in_process, reference_to, with_references
-from verl.rewards.functions import FUNCTION_LIST, RewardFunction, no_reward, require_columns, reward_parameters
+from verl.rewards.functions import (
+    FUNCTION_LIST,
+    RewardFunction,
+    no_reward,
+    require_columns,
+    require_distinct,
+    reward_parameters,
+)
 from verl.run.host import SteppedRun
 from verl.tracking.files import write_atomically
 
 if TYPE_CHECKING:
     from verl.page.notebook import Run
 
-Row = Mapping[str, Any]
-Rows = str | list[Any]
-Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Iterable[Row]
 Reward = Callable[..., Any] | str | os.PathLike[str] | Sequence[Callable[..., Any]]
 Metrics = dict[str, float]
 Callback = Callable[["Trainer", Metrics], Any]
 
 _ALGORITHMS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}  # names whose estimator is called otherwise
 _PROGRAMS = {"sft": "sft", "preference": "preference", "reward_model": "rm"}
-_ROW_FIELDS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name", "ability")
-_MEDIA_FIELDS = ("images", "videos")
 _FILE_KEYS = (("data", "data.train_files"), ("eval_data", "data.val_files"))
 _FOLDER = "trainer.default_local_dir"
 
@@ -87,8 +93,8 @@ class Trainer(SteppedRun):
         self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
         name = algorithm if isinstance(algorithm, str | None) else reference_to(algorithm)
         self.program_name = _PROGRAMS.get(str(name), "ppo")
-        rows = _rows("train", data)
-        eval_rows = None if eval_data is None else rows if eval_data is data else _rows("val", eval_data)
+        rows = listed_rows("train", data)
+        eval_rows = None if eval_data is None else rows if eval_data is data else listed_rows("val", eval_data)
         functions = _functions(reward)
         arguments = self._arguments(model, reward, name, loss)
         arguments |= {} if output_dir is None else {"output_dir": {_FOLDER: os.fspath(output_dir)}}
@@ -110,7 +116,8 @@ class Trainer(SteppedRun):
         if _FOLDER not in first.settings:
             label = (name or first.config.algorithm.adv_estimator).rpartition(":")[2]
             fallbacks[_FOLDER] = f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        self.folder = Path(str(fallbacks.get(_FOLDER, first.config.trainer.default_local_dir)))
+        folder = Path(str(fallbacks.get(_FOLDER, first.config.trainer.default_local_dir)))
+        self.folder = folder.expanduser().absolute()
         media = (first.config.data.image_key, first.config.data.video_key)
         files = [None if r is None else self._files(s, r, media) for s, r in (("train", rows), ("val", eval_rows))]
         super().__init__(load(files), self.program_name)
@@ -177,6 +184,7 @@ class Trainer(SteppedRun):
         """End after the step under way, for callbacks: `step` then returns None. Save first what must be kept."""
         self._stop = True
 
+    @run_settings()
     def evaluate(self) -> Metrics:
         """Metrics of the current weights on `eval_data`. Raises ConfigError without it."""
         loop, _ = self._started()
@@ -184,6 +192,7 @@ class Trainer(SteppedRun):
             raise ConfigError("Trainer.evaluate needs eval_data.")
         return dict(loop.validate())
 
+    @run_settings()
     def save(self) -> Path:
         """Write a checkpoint of the last step, unless it has one; returns its folder. `<role>/huggingface` in it opens with
         `from_pretrained`."""
@@ -266,87 +275,19 @@ def generate(
     model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
-    (0 without `reward`). `data` may also be prompts, each a text or messages. Sampling follows
-    `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
-    from verl.data.files import SUFFIXES
+    (0 without `reward`). `data` may also be a list of prompts, each a text or messages; in a list of
+    data files one exists. Sampling follows `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
     from verl.programs.generate import generate as write_samples
 
-    rows = _rows("prompt", data)  # `data` may be read once only
-    if isinstance(rows, list) and not all(str(row).endswith(SUFFIXES) for row in rows):
+    rows = listed_rows("prompt", data)  # `data` may be read once only
+    if isinstance(rows, str) and re.search(r"\s", rows) and not os.path.lexists(os.path.expanduser(rows)):
+        raise DataError(f"There is no data file {quoted(rows, 80)}. Give prompts as a list: [{quoted(rows, 40)}].")
+    if isinstance(rows, list) and not any(isinstance(row, str | os.PathLike) and is_data_file(row) for row in rows):
         rows = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
     trainer = _Sampler(model, rows, reward, eval_data=rows, **arguments)
     output = trainer.folder / "samples.jsonl"
     write_samples(trainer.loaded, output)
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-
-
-def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> dict[str, Any]:
-    """A row of docs/data.md from a dict with "prompt" (text or messages), the fields `media` of images and videos, and other
-    columns, which reward functions get. The reference answer is `reward_model.ground_truth`, "ground_truth" or "answer".
-
-    Raises DataError without a prompt.
-    """
-    row = checked_row(row, number)
-    if "prompt" not in row:
-        raise DataError(
-            f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(map(str, row))}."
-        )
-    columns = {name: value for name, value in row.items() if name not in ("extra_info", *media)}
-    answer = row.get("ground_truth", row.get("answer"))
-    return {
-        **{name: row[name] for name in (*_ROW_FIELDS, *media) if name in row},
-        "data_source": row.get("data_source") or "data",
-        "reward_model": row.get("reward_model") or ({"style": "model"} if answer is None else {"ground_truth": answer}),
-        "extra_info": {"index": number, "data_source": "data", **columns, **(row.get("extra_info") or {})},
-    }
-
-
-def _rows(split: str, data: Data) -> Rows:
-    """`data` as a list, for every reader the same; a path is left. Raises DataError for what is no list of rows."""
-    if isinstance(data, str | os.PathLike):
-        return os.fspath(data)
-    if hasattr(data, "to_dict") and hasattr(data, "isna"):  # a pandas.DataFrame, which iterates over its columns
-        missing = data.isna().to_dict("records")  # NaN, which is None in every other kind of rows
-        rows = zip(data.to_dict("records"), missing, strict=True)
-        return [{name: None if gone[name] else value for name, value in row.items()} for row, gone in rows]
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        first = next(iter(data)) if isinstance(data, Mapping) and data else None
-        splits = "" if first is None else f" (of a DatasetDict one split, such as data[{first!r}])"
-        raise DataError(
-            f"The {split} data are a {type(data).__name__}. Give a list of rows, or paths of data files{splits}."
-        )
-    return list(data)
-
-
-def checked_row(row: Row, number: int) -> Row:
-    if not isinstance(row, Mapping):
-        raise DataError(f"Row {number} of the data is a {type(row).__name__}; a row is a dict.")
-    if "images" not in row and is_picture(row.get("image")):  # TRL's column of one image
-        return {**row, "images": [row["image"]]}
-    return row
-
-
-def row_as_json(row: Row, number: int) -> str:
-    """`row` as JSON, arrays as lists, pictures and bytes as data URLs. Raises DataError for a value without a form in JSON."""
-    try:
-        return json.dumps(row, default=_json_form)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"Row {number} of the data cannot be written: {error}. Give numbers, texts, lists and dicts."
-        ) from error
-
-
-def is_picture(value: object) -> bool:
-    """Whether a value is a picture of PIL, or the bytes of a file."""
-    return isinstance(value, bytes) or hasattr(value, "getbands")
-
-
-def _json_form(value: object) -> object:
-    if is_picture(value):
-        return image_text(value, "The image")
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"JSON has no form for a {type(value).__name__}")
 
 
 def _reward_keys(reward: Reward) -> dict[str, object]:
@@ -373,6 +314,7 @@ def _functions(reward: Reward | None) -> list[RewardFunction]:
         raise ConfigError(f"reward has {bad!r}, which is no function. Give a function, several, or the path of a file.")
     for function in functions:
         reward_parameters(function)
+    require_distinct(functions)
     return functions
 
 

@@ -135,11 +135,11 @@ _referenced: dict[str, object] = {}  # objects by the reference that `reference_
 def reference_to(obj: object) -> str:
     """The reference by which `load_object` returns `obj`: "path/to/file.py:name" or "package.module:name", which other
     processes can load too. "in_process:name", which only this process can load, for a lambda, an instance, and an object of a
-    notebook, of a function's body or of `if __name__ == "__main__":`."""
+    notebook, of standard input, of a function's body or of `if __name__ == "__main__":`."""
     name, module = getattr(obj, "__qualname__", ""), sys.modules.get(getattr(obj, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     is_global = "." not in name and getattr(module, name, None) is obj
-    if module is not None and file and is_global and not (module.__name__ == "__main__" and _is_guarded(file, name)):
+    if module is not None and file and is_global and not (module.__name__ == "__main__" and _is_hidden(file, name)):
         spec = module.__spec__  # has the name also of a module that `python -m` runs as __main__
         place = (spec.name if spec is not None else module.__name__) if module.__package__ else Path(file).resolve()
         reference = f"{place}:{name}"
@@ -150,15 +150,13 @@ def reference_to(obj: object) -> str:
     return reference
 
 
-def _is_guarded(file: str, name: str) -> bool:
-    """Whether a script defines `name` under `if __name__ == "__main__":`, which processes that import it skip."""
-    guards = [
-        n
-        for n in ast.parse(Path(file).read_bytes()).body
-        if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)
-    ]
+def _is_hidden(file: str, name: str) -> bool:
+    """Whether a script is no file, as standard input, or defines `name` under `if __name__ == "__main__":`, which processes
+    that import it skip."""
+    body = ast.parse(Path(file).read_bytes()).body if os.path.isfile(file) else []
+    guards = [n for n in body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return any(isinstance(n, kinds) and n.name == name for guard in guards for n in ast.walk(guard))
+    return not body or any(isinstance(n, kinds) and n.name == name for guard in guards for n in ast.walk(guard))
 
 
 def referenced_name(reference: str) -> str:
@@ -190,8 +188,8 @@ def load_object(reference: str) -> Any:
     path, _, name = reference.rpartition(":")
     if is_in_process(reference):
         raise ConfigError(
-            f"{referenced_name(reference)} exists only in the process that defined it (a lambda, a notebook or the body of a "
-            "function). Define it at the top level of a .py file, so that other processes can import it."
+            f"{referenced_name(reference)} exists only in the process that defined it (a lambda, a notebook, standard input "
+            "or the body of a function). Define it at the top level of a .py file, so that other processes can import it."
         )
     if not path:
         raise ConfigError(f"{reference!r} is not of the form 'module:object' or 'path/to/file.py:object'.")

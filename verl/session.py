@@ -13,14 +13,16 @@ The same code runs in one process, under torchrun (every rank runs the script) a
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -29,11 +31,12 @@ from verl.config import PPOConfig, load_config
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
-from verl.data_proto.token_ids import num_embeddings, token_ids, token_mask
+from verl.data_proto.token_ids import are_whole, num_embeddings, token_ids, token_mask
 from verl.data_proto.trajectory import padded, response_lengths, token_columns
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.foreign_text import quoted
 from verl.models.load import load_tokenizer
+from verl.parallel.torch_settings import run_settings
 from verl.programs.api import ProgramSpecs
 from verl.programs.ppo_roles import ppo_roles
 from verl.registry import reference_to, with_references
@@ -47,8 +50,23 @@ from verl.tracking.files import has, is_count, read_json, write_atomically
 Row = Mapping[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
+P, T = ParamSpec("P"), TypeVar("T")
+
 _STATE = "session.json"
 _TOKENS = ("prompt_ids", "response_ids", "response_mask")
+
+
+def _call(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """A method of an open session, under the settings of a run."""
+
+    @functools.wraps(method)
+    def call(self: Session, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._is_closed:
+            raise ConfigError("The Session is closed. Make another one, and load what the closed one has saved.")
+        with run_settings():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class SessionRoles:
@@ -78,14 +96,16 @@ class Session:
     Raises ConfigError, and ModelError for a model that cannot be loaded.
     """
 
+    @run_settings()
     def __init__(self, model: str | os.PathLike[str], *, config: Mapping[str, Any] | Sequence[str] = (), **keys: Any):
         mapping, texts = (config, ()) if isinstance(config, Mapping) else ({}, config)
         trees = [with_references(tree) for tree in (mapping, keys)]
         own = {"model": {"actor_rollout_ref.model.path": os.fspath(model)}}
-        self.config = load_config(list(texts), values=trees, arguments=own, check=False).config
+        self.config = load_config(list(texts), values=trees, arguments=own, check=False).absolute().config
         self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
         self._encoder = PromptEncoder(self.tokenizer, self.config.data)
         self._num_prompts, self._version, self._has_gradients = 0, -1, False
+        self._is_closed = False
         with ExitStack() as stack:
             self._runtime = stack.enter_context(open_runtime(ProgramSpecs(SessionRoles, self.config)))
             self._roles = self._runtime.build_roles(
@@ -95,7 +115,9 @@ class Session:
             self._policy = self._roles.models["actor"]
             self.sync_weights()
             self._stack = stack.pop_all()
+        weakref.finalize(self, self._stack.close)
 
+    @_call
     def sample(
         self,
         prompts: Iterable[Prompt],
@@ -117,9 +139,13 @@ class Session:
             raise DataError("Session.sample takes a list of prompts with at least one entry.")
         rollout = self.config.actor_rollout_ref.rollout
         limit = rollout.response_length
-        if max_tokens is not None and not 0 < max_tokens <= limit:
-            raise DataError(f"max_tokens={max_tokens} is not between 1 and data.max_response_length={limit}.")
         n = rollout.n if n is None else n
+        if not are_whole([n]) or n < 1:
+            raise DataError(f"n={n!r} of Session.sample must be a whole number, 1 or larger.")
+        if max_tokens is not None and not (are_whole([max_tokens]) and 0 < max_tokens <= limit):
+            raise DataError(
+                f"max_tokens={max_tokens} is no whole number between 1 and data.max_response_length={limit}."
+            )
         params = replace(sampling_params(rollout), n=n, max_new_tokens=max_tokens or limit)
         params = greedy(params, n) if greedy_decoding else params
         ids = [self._prompt_ids(prompt, f"prompt {number}") for number, prompt in enumerate(listed)]
@@ -132,6 +158,7 @@ class Session:
         self._roles.rollout.end_generation().get()
         return [self._sample(generated, row, row // n, ids[row // n]) for row in range(len(generated))]
 
+    @_call
     def forward_backward(
         self, rows: Iterable[Row], loss: LossFunction, *, outputs: Sequence[str] = ("log_probs",)
     ) -> dict[str, float]:
@@ -150,6 +177,7 @@ class Session:
         self._has_gradients = True
         return {name: metric.value for name, metric in updates.steps[0].items()}
 
+    @_call
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
         """Clip the gathered gradients, take one optimizer step and forget them; returns grad_norm and lr. A norm that is not
         finite skips the step. `learning_rate`: of this step, instead of the rate of optim.lr's schedule. Raises ConfigError
@@ -160,6 +188,7 @@ class Session:
         self._has_gradients = False
         return {name: metric.value for name, metric in metrics.items()}
 
+    @_call
     def log_probs(self, rows: Iterable[Row], *, reference: bool = False) -> list[list[float]]:
         """Log-probabilities of the response tokens of `rows` under the current weights; `reference`: under the initial weights
         (with actor_rollout_ref.actor.use_kl_loss=True)."""
@@ -170,12 +199,14 @@ class Session:
         values = model.forward(batch, {"log_probs": "values"}).get().batch["values"]
         return [values[row, :length].tolist() for row, length in enumerate(response_lengths(batch.batch).tolist())]
 
+    @_call
     def sync_weights(self) -> None:
         """Let the rollout engine sample with the trained weights from now on."""
         self._version += 1
         assert self._roles.weights is not None
         self._roles.weights.sync(self._version)
 
+    @_call
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write weights, optimizer and position to the new folder; returns it. `actor/huggingface` in it opens with
         `from_pretrained`. Raises CheckpointError for a folder that exists."""
@@ -193,6 +224,7 @@ class Session:
         self._runtime.broadcast(None)
         return path
 
+    @_call
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Take the state that `save` wrote, bit for bit, and sync the weights. Raises CheckpointError."""
         path = Path(folder).expanduser().absolute()
@@ -207,6 +239,7 @@ class Session:
 
     def close(self) -> None:
         """End every process that the session has started."""
+        self._is_closed = True
         self._stack.close()
 
     def __enter__(self) -> Session:
@@ -220,7 +253,7 @@ class Session:
             raise DataError(f"{place} is a single message. Session.sample takes a list of conversations, [messages].")
         if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], Mapping):
             ids: list[int] = token_ids(prompt, place, num_embeddings(self.tokenizer)).tolist()
-            return ids
+            return self._encoder.fitted(ids, place)
         return self._encoder.encode(prompt, place)  # type: ignore[arg-type]
 
     def _sample(self, generated: DataProto, row: int, prompt: int, prompt_ids: list[int]) -> dict[str, object]:
@@ -242,10 +275,12 @@ class Session:
         if not rows:
             raise DataError("There are no rows. Give at least one with prompt_ids and response_ids.")
         limit, tokens = num_embeddings(self.tokenizer), []
+        keys = {"prompt_ids": "max_prompt_length", "response_ids": "max_response_length"}
         for number, row in enumerate(rows):
-            prompt, response = (
-                token_ids(row.get(name), f"{name} of row {number}", limit) for name in ("prompt_ids", "response_ids")
-            )
+            prompt, response = (token_ids(row.get(name), f"{name} of row {number}", limit) for name in keys)
+            for (name, key), ids in zip(keys.items(), (prompt, response), strict=True):
+                if len(ids) > (most := getattr(self.config.data, key)):
+                    raise DataError(f"{name} of row {number} has {len(ids)} tokens, more than data.{key}={most}.")
             mask = row.get("response_mask")
             mask = [1] * len(response) if mask is None else mask
             tokens.append((prompt, response, token_mask(mask, f"response_mask of row {number}", len(response))))

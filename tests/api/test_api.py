@@ -268,7 +268,7 @@ def test_iterables_are_rows_for_training_and_validation(tiny_llama, tmp_path):
 def test_a_missing_value_of_a_data_frame_is_none():
     pandas = pytest.importorskip("pandas", reason="needs the extra scripts")
     frame = pandas.DataFrame([{"prompt": ["a"], "answer": 1, "at": pandas.NaT}, {"prompt": "b", "messages": [{}]}])
-    assert verl.api._rows("train", frame) == [
+    assert verl.api.listed_rows("train", frame) == [
         {"prompt": ["a"], "answer": 1.0, "at": None, "messages": None},
         {"prompt": "b", "answer": None, "at": None, "messages": [{}]},
     ]

@@ -1,6 +1,7 @@
 """Arguments of Python calls against the keys that they stand for."""
 
 import inspect
+import os
 
 import pytest
 
@@ -88,7 +89,8 @@ def test_an_argument_that_is_not_given_gives_way_to_its_key(values, entry, form)
         reward = {} if argument == "reward" or entry in ("sft", "reward_model") else {"reward": length}
         if ENTRIES[entry] & {"loss"} or entry in ("kto", "orpo", "simpo", "cpo"):
             reward = {}
-        assert values(entry, config=config, **reward)[key] == other, argument
+        expected = os.path.abspath(other) if argument == "output_dir" else other
+        assert values(entry, config=config, **reward)[key] == expected, argument
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -104,7 +106,7 @@ def test_equal_values_of_an_argument_and_its_key_are_one(values):
     loaded = values(
         "train", reward=length, algorithm="rloo", config={"algorithm.adv_estimator": "rloo"}, output_dir="a"
     )
-    assert (loaded["algorithm.adv_estimator"], loaded["trainer.default_local_dir"]) == ("rloo", "a")
+    assert (loaded["algorithm.adv_estimator"], loaded["trainer.default_local_dir"]) == ("rloo", os.path.abspath("a"))
     assert values("kto", config={"preference.loss": "kto"})["preference.loss"] == "kto"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic
@@ -13,9 +14,13 @@ from typing import Any, Generic
 from verl.config.schema import Problem, R, Schema
 from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
-from verl.config.values import escape_path
+from verl.config.values import absolute_path, escape_path
 from verl.foreign_text import printable
 from verl.regular_files import whole_file
+
+# ends of keys of what a run creates, and of what may be a folder
+_CREATED = ("_dir", "reply_cache", "prometheus.file", "save_path")
+_FOLDERS = ("_files", "model.path", "model_path", "tokenizer_path", "adapter_path", "resume_from_path")
 
 
 @dataclass
@@ -40,6 +45,15 @@ class LoadedConfig(Generic[R]):
     faults: list[Problem] = field(default_factory=list)
     misfits: dict[str, object] = field(default_factory=dict)
     without_effect: list[tuple[str, str]] = field(default_factory=list)
+
+    def absolute(self) -> LoadedConfig[R]:
+        """The config with every file named from the root: code of the user may leave the current folder."""
+        values = self.schema.flatten(self.config)
+        for path, value in values.items():
+            if self.schema.leaves[path].names_files:
+                is_folder = os.path.lexists if path.endswith(_FOLDERS) else os.path.isfile  # others may name a module
+                values[path] = absolute_path(value, bool if path.endswith(_CREATED) else is_folder)
+        return replace(self, config=self.schema.build(values))
 
     def write(self, folder: str | Path) -> Path:
         """Write `folder`/config.yaml in one step: every key with its value and, where it is not the default, its origin. The

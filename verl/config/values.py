@@ -7,6 +7,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,8 @@ def unusable_text(value: object) -> str | None:
     return None
 
 
+# builder of a data set, path, object of a Python file or split of a data set
+_REFERENCE = re.compile(r"((?:stream:)?(?:(?:json|parquet|arrow|csv|text):)?)(.*?)((?:[:@].*)?)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\$)(?!\{)|([A-Za-z_]\w*))")
 
 
@@ -156,6 +159,20 @@ def escape_path(value: Any) -> object:
     if isinstance(value, dict):
         return {name: escape_path(entry) if name == "path" else entry for name, entry in value.items()}
     return re.sub(r"\$(?=[$A-Za-z_])", "$$", value) if _is_path(value) else value
+
+
+def absolute_path(value: Any, is_here: Callable[[str], bool]) -> Any:
+    """A name of a file or folder, or a list of them, from the root where `is_here` holds for it. Other texts name modules, and
+    models and data sets of the hub."""
+    if isinstance(value, list | tuple):
+        return [absolute_path(entry, is_here) for entry in value]
+    if isinstance(value, dict):
+        return {name: absolute_path(entry, is_here) if name == "path" else entry for name, entry in value.items()}
+    if not value or not _is_path(value) or value.startswith("~") or "://" in value:
+        return value
+    before, path, after = ("", value, "") if is_here(value) else _REFERENCE.fullmatch(value).groups("")
+    named = os.path.dirname(path) or "." if before else path  # a builder reads a pattern
+    return f"{before}{os.path.abspath(path)}{after}" if is_here(named) else value
 
 
 def _is_path(value: object) -> bool:

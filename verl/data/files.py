@@ -37,6 +37,12 @@ def read_rows(files: Files) -> Rows:
     return Rows([_open(os.path.expanduser(os.fspath(name))) for name in names])
 
 
+def is_data_file(name: str | os.PathLike[str]) -> bool:
+    """Whether `name`, which may be a prompt too, is a data file that exists, or a pattern of a builder."""
+    text = os.path.expanduser(os.fspath(name))
+    return text.endswith(SUFFIXES) and (os.path.exists(text) or names_builder(text))
+
+
 def _open(name: str) -> Table:
     is_file = name.endswith(SUFFIXES) and not names_builder(name)
     if is_file or not name or (os.path.lexists(name) and not os.path.isdir(name)):

@@ -64,9 +64,14 @@ class PromptEncoder:
         messages. Raises DataError naming `place` for a template that fails, an image that cannot be read, no tokens, and a
         prompt that is too long where `data.truncation` is error or it has images."""
         encoded = self.encode_whole(prompt, place, images)
-        ids = encoded.ids
-        if len(ids) <= self.max_length:
+        if len(encoded.ids) <= self.max_length:
             return encoded
+        return EncodedPrompt(self.fitted(encoded.ids, place, images), None)
+
+    def fitted(self, ids: list[int], place: str, images: Sequence[object] = ()) -> list[int]:
+        """The tokens of a prompt, at most max_prompt_length of them; see encode_row."""
+        if len(ids) <= self.max_length:
+            return ids
         if self.truncation == "error" or images:
             cut = "" if images else ", or set data.truncation to left, right or middle"
             raise DataError(
@@ -74,7 +79,7 @@ class PromptEncoder:
                 f"the limit{' or make its images smaller' if images else ''}, "
                 f"{'or ' if images else ''}set data.filter_overlong_prompts=True to leave such rows out{cut}."
             )
-        return EncodedPrompt(truncate(ids, self.max_length, self.truncation), None)
+        return truncate(ids, self.max_length, self.truncation)
 
     def encode_whole(self, prompt: Messages | str, place: str, images: Sequence[object] = ()) -> EncodedPrompt:
         """`encode_row` of a prompt whatever its length."""

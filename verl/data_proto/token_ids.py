@@ -27,9 +27,9 @@ def num_embeddings(tokenizer: Tokenizer) -> int:
 def token_ids(value: object, field: str, limit: int = _MAX_IDS) -> np.ndarray:
     """The token ids in `value`, int32 [tokens]. Raises DataError unless it is a list of whole numbers from 0 to `limit` - 1."""
     items = _list(value, field, "token ids")
-    if _are_whole(items) and (not items or (min(items) >= 0 and max(items) < limit)):
+    if are_whole(items) and (not items or (min(items) >= 0 and max(items) < limit)):
         return np.array(items, dtype=np.int32)
-    place, wrong = next((i, x) for i, x in enumerate(items) if not _are_whole([x]) or not 0 <= x < limit)
+    place, wrong = next((i, x) for i, x in enumerate(items) if not are_whole([x]) or not 0 <= x < limit)
     raise DataError(
         f"field '{field}[{place}]' is {quoted(wrong, 40)}; a token id is a whole number from 0 to {limit - 1}"
         + (f", since the model has {limit:,} embeddings." if limit != _MAX_IDS else ".")
@@ -55,7 +55,7 @@ def label_mask(value: object, field: str, ids: np.ndarray) -> np.ndarray:
     if len(items) != len(ids):
         raise DataError(f"field {field!r} has {len(items)} entries for {len(ids)} tokens; give one for each.")
     for place, (label, token) in enumerate(zip(items, ids.tolist(), strict=True)):
-        if not _are_whole([label]) or label not in (IGNORED, token):
+        if not are_whole([label]) or label not in (IGNORED, token):
             raise DataError(
                 f"field '{field}[{place}]' is {quoted(label, 40)} and the token there is {token}: labels differ from input_ids "
                 "where they train. Labels of a causal language model are its inputs, or -100."
@@ -70,7 +70,8 @@ def _list(value: object, field: str, what: str) -> list[Any]:
     return list(items)
 
 
-def _are_whole(items: Sequence[object]) -> bool:
+def are_whole(items: Sequence[object]) -> bool:
+    """Whether all are whole numbers of Python or numpy, and no booleans."""
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, items)))
 
 

@@ -16,11 +16,18 @@ from transformers import PreTrainedConfig
 from verl.errors import ModelError, VerlError
 from verl.foreign_text import clean
 from verl.models.folder import reason
+from verl.parallel.torch_settings import LOADING
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings and progress bars of transformers."""
+    """Silence the warnings and progress bars of transformers, which loads in one thread at a time."""
+    with LOADING, _silence():
+        yield
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()

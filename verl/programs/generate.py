@@ -13,6 +13,7 @@ from verl.config import LoadedConfig, PPOConfig
 from verl.data.files import write_parquet
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
+from verl.parallel.torch_settings import run_settings
 from verl.programs.api import ProgramSpecs
 from verl.programs.collect import VALIDATION_STEP, generate_samples
 from verl.programs.ppo import PPO
@@ -26,6 +27,7 @@ from verl.runtime.api import open_runtime
 from verl.tracking.files import json_text
 
 
+@run_settings()
 def generate(loaded: LoadedConfig[Any], output: Path) -> str:
     """Sample from the prompts of data.val_files as rollout.* says, and write the samples with their scores to `output`; a
     sentence with their number and mean score, "" on ranks that write nothing."""

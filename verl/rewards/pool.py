@@ -368,10 +368,13 @@ class DebugPool(RewardPool):
             self.caller.raised = (BdbQuit, KeyboardInterrupt)
 
     def submit(self, requests: Sequence[ScoreRequest]) -> Future[list[Score]]:
+        from verl.parallel.torch_settings import run_settings  # with torch, which no other pool needs
+
         self.start()
         assert self.caller is not None
         future: Future[list[Score]] = Future()
         start = time.perf_counter()
-        outcomes = self.caller.score(samples_of(requests))
+        with run_settings():  # which the function may change
+            outcomes = self.caller.score(samples_of(requests))
         future.set_result(self.scores(requests, outcomes, time.perf_counter() - start))
         return future

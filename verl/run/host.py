@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, FewRowsError
+from verl.parallel.torch_settings import run_settings
 from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
 from verl.roles.api import Roles
 from verl.run.inputs import inputs_of
@@ -45,6 +47,7 @@ from verl.tracking.tracker import NullOutput, Tracker
 log = logging.getLogger(__name__)
 
 
+@run_settings()
 def train(loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: bool = False) -> int:
     """Train a program of PROGRAMS with the config `loaded`; returns the exit code. `restarted`: after a crash of the same
     command. Raises VerlError with its message."""
@@ -78,7 +81,7 @@ def open_run(
 def _open_run(
     loaded: LoadedConfig[RunConfig], program: str, restarted: bool
 ) -> Iterator[tuple[Loop, Callable[[], None]]]:
-    config = loaded.config
+    config = loaded.absolute().config
     load_plugins(config)
     kind: type[Program[Any]] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
@@ -134,10 +137,11 @@ def _open_run(
         yield loop, finish
 
 
+@run_settings()
 def evaluate(loaded: LoadedConfig[RunConfig], program: str = "ppo") -> int:
     """Validate the model once (`trainer.val_only`, `verl eval`). Metrics and samples go to `eval/` in the run folder, next to
     the files of a training run."""
-    config = loaded.config
+    config = loaded.absolute().config
     load_plugins(config)
     kind: type[Program[Any]] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
@@ -304,11 +308,15 @@ class SteppedRun:
     """The run of `loaded` by `program`, a name of PROGRAMS. Use it as a context manager, or call `close` at the end."""
 
     def __init__(self, loaded: LoadedConfig[RunConfig], program: str = "ppo"):
-        self.loaded, self.program_name = loaded, program
+        self.loaded, self.program_name = loaded.absolute(), program
         self._stack = ExitStack()
+        weakref.finalize(
+            self, self._stack.close
+        )  # of a run that is never closed, while the interpreter has its modules
         self._running: tuple[Loop, Callable[[], None]] | None = None
         self._closed = False
 
+    @run_settings()
     def step(self) -> dict[str, float] | None:
         """Take the next step, with validation and checkpoints when due; returns its metrics, or None after the last step. The
         first call loads models and starts processes. Raises InterruptedRun after saving on Ctrl-C and SIGTERM."""
@@ -331,6 +339,7 @@ class SteppedRun:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @run_settings()
     def _started(self) -> tuple[Loop, Callable[[], None]]:
         """The loop of the run, and the function that ends the run. Raises ConfigError after `close`."""
         if self._closed:

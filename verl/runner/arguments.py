@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -179,7 +180,7 @@ class Arguments:
             keep, section = "max_actor_ckpt_to_keep", "actor_rollout_ref.actor.checkpoint"
         never = getattr(args.save_strategy, "value", args.save_strategy) == "no"  # except at the last step
         return {
-            "trainer.default_local_dir": args.output_dir,
+            "trainer.default_local_dir": os.path.abspath(args.output_dir),
             "trainer.total_training_steps": self.max_steps,
             "trainer.logger": f"[{','.join(loggers)}]",
             "trainer.experiment_name": getattr(args, "run_name", None) or "huggingface",

@@ -17,6 +17,7 @@ import torch
 from verl.config import PPOConfig
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import ConfigError, RewardError
+from verl.parallel.torch_settings import run_settings
 from verl.programs.api import Program, StepResult
 from verl.programs.ppo import PPO
 from verl.programs.ppo_async import AsyncPPO
@@ -86,7 +87,8 @@ class WithCallbacks(Program[Any]):
         if (step - 1) % script.steps_per_epoch == 0:
             script.call("on_epoch_begin")
         script.call("on_step_begin")
-        result = super().step(step)  # type: ignore[safe-super]
+        with run_settings():  # whatever callbacks have set
+            result = super().step(step)  # type: ignore[safe-super]
         state.global_step, state.epoch = step, step / script.steps_per_epoch
         script.call("on_step_end")
         script.log_step(result.metrics)
@@ -220,7 +222,8 @@ def _call(function: Callable[..., object], requests: Sequence[ScoreRequest]) -> 
     samples = [(r.data_source, r.solution_str, r.ground_truth, r.extra_info) for r in requests]
     state, ids = current_script().state, [list(r.response_ids) for r in requests]
     try:
-        results = results_of(function, samples, {"trainer_state": state, "completion_ids": ids})
+        with run_settings():  # which the function may change
+            results = results_of(function, samples, {"trainer_state": state, "completion_ids": ids})
         scores = [result["score"] if isinstance(result, Mapping) else result for result in results]
         return [None if score is None else float(score) for score in scores]
     except RewardError:

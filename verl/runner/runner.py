@@ -18,14 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.api import Row, checked_row, prompt_row, row_as_json
 from verl.config import PPO, PREFERENCE, SFT, LoadedConfig, load_config
 from verl.config.active_keys import uses_reference_policy
+from verl.config.values import absolute_path
 from verl.data.conversations.dataset import tokenized
+from verl.data.python_rows import Row, checked_row, prompt_row, row_as_json
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
+from verl.rewards.functions import require_distinct
 from verl.run.host import evaluate, train
 from verl.runner.arguments import GIVEN_ROWS, Arguments
 from verl.runner.models import init_arguments, is_peft, take_weights, with_adapters, write_merged, write_script_model
@@ -96,9 +98,10 @@ class RLRunner:
         self.ref_model = ref_model
         self.data_collator, self.compute_metrics = data_collator, compute_metrics
         rank = os.environ.get("RANK", "0")
-        self.inputs = Path(str(self.args.output_dir), "inputs", rank)  # each rank of torchrun has its own
+        self.folder = Path(str(self.args.output_dir)).absolute()
+        self.inputs = self.folder / "inputs" / rank  # each rank of torchrun has its own
         is_path = isinstance(model, str | os.PathLike)
-        self._path = str(model if is_path else model.config._name_or_path)
+        self._path = absolute_path(str(model if is_path else model.config._name_or_path), os.path.isdir)
         self._module: Any = None if is_path else model
         self._start: Path | None = None  # the model from before dpo
         own = processing_class if processing_class is not None else tokenizer
@@ -207,8 +210,8 @@ class RLRunner:
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the model and the tokenizer, for from_pretrained."""
-        self.model.save_pretrained(output_dir or self.args.output_dir)
-        self.processing_class.save_pretrained(output_dir or self.args.output_dir)
+        self.model.save_pretrained(output_dir or self.folder)
+        self.processing_class.save_pretrained(output_dir or self.folder)
 
     # -- from the script to a run ------------------------------------------------------------------------------------------
 
@@ -356,7 +359,7 @@ class RLRunner:
     def _take_weights(self) -> None:
         """Put the trained weights into the script's module; a path's module is loaded from them."""
         role = "model" if self.algorithm in GIVEN_ROWS else "actor"
-        folder = Path(self.args.output_dir) / f"global_step_{self.state.global_step}" / role
+        folder = self.folder / f"global_step_{self.state.global_step}" / role
         if self._module is None:
             self._path = str(folder / "huggingface")
         else:
@@ -379,7 +382,9 @@ def _values(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _reward_list(functions: object) -> list[Any]:
-    return [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+    rewards = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+    require_distinct([reward for reward in rewards if callable(reward)])
+    return rewards
 
 
 def _text(value: object) -> str:

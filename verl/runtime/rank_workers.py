@@ -15,6 +15,7 @@ from verl.parallel import dev_shm
 from verl.parallel.collectives import Collectives
 from verl.parallel.device import make_current, visible_devices
 from verl.parallel.serialize import from_bytes, to_bytes
+from verl.parallel.torch_settings import run_settings
 from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
 from verl.rollout.api import RolloutEngine
@@ -41,6 +42,7 @@ class RankWorkers:
             self.close()
             raise
 
+    @run_settings()
     def _build(self, context: RankContext) -> None:
         specs = context.specs
         require_packages(context)
@@ -64,7 +66,7 @@ class RankWorkers:
 
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a registered method of one of the workers; communication that fails inside names the rank at fault."""
-        with self.doing(f"{role}.{method}"):
+        with run_settings(), self.doing(f"{role}.{method}"):
             return getattr(self.worker(role), method)(*args, **kwargs)
 
     def worker(self, role: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import sys
 import time
@@ -60,7 +61,8 @@ class Console:
     and the bar of the steps; `rich_console` is the output (default: standard output)."""
 
     def __init__(self, *, steps: bool = True, rich_console: RichConsole | None = None):
-        self.rich = rich_console or RichConsole()
+        lost = getattr(sys.stdout, "closed", False)
+        self.rich = rich_console or RichConsole(file=open(os.devnull, "w") if lost else None)
         self.steps = steps
         self._metrics: StepMetrics = _HOST_METRICS
         self._progress: Progress | None = None

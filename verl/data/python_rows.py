@@ -1,0 +1,98 @@
+"""Rows that Python code gives, as rows of a file: lists, data frames and data sets of dicts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from verl.data.pictures import image_text
+from verl.errors import DataError
+from verl.foreign_text import quoted
+
+Row = Mapping[str, Any]
+Rows = str | list[Any]
+Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Iterable[Row]
+
+_ROW_FIELDS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name", "ability")
+_MEDIA_FIELDS = ("images", "videos")
+
+
+def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> dict[str, Any]:
+    """A row of docs/data.md from a dict with "prompt" (text or messages), the fields `media` of images and videos, and other
+    columns, which reward functions get. The reference answer is `reward_model.ground_truth`, "ground_truth" or "answer".
+
+    Raises DataError without a prompt.
+    """
+    row = checked_row(row, number)
+    if "prompt" not in row:
+        raise DataError(
+            f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(map(str, row))}."
+        )
+    columns = {name: value for name, value in row.items() if name not in ("extra_info", *media)}
+    extra = row.get("extra_info") or {}
+    if not isinstance(extra, Mapping):
+        raise DataError(
+            f"Row {number} of the data has {quoted(extra, 80)} as 'extra_info'; give a dict, or leave it out."
+        )
+    answer = row.get("ground_truth", row.get("answer"))
+    return {
+        **{name: row[name] for name in (*_ROW_FIELDS, *media) if name in row},
+        "data_source": row.get("data_source") or "data",
+        "reward_model": row.get("reward_model") or ({"style": "model"} if answer is None else {"ground_truth": answer}),
+        "extra_info": {"index": number, "data_source": "data", **columns, **extra},
+    }
+
+
+def listed_rows(split: str, data: Data) -> Rows:
+    """`data` as a list, for every reader the same; a path is left. Raises DataError for what is no list of rows."""
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data)
+    if hasattr(data, "to_dict") and hasattr(data, "isna"):  # a pandas.DataFrame, which iterates over its columns
+        missing = data.isna().to_dict("records")  # NaN, which is None in every other kind of rows
+        rows = zip(data.to_dict("records"), missing, strict=True)
+        return [{name: None if gone[name] else value for name, value in row.items()} for row, gone in rows]
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        splits = (
+            f" (of a DatasetDict one split, such as data[{next(iter(data))!r}])"
+            if isinstance(data, Mapping) and data
+            else ""
+        )
+        raise DataError(
+            f"The {split} data are a {type(data).__name__}. Give a list of rows, or paths of data files{splits}."
+        )
+    return list(data)
+
+
+def checked_row(row: Row, number: int) -> Row:
+    if not isinstance(row, Mapping):
+        raise DataError(f"Row {number} of the data is a {type(row).__name__}; a row is a dict.")
+    if "images" not in row and is_picture(row.get("image")):  # TRL's column of one image
+        return {**row, "images": [row["image"]]}
+    return row
+
+
+def row_as_json(row: Row, number: int) -> str:
+    """`row` as JSON, arrays as lists, pictures and bytes as data URLs. Raises DataError for a value without a form in JSON."""
+    try:
+        return json.dumps(row, default=_json_form)
+    except RecursionError:
+        raise DataError(f"Row {number} of the data is nested too deep; make it flat.") from None
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"Row {number} of the data cannot be written: {error}. Give numbers, texts, lists and dicts."
+        ) from error
+
+
+def is_picture(value: object) -> bool:
+    """Whether a value is a picture of PIL, or the bytes of a file."""
+    return isinstance(value, bytes) or hasattr(value, "getbands")
+
+
+def _json_form(value: object) -> object:
+    if is_picture(value):
+        return image_text(value, "The image")
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"JSON has no form for a {type(value).__name__}")
