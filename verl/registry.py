@@ -14,7 +14,6 @@ import inspect
 import operator
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError, nearest
 from verl.regular_files import imported_files, require_regular
+from verl.user_objects import LIBRARIES, differs_from_file
 
 T = TypeVar("T")
 
@@ -85,7 +85,6 @@ def load_module(path: str) -> ModuleType:
 
 # files of users that were imported -> the digest of their content, and the modules of their folder that they import
 _imported: dict[str, tuple[bytes, list[str]]] = {}
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def forget_edited_files() -> None:
@@ -103,7 +102,7 @@ def forget_edited_files() -> None:
 
 def _note_content(file: str | None) -> None:
     """Remember the content of a user's file, and of each module of its folder that it imports."""
-    waiting = [] if file is None or file.startswith(_LIBRARIES) else [os.path.realpath(file)]
+    waiting = [] if file is None or file.startswith(LIBRARIES) else [os.path.realpath(file)]
     for one in waiting:
         if one not in _imported:
             imports = [os.path.realpath(imported) for imported in imported_files(Path(one))]
@@ -138,7 +137,7 @@ def reference_to(obj: object) -> str:
     notebook, of standard input, of a function's body or of `if __name__ == "__main__":`."""
     name, module = getattr(obj, "__qualname__", ""), sys.modules.get(getattr(obj, "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    is_global = "." not in name and getattr(module, name, None) is obj
+    is_global = "." not in name and getattr(module, name, None) is obj and not (file and differs_from_file(obj, file))
     if module is not None and file and is_global and not (module.__name__ == "__main__" and _is_hidden(file, name)):
         spec = module.__spec__  # has the name also of a module that `python -m` runs as __main__
         place = (spec.name if spec is not None else module.__name__) if module.__package__ else Path(file).resolve()

@@ -11,7 +11,7 @@ from verl.compat.finder import IS_PACKAGE
 LAYERS = (
     ("_version", "foreign_text"),
     ("errors",),
-    ("regular_files",),
+    ("regular_files", "user_objects"),
     ("registry",),
     ("families",),
     ("data_proto",),

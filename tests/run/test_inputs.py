@@ -20,6 +20,7 @@ from verl.models import content
 from verl.models.content import digest_of_files, digest_of_weights
 from verl.models.tiny import make_tiny_model
 from verl.programs.api import PROGRAMS
+from verl.registry import reference_to
 from verl.run.host import train
 from verl.run.inputs import inputs_of
 from verl.run.state import START_FILE, digest_of_start, is_same_start
@@ -386,6 +387,18 @@ def test_every_way_to_import_a_module_of_a_package_in_the_folder_counts(line, ma
     (inputs / "lib" / "parts.py").write_text("y = 2\n")
     after = digests("ppo", overrides_of("ppo", inputs))
     assert {name for name in before if after[name] != before[name]} == {"reward.custom_reward_function.path"}
+
+
+def test_the_closure_of_a_function_given_as_an_object_counts(make_inputs, overrides_of):
+    inputs = make_inputs()
+
+    def of(value):
+        reference = reference_to(lambda completions: [value] * len(completions))
+        return digests("ppo", overrides_of("ppo", inputs, f"+reward.reward_kwargs={{functions: ['{reference}']}}"))
+
+    before, after = of(1.0), of(2.0)
+    assert of(1.0) == before
+    assert {name for name in before if after[name] != before[name]} == {"reward.reward_kwargs"}
 
 
 MODELS = {

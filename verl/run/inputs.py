@@ -11,7 +11,7 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from verl.models.content import digest_of_files, digest_of_text, digest_of_weigh
 from verl.models.folder import fetch, weight_files
 from verl.models.lora import WEIGHTS_FILE
 from verl.programs.api import Program
-from verl.registry import user_file
+from verl.registry import is_in_process, load_object, user_file
 from verl.regular_files import imported_files, read_text
+from verl.user_objects import digest_of_object
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,10 @@ def inputs_of(loaded: LoadedConfig[RunConfig], program: type[Program[Any]]) -> d
         follows = loaded.origins[path].startswith("follows ")  # the key that it follows has the same file
         if leaf.inert or leaf.sizing or follows or path in (*_DATA, *_WRITTEN):
             continue
-        files = _named_files(path.rpartition(".")[2], value_at(config, path))
-        if files:
-            _add(digests, path, lambda files=files: digest_of_files(list(files)))
+        value = value_at(config, path)
+        files, objects = _named_files(path.rpartition(".")[2], value), list(_references(value))
+        if files or objects:
+            _add(digests, path, lambda files=files, objects=objects: _digest_of_code(list(files), objects))
     return digests
 
 
@@ -179,6 +181,19 @@ def _named_files(key: str, value: object) -> dict[Path, None]:
         elif isinstance(value, str) and value and len(value) < _MAX_NAME and "\n" not in value:
             waiting += [("", file) for file in [_file(key, value)] if file is not None]
     return files
+
+
+def _digest_of_code(files: list[Path], references: list[str]) -> str:
+    digest = digest_of_files(files)
+    return digest_of_text(digest, *(digest_of_object(load_object(r)) for r in references)) if references else digest
+
+
+def _references(value: object) -> Iterator[str]:
+    """References to functions that exist only in this process."""
+    if isinstance(value, str) and is_in_process(value):
+        yield value
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from _references(inner)
 
 
 def _file(key: str, text: str) -> Path | None:

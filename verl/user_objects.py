@@ -1,0 +1,196 @@
+"""Functions that Python code passes: what decides their results, and whether their file still gives the same.
+
+The results depend on the code, the defaults, the closure, the globals that are read, and the functions of the user's that are
+called. Of an instance, a bound method and a partial the state counts too.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import hashlib
+import logging
+import os
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_MAX_DEPTH = 8
+
+
+def digest_of_object(obj: object) -> str:
+    """The digest of all that decides the results of a function, a class or an instance, the same in each process. An object of
+    a library counts by its class."""
+    digest, waiting, met = hashlib.blake2b(digest_size=16), deque([("", obj, 0)]), set[int]()
+    while waiting:
+        label, value, depth = waiting.popleft()
+        digest.update(f"{label} {type(value).__qualname__} {_text(value)}\n".encode(errors="surrogatepass"))
+        if id(value) in met or depth == _MAX_DEPTH:
+            continue
+        met |= set() if isinstance(value, (*_PLAIN, tuple)) else {id(value)}
+        waiting += [(f"{label}.{name}", part, depth + 1) for name, part in _parts(value)]
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    if _is_plain(value):
+        return repr(value)
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(repr, value)))
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # of numpy
+        return f"{value.dtype}{value.shape}{hashlib.blake2b(value.tobytes()).hexdigest()}"
+    if isinstance(value, types.CodeType):
+        return repr(_work(value))
+    return str(getattr(value, "__qualname__", ""))
+
+
+def _is_plain(value: object) -> bool:
+    return all(isinstance(part, _PLAIN) for part in (value if isinstance(value, list | tuple) else (value,)))
+
+
+def _parts(value: Any) -> Iterable[tuple[str, object]]:
+    """The values within `value` by name."""
+    if isinstance(value, Mapping):
+        return ((repr(name), part) for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return () if _is_plain(value) else ((str(number), part) for number, part in enumerate(value))
+    if isinstance(value, functools.partial):
+        return (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    if isinstance(value, types.MethodType):
+        return (("func", value.__func__), ("self", value.__self__))
+    if isinstance(value, staticmethod | classmethod):
+        return (("func", value.__func__),)
+    if isinstance(value, property):
+        return (("func", value.fget),)
+    if not _is_of_user(value if isinstance(value, types.FunctionType | type) else type(value)):
+        return ()
+    if isinstance(value, types.FunctionType):
+        code = (("code", value.__code__), ("defaults", value.__defaults__), ("keywords", value.__kwdefaults__))
+        return (*code, *_closure_of(value), *_globals_of(value).items())
+    if isinstance(value, type):
+        bases = [(f"base {base.__qualname__}", base) for base in value.__bases__]
+        return (
+            *bases,
+            *((name, part) for name, part in vars(value).items() if not name.startswith("__") or callable(part)),
+        )
+    return (("class", type(value)), *getattr(value, "__dict__", {}).items())
+
+
+def _is_of_user(obj: Any) -> bool:
+    name = str(obj.__module__)
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name == "__main__" or bool(file and name.partition(".")[0] != "verl" and not file.startswith(LIBRARIES))
+
+
+def _closure_of(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+
+
+def _codes_in(code: types.CodeType) -> list[types.CodeType]:
+    """A code and those within it."""
+    codes = [code]
+    for one in codes:
+        codes += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
+    return codes
+
+
+def _globals_of(function: types.FunctionType) -> dict[str, object]:
+    """The globals that a function reads, without modules and those that it sets, which are its state."""
+    uses = [(op.opname, op.argval) for code in _codes_in(function.__code__) for op in dis.get_instructions(code)]
+    names = {name for use, name in uses if use == "LOAD_GLOBAL"} - {name for use, name in uses if use == "STORE_GLOBAL"}
+    values = {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
+    return {n: v for n, v in values.items() if not isinstance(v, types.ModuleType) and not n.startswith("__")}
+
+
+def _work(code: types.CodeType) -> tuple[object, ...]:
+    """The work of a code, wherever it stands in its file."""
+    constants = [
+        _work(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
+        for c in code.co_consts
+    ]
+    return code.co_name, code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+def differs_from_file(obj: object, file: str) -> bool:
+    """Whether a process that imports `file` gets another function than `obj`; a warning then names what differs."""
+    others = _other_names(obj, file) if isinstance(obj, types.FunctionType) and _is_in(obj, file) else []
+    if others:
+        log.warning(
+            "%s is used as this process has it, within this process: importing %s would give another %s. Set globals outside "
+            "of the main guard, and import an edited file again.",
+            getattr(obj, "__qualname__", ""),
+            file,
+            ", ".join(others),
+        )
+    return bool(others)
+
+
+def _other_names(function: types.FunctionType, file: str) -> list[str]:
+    """Functions that `function` calls and plain globals that it reads, for which the file has others."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+        works = [_work(code) for code in _codes_in(compile(tree, file, "exec", dont_inherit=True))]
+    except (OSError, SyntaxError, ValueError, RecursionError):  # its import says so
+        return []
+    bound, literals, guarded = _bindings(tree)
+    others, functions = dict[str, None](), [function]
+    for one in functions:
+        others |= {} if _work(one.__code__) in works else {one.__name__: None}
+        for name, value in _globals_of(one).items():
+            if isinstance(value, types.FunctionType) and _is_in(value, file):
+                functions += [value] if value not in functions else []
+            elif isinstance(value, bool | int | float | str | None):
+                is_set = name in guarded and function.__module__ == "__main__"  # the guard was run here
+                is_other = literals[name] != value if name in literals else is_set or bound.isdisjoint((name, "*"))
+                others |= {name: None} if is_other else {}
+    return list(others)
+
+
+def _is_in(function: types.FunctionType, file: str) -> bool:
+    return os.path.realpath(function.__code__.co_filename) == os.path.realpath(file)
+
+
+def _bindings(tree: ast.Module) -> tuple[set[str], dict[str, object], set[str]]:
+    """Of a module: the names that its import binds, the values of those that are bound once to a literal, and the names that
+    its main guard binds."""
+    guards = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
+    body = [node for node in tree.body if node not in guards]
+    bound, literals = [name for node in body for name in _names_bound(node)], dict[str, object]()
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            try:
+                value = ast.literal_eval(node.value)
+            except (ValueError, TypeError):
+                continue
+            literals |= {t.id: value for t in targets if isinstance(t, ast.Name) and bound.count(t.id) == 1}
+    return set(bound), literals, {name for guard in guards for name in _names_bound(guard)}
+
+
+def _names_bound(statement: ast.AST) -> Iterator[str]:
+    """The names that a statement of a module binds; those within functions and classes are theirs."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+        return
+    if isinstance(statement, ast.alias):
+        yield (statement.asname or statement.name).partition(".")[0]
+    if isinstance(statement, ast.Name) and isinstance(statement.ctx, ast.Store):
+        yield statement.id
+    for inner in ast.iter_child_nodes(statement):
+        yield from _names_bound(inner)
