@@ -1,7 +1,7 @@
 """Virtual environments of the peers that we are measured against: made once, by the script that needs them.
 
-Each peer has a separate environment, so that its pins and our pins cannot conflict. The steps are data:
-`PEERS[name].commands(folder)` lists the commands, `ensure(name, folder)` runs them.
+Each peer has a separate environment, so that its pins and our pins cannot conflict; VERL_VENV_TRL names an existing one. The
+steps are data: `PEERS[name].commands(folder)` lists the commands, `ensure(name, folder)` runs them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def python_of(folder: Path) -> Path:
 
 
 def default_folder(name: str) -> Path:
-    """A folder that git ignores."""
-    return ROOT / "work" / "benchmarks" / f"venv-{name}"
+    """The folder that VERL_VENV_{NAME} names, or else one that git ignores."""
+    return Path(os.environ.get(f"VERL_VENV_{name.upper()}") or ROOT / "work" / "benchmarks" / f"venv-{name}")
 
 
 def ensure(name: str, folder: Path | None = None) -> Path:
