@@ -21,7 +21,7 @@ from child import Channel, run_held
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
-from workload import PLAIN_TEMPLATE, WeightProbe, Workload, digest, finish, picture_in, reward_of
+from workload import PLAIN_TEMPLATE, WeightProbe, Workload, compute_score, digest, finish, picture_in
 
 FACTS = (
     *("bf16", "gradient_checkpointing", "gradient_accumulation_steps", "loss_type", "scale_rewards", "beta"),
@@ -79,10 +79,10 @@ class GRPOSide:
         trainer = self.trainer = self._make(
             common_settings(work, self.work.num_sequences, micro_batch, folder) | settings
         )
-        # no token ends a completion, and none is cut off behind one
-        trainer.eos_token_ids = [-1]
-        trainer.generation_kwargs["eos_token_id"] = None
-        trainer.generation_config.eos_token_id = trainer.model.generation_config.eos_token_id = None
+        if not self.work.answers:  # no token ends a completion, and none is cut off behind one
+            trainer.eos_token_ids = [-1]
+            trainer.generation_kwargs["eos_token_id"] = None
+            trainer.generation_config.eos_token_id = trainer.model.generation_config.eos_token_id = None
         trainer._generate = self._clocked("generate_s", trainer._generate, self._note)
         trainer._generate_and_score_completions = self._clocked("collect_s", trainer._generate_and_score_completions)
         self.probe = WeightProbe(trainer.model)
@@ -91,6 +91,9 @@ class GRPOSide:
         work = self.work
         rows: list[dict[str, Any]] = [{"prompt": text} for text in work.prompts]
         processor = AutoTokenizer.from_pretrained(work.model, padding_side="left")
+        if work.answers:
+            questions = [[{"role": "user", "content": text}] for text in work.prompts]
+            rows = [{"prompt": q, "answer": a} for q, a in zip(questions, work.answers, strict=True)]
         if work.images:  # messages, and the processor with our side's template
             rows = [
                 {"prompt": [{"role": "user", "content": text}], "image": picture_in(url)}
@@ -107,7 +110,7 @@ class GRPOSide:
         }
         return trl.GRPOTrainer(
             model=work.model,
-            reward_funcs=reward,
+            reward_funcs=self._reward,
             args=trl.GRPOConfig(**own, **settings),
             train_dataset=Dataset.from_list(rows),
             processing_class=processor,
@@ -124,6 +127,7 @@ class GRPOSide:
             "weight_change": self.probe.change(),
             "prompts": digest(self.prompts[:: self.work.num_samples]),
             "num_sequences": len(self.prompts),
+            "reward": sum(self.rewards) / len(self.rewards),
             "shortest": min(self.lengths),
             "longest": max(self.lengths),
         }
@@ -140,12 +144,13 @@ class GRPOSide:
 
         return timed
 
+    def _reward(self, completions: list[Any], answer: list[str] | None = None, **_: Any) -> list[float]:
+        texts = [reply if isinstance(reply, str) else reply[0]["content"] for reply in completions]
+        self.rewards = [compute_score("", *pair) for pair in zip(texts, answer or [""] * len(texts), strict=True)]
+        return self.rewards
+
     def _note(self, generated: Any) -> None:
         self.prompts, self.lengths = [list(ids) for ids in generated[0]], [len(ids) for ids in generated[1]]
-
-
-def reward(completions: list[Any], **_: Any) -> list[float]:
-    return [reward_of(reply if isinstance(reply, str) else reply[0]["content"]) for reply in completions]
 
 
 class RowsSide:

@@ -1,11 +1,13 @@
-"""Supervised fine-tuning of ours against TRL's SFTTrainer on the same rows, alternating, on a CPU.
+"""Supervised fine-tuning, or DPO, of ours against TRL's trainer on the same rows, alternating, on a CPU.
 
     python benchmarks/peers/sft_cpu.py                                   # 16 rows a step, 40 to 600 tokens each, float32
     python benchmarks/peers/sft_cpu.py --trl shipped packed unpacked --json results.json
+    python benchmarks/peers/sft_cpu.py --dpo --ours ref.precompute=False # 8 pairs a step, 128 and 64 tokens
 
 Rounds are as in peers_cpu.py. The rows are worked answers of the counting-letters task, words of mixed length. Ours and TRL
 without packing train on the same rows in each step, and their losses are compared; with packing TRL forms other batches of
-the same rows, so only its speed is compared.
+the same rows, so only its speed is compared. Tokens of pairs count both completions with their prompts. By default our DPO
+computes the reference's log-probabilities once, before its first step (`start_s` among its facts); so does TRL's `precomputed`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from peers_cpu import (
     start_trl,
 )
 from report import Report, gigabytes, number, ratio, series_of
-from workload import draw_pictures
+from workload import draw_pictures, make_prompts
 
 MAX_LOSS_GAP = 1e-3  # relative, of a step's loss between the sides that train on the same rows
 TRL_FORMS = {
@@ -46,16 +48,23 @@ TRL_FORMS = {
     "packed": TRLForm(1, {"gradient_checkpointing": False, "packing": True, "max_length": 1024}, MALLOC, 1024),
 }
 
+DPO_FORMS = {
+    "shipped": TRLForm(8),  # DPOConfig's own defaults: micro-batches of 8 pairs, activations recomputed, a second model
+    "plain": TRLForm(4, {"gradient_checkpointing": False}, MALLOC),
+    "precomputed": TRLForm(4, {"gradient_checkpointing": False, "precompute_ref_log_probs": True}, MALLOC),
+}
 
-def parser_of(description: str | None, forms: Mapping[str, TRLForm], *, rows: int) -> argparse.ArgumentParser:
-    """A parser with the arguments that `compare` reads."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_options(parser, learning_rate=2e-5)
-    add_trl_options(parser, forms, list(forms))
-    parser.add_argument("--rows", type=int, default=rows, help="rows of an optimizer step")
-    parser.add_argument("--preamble", type=int, default=0, help="sentences of four tokens in each row's system prompt")
-    parser.set_defaults(rounds=5)
-    return parser
+
+def pairs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The pairs of all steps: words that are one token each."""
+    model = model_of(options)
+    from verl.models.load import load_tokenizer
+
+    tokenizer, count = load_tokenizer(model), (options.rounds + 1) * options.rows
+    completion = options.completion_tokens - 1
+    lengths = {"prompt": options.prompt_tokens, "chosen": completion, "rejected": completion}
+    columns = [make_prompts(tokenizer, count=count, num_tokens=n, seed=s) for s, n in enumerate(lengths.values())]
+    return [dict(zip(lengths, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -157,11 +166,21 @@ def compare(
 
 
 def main(argv: list[str] | None = None) -> Report:
-    parser = parser_of(__doc__, TRL_FORMS, rows=16)
+    is_dpo = "--dpo" in (sys.argv if argv is None else argv)
+    forms = DPO_FORMS if is_dpo else TRL_FORMS
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_options(parser, learning_rate=2e-5)
+    add_trl_options(parser, forms, list(forms))
+    parser.add_argument("--dpo", action="store_true", help="pairs, by the DPO trainers")
+    parser.add_argument("--rows", type=int, default=8 if is_dpo else 16, help="rows of an optimizer step")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of a pair")
+    parser.add_argument("--completion-tokens", type=int, default=64, help="of a pair, with the end of sequence")
+    parser.add_argument("--preamble", type=int, default=0, help="sentences of four tokens in each row's system prompt")
+    parser.set_defaults(rounds=5)
     parser.add_argument("--images", action="store_true", help="a picture in each row, of 64 x 64 pixels")
     parser.add_argument("--letters", type=int, nargs=2, default=(4, 80), help="shortest and longest word of a row")
     options = parser.parse_args(argv)
-    return compare("SFT", options, TRL_FORMS, rows_of(options))
+    return compare("DPO" if is_dpo else "SFT", options, forms, (pairs_of if is_dpo else rows_of)(options))
 
 
 if __name__ == "__main__":

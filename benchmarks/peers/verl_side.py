@@ -33,7 +33,7 @@ def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> lis
     settings = {
         "algorithm.adv_estimator": "grpo",
         f"{group}.model.path": work.model,
-        f"{group}.model.custom_chat_template": folder / TEMPLATE_FILE,
+        f"{group}.model.custom_chat_template": "null" if work.answers else folder / TEMPLATE_FILE,
         f"{group}.model.enable_gradient_checkpointing": False,
         f"{group}.actor.fsdp_config.dtype": work.dtype,
         f"{group}.actor.ppo_mini_batch_size": work.num_prompts,
@@ -43,7 +43,7 @@ def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> lis
         f"{group}.actor.optim.weight_decay": 0.0,
         f"{group}.rollout.n": work.num_samples,
         f"{group}.rollout.temperature": work.temperature,
-        f"{group}.rollout.ignore_eos": True,
+        f"{group}.rollout.ignore_eos": not work.answers,
         "data.train_files": folder / PROMPTS_FILE,
         "data.val_files": "[]",
         "data.shuffle": False,
@@ -61,14 +61,16 @@ def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> lis
 
 def write_prompts(work: Workload, folder: Path) -> None:
     """The data file of the run, in the schema of `verl train`, and the chat template."""
+    pictures = [[url] for url in work.images] or [[]] * len(work.prompts)
+    answers = work.answers or [""] * len(work.prompts)
     rows = [
         {
             "data_source": "benchmark",
             "prompt": [{"role": "user", "content": "<image>" * len(images) + text}],
             "images": images,
-            "reward_model": {"style": "rule", "ground_truth": ""},
+            "reward_model": {"style": "rule", "ground_truth": answer},
         }
-        for text, images in zip(work.prompts, [[url] for url in work.images] or [[]] * len(work.prompts), strict=True)
+        for text, images, answer in zip(work.prompts, pictures, answers, strict=True)
     ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TEMPLATE_FILE).write_text(PLAIN_TEMPLATE)
@@ -125,6 +127,7 @@ class VerlSide(Side):
             "weight_change": self.probe.change(),
             "prompts": digest([columns["prompts"][i][columns["prompt_mask"][i]].tolist() for i in first]),
             "num_sequences": len(batch),
+            "reward": float(columns["token_level_scores"].sum(dim=1).mean()),
             "shortest": int(lengths.min()),
             "longest": int(lengths.max()),
         }

@@ -46,6 +46,9 @@ class Workload:
     prompts: tuple[str, ...] = field(default=(), repr=False)  # num_steps * num_prompts texts
     device: str = "cpu"
     images: tuple[str, ...] = field(default=(), repr=False)  # data URL of the picture in front of each prompt, or none
+    answers: tuple[str, ...] = field(
+        default=(), repr=False
+    )  # to prompts that are questions in chat form; replies end then
 
     @property
     def num_sequences(self) -> int:
@@ -65,7 +68,7 @@ class Workload:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Workload:
-        return cls(**{**data, "prompts": tuple(data["prompts"]), "images": tuple(data["images"])})
+        return cls(**{**data, **{name: tuple(data[name]) for name in ("prompts", "images", "answers")}})
 
 
 def digest(rows: Sequence[Sequence[int]]) -> str:
@@ -80,7 +83,9 @@ def reward_of(text: str, seed: int = 17) -> float:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    return reward_of(solution_str)
+    """1 for a reply whose last number is the answer, or `reward_of` without one."""
+    numbers = re.findall(r"-?\d+", solution_str)
+    return float(numbers[-1:] == [ground_truth]) if ground_truth else reward_of(solution_str)
 
 
 def draw_pictures(count: int, seed: int) -> list[dict[str, Any]]:

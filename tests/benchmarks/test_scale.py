@@ -3,10 +3,11 @@
 import pytest
 
 from benchmarks.scale import Costs, exponent, measure_ledger, write_rows
-from benchmarks.scale_plot import DOCUMENT, picture
 from tests.data.rows import config
+from tests.house.source import ROOT
 from verl.data.dataset import load_dataset
 from verl.models.tiny import make_tokenizer
+from verl.registry import load_module
 
 
 def test_rows_can_train(tmp_path, monkeypatch):
@@ -34,7 +35,8 @@ def test_the_table_has_a_row_for_each_quantity():
 
 
 def test_the_picture_is_of_the_tables():
-    assert DOCUMENT.with_suffix(".svg").read_text() == picture(DOCUMENT.read_text())
+    generator = load_module(str(ROOT / "docs" / "make_scale.py"))
+    assert generator.DOCUMENT.with_suffix(".svg").read_text() == generator.picture(generator.DOCUMENT.read_text())
 
 
 def test_a_ledger_grows_through_the_sizes(tmp_path, capsys):

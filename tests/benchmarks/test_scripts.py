@@ -3,13 +3,15 @@
 import json
 import math
 
+import learning_cpu
 import peers_cpu
-import preference_cpu
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import rollout_cpu
 import sft_cpu
 import torch
-from workload import WeightProbe
+from workload import WeightProbe, compute_score
 
 from tests.run.trl_oracle import python_of
 
@@ -51,10 +53,10 @@ def test_a_probe_sees_a_change_of_any_parameter():
 
 
 @pytest.mark.slow
-def test_preference_cpu(tiny_llama, tmp_path):
+def test_sft_cpu_of_pairs(tiny_llama, tmp_path):
     lengths = ["--prompt-tokens", "8", "--completion-tokens", "4", "--rows", "2", "--rounds", "1", "--trl"]
-    report = preference_cpu.main(
-        ["--model", str(tiny_llama), *lengths, "--json", str(tmp_path / "r.json"), "--logs", str(tmp_path)]
+    report = sft_cpu.main(
+        ["--dpo", "--model", str(tiny_llama), *lengths, "--json", str(tmp_path / "r.json"), "--logs", str(tmp_path)]
     )
     first, second = report.results["losses"]["verl"]
     assert first == pytest.approx(math.log(2), abs=1e-5)
@@ -70,3 +72,21 @@ def test_sft_cpu(tiny_llama, tmp_path):
     report = sft_cpu.main(["--model", str(tiny_llama), *rows, "--json", str(tmp_path / "r.json")])
     assert report.results["loss_gaps"]["trl unpacked"] < 1e-5
     assert set(saved(tmp_path)["results"]["losses"]) == {"verl", "trl unpacked"}
+
+
+@pytest.mark.slow
+def test_learning_cpu(tiny_llama, tmp_path):
+    """Both sides take the questions of the main job, and their rewards are of one function."""
+    python_of("trl")
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n} + 1?"}], "reward_model": {"ground_truth": str(n + 1)}}
+        for n in range(9)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    sizes = ["--prompts", "2", "--samples", "2", "--rounds", "3", "--seeds", "1", "--goal", "0"]
+    report = learning_cpu.main(["--model", str(tiny_llama), "--data", str(tmp_path / "rows.parquet"), *sizes])
+    for side in ("verl", "trl equal"):
+        assert len(report.results["seed 1"]["steps"][side]) == 4
+        assert report.results["seed 1"]["reached_s"][side] > 0
+    assert compute_score("", "6 or 7", "7") == 1.0
+    assert compute_score("", "7 or 6", "7") == 0.0

@@ -1,6 +1,6 @@
 """The picture of docs/scale.md, from its tables: cost against size, both as multiples of the smallest size's.
 
-python -m benchmarks.scale_plot
+python docs/make_scale.py
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "scale.md"
+DOCUMENT = Path(__file__).with_name("scale.md")
 ROWS = {  # of the tables -> label
     "seconds to the first step, second start": "start, with rows",
     "seconds to record and sync a step of 1,024 samples": "commit of a step, with samples in the ledger",
