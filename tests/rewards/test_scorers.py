@@ -39,8 +39,8 @@ CASES = [
         "openai/gsm8k",
         "1800",
         {},
-        ["#### 1800", "so 3 #### 3 no\n#### 1,800", "x" * 5000 + "#### 1800 dollars"],
-        ["1800", "#### 18", "#### 1800 then #### 7", "####1800", "#### 1800.5"],
+        ["#### 1800", "so 3 #### 3 no\n#### 1,800", "x" * 5000 + "####1800 dollars"],
+        ["1800", "#### 18", "#### 1800 then #### 7", "#### 1800 or 18", "#### 1800.5"],
     ),
     (
         "lighteval/MATH",
@@ -182,6 +182,33 @@ def test_the_window_of_existing_releases_is_an_option():
     ]
     assert default_compute_score("openai/gsm8k", "#### 1234", "1234.0") == 1.0
     assert default_compute_score("openai/gsm8k", "#### 1234", "1234.0", legacy=True) == 0.0
+
+
+# replies that a scorer judges otherwise than a person, and why
+DISAGREEMENTS = {
+    r"So the answer is \boxed{5\text{ m}}.": "units are ignored, as by MATH's scorer: references have one or none at random",
+    r"\boxed{5\text{ feet}}": "units are ignored",
+    r"So the answer is \boxed{1:2}.": "a ratio is a quotient: `2/3` for `2:3` is right",
+    r"\boxed{AB}": "two letters are a product more often than a name",
+    r"\boxed{e^{i\pi}}": "math-verify reads e as a variable",
+}
+
+
+def test_replies_that_a_person_has_judged():
+    rows = [json.loads(line) for line in (Path(__file__).parent / "judged_replies.jsonl").read_text().splitlines()]
+    wrong = [
+        row["reply"]
+        for row in rows
+        if (value(default_compute_score(row["data_source"], row["reply"], row["reference"])) == 1.0) is not row["right"]
+    ]
+    assert sorted(wrong) == sorted(DISAGREEMENTS)
+    assert len(rows) > 230
+
+
+def test_gsm8k_reads_the_first_number_on_request():
+    for reply, reference in (("#### 18 or 20", "18"), ("#### 1/2", "1"), ("#### 5e3", "5")):
+        assert default_compute_score("openai/gsm8k", reply, reference) == 0.0
+        assert default_compute_score("openai/gsm8k", reply, reference, legacy=True) == 1.0
 
 
 def test_dapo_says_what_it_read():

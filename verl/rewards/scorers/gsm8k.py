@@ -1,16 +1,26 @@
-"""Scorer of GSM8K (Cobbe et al. 2021, arXiv:2110.14168): the number after "####" must be the reference number."""
+"""Scorer of GSM8K (Cobbe et al. 2021, arXiv:2110.14168): what stands behind "####" must be the reference number."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Literal
 
-from verl.rewards.scorers.exact_match import same_number
 from verl.rewards.scorers.route import Scorer
 
 LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releases look for the answer
 _MARKED = re.compile(r"#### (-?\$?[0-9.,]+)")
 _ANY = re.compile(r"-?\$?[0-9.,]+")
+_LAST_LINE = re.compile(r".*####([^\n]*)", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|text|mathrm)\s*\{([^{}]*)\}")
+_LABEL = re.compile(r"\s*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?|[a-z]\w*(?=\s*=))\s*[:=]?", re.IGNORECASE)
+_COMPUTED = re.compile(r"[\d\s.,+*/x×÷()^%-]*|\s*[^\W\d]\w*\s*")  # what may stand before "=": arithmetic, or a name
+_GROUPED = r"[0-9]{1,3}(?:[, \u00a0\u202f][0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})*,[0-9]{3}|[0-9]+"
+_NUMBER = re.compile(
+    rf"\s*([+-]?)\s*([+-]?)((?:{_GROUPED})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{{1,2}})|/([0-9]{{1,9}}))?"
+)
+_MAX_LENGTH = 200  # characters of an answer
+_SIGNS = str.maketrans("\u2212", "-", "$€£¥*_`")
 
 
 def extract_solution(
@@ -34,13 +44,45 @@ def compute_score(
     legacy: bool = False,
     **_other: object,
 ) -> float:
-    """`score` when the extracted number equals the reference, `format_score` for another number, 0 without one. `legacy`: the
-    rule of existing releases, which compare the numbers as text and see the last 300 characters of the reply only."""
+    """`score` when the value of all that is behind the last "####" of the reply equals the reference, `format_score` for
+    another value, 0 without one. `legacy`: the rule of existing releases, which compare the first number behind "#### " as
+    text and see the last 300 characters of the reply only."""
+    if method == "strict" and not legacy:
+        line = _LAST_LINE.match(solution_str)
+        value = None if line is None else value_of(line[1])
+        if value is None:
+            return 0.0
+        return score if value == value_of(str(ground_truth)) else format_score
     answer = extract_solution(solution_str, method, legacy)
     if answer is None:
         return 0.0
     reference = _plain(str(ground_truth).strip())
-    return score if answer == reference or (not legacy and same_number(answer, reference)) else format_score
+    return score if answer == reference or (not legacy and value_of(answer) == value_of(reference)) else format_score
+
+
+def value_of(text: str) -> Fraction | None:
+    """The number that is the only answer in a text: 18 of "**18**", "+$18.00 a day" and "3 x 6 = 18", 1/2 of "1/2".
+
+    None without a number, and for a second number: "18 or 20", "18-20", "2^5", "12:30"."""
+    if len(text) > _MAX_LENGTH:
+        return None
+    *computed, last = _BOX.sub(r"\1", text).translate(_SIGNS).split("=")
+    values = [value for side in computed if (value := _number(side)) is not None]
+    value = _number(_LABEL.sub("", last, count=1))
+    if not all(map(_COMPUTED.fullmatch, computed)) or any(other != value for other in values):
+        return None
+    return value
+
+
+def _number(text: str) -> Fraction | None:
+    match = _NUMBER.match(text)
+    if match is None or any(c.isdigit() for c in text[match.end() :]) or text[match.end() :].lstrip()[:1] in ("^", "/"):
+        return None
+    first, second, digits, exponent, denominator = match.groups()
+    if denominator is not None and not int(denominator):
+        return None
+    value = Fraction(re.sub(r"[^0-9.]", "", digits)) * Fraction(10) ** int(exponent or 0) / int(denominator or 1)
+    return -value if (first == "-") != (second == "-") else value
 
 
 def _plain(number: str) -> str:

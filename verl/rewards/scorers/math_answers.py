@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from verl.rewards.scorers.exact_match import last_answer, same_number
+from verl.rewards.scorers.math_forms import as_interval, is_close, rewritten, same_form, without_text
 from verl.rewards.scorers.route import Scorer
 
 LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releases look for "Answer:"
@@ -105,15 +106,20 @@ def _plain(answer: str) -> str:
 def math_equal(gold: str, answer: str) -> bool:
     r"""Whether `answer` equals `gold`, both LaTeX or plain: "0.5" and "\frac{1}{2}" do. Words are compared as text:
     math-verify reads "cat" as the product c a t, which equals "act"."""
-    plain, plain_gold = (_SPACE.sub("", " ".join(text.split())) for text in (answer, gold))
-    if plain == plain_gold or same_number(gold, answer):
+    gold, answer = rewritten(gold), rewritten(answer)
+    plain, plain_gold = (_SPACE.sub("", " ".join(without_text(text).split())) for text in (answer, gold))
+    if plain == plain_gold or same_number(gold.rstrip("\\% "), answer.rstrip("\\% ")):
         return True
+    if (same := same_form(gold, answer)) is not None:
+        return same
     words, phrases = _phrases(answer), _phrases(gold)
     if words and any(map(_WORD.search, phrases)):  # not "a b", a product
         return sorted(p.replace(" ", "") for p in words) == sorted(p.replace(" ", "") for p in phrases)
+    gold, answer = as_interval(gold, answer), as_interval(answer, gold)
     math_verify = load_math_verify()
     parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
-    return bool(all(parsed) and math_verify.verify(*parsed, timeout_seconds=None))
+    equal = all(parsed) and math_verify.verify(*parsed, timeout_seconds=None)
+    return bool(equal) and is_close(parsed[0][0], parsed[1][0])
 
 
 def _phrases(text: str) -> list[str]:

@@ -1,0 +1,118 @@
+"""Forms of mathematical answers that math-verify reads as another value, or does not read."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sympy import Basic
+
+MAX_POWER = 10_000  # exponents and factorials that are computed; answers with larger ones are compared as text
+RELATIVE_TOLERANCE = 1e-9
+
+_NUMBER_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{\s*([+-]?\$?\d[\d.,]*)(?:\\[,;: ]|[\s~])*([^{}\d]*)\}")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
+_REPEATING = re.compile(r"(\d{0,15})\.(\d{0,15})\\overline\s*\{(\d{1,15})\}|(\d{0,15})\.(\d{0,15})\\overline\s*(\d)")
+_SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})")
+_BASED = re.compile(r"\s*([0-9A-Za-z]+)\s*_\s*\{?\s*(\d+|\\text\{[a-z]+\})\s*\}?\s*")
+_DOTS = re.compile(r"\\[lc]?dots[cbmio]?|\.\.\.|\u2026")
+_LARGE = re.compile(
+    r"\^\s*\{?\s*\(?-?(\d{5,})|(\d{5,})\s*\)?\s*!|(?:\^|\*\*).*?(?:\^|\*\*).*?(?:\^|\*\*)|!\s*\)?\s*(?:!|\^)|\^[^+,]*!"
+)
+_RELATIONS = {
+    r"\leq": "<=",
+    r"\le": "<=",
+    r"\geq": ">=",
+    r"\ge": ">=",
+    "\u2264": "<=",
+    "\u2265": ">=",
+    r"\lt": "<",
+    r"\gt": ">",
+}
+_BOUND = r"([^<>=,]+?)"
+_BETWEEN = re.compile(rf"{_BOUND}(<=?|>=?)([a-zA-Z])(<=?|>=?){_BOUND}")
+_BEYOND = re.compile(rf"([a-zA-Z])(<=?|>=?){_BOUND}|{_BOUND}(<=?|>=?)([a-zA-Z])")
+_IS_INTERVAL = re.compile(r"[(\[].*[)\]]", re.DOTALL)
+
+
+def rewritten(text: str) -> str:
+    """`text` with numbers out of \\text{}, repeating decimals as fractions, and 1e3 as a product."""
+    text = _NUMBER_IN_TEXT.sub(r"\1\\text{ \2}", text.strip())
+    text = _REPEATING.sub(_fraction, text)
+    return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text) if _SCIENTIFIC.fullmatch(text) else text
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, plain, repeated = match.groups()[:3] if match[3] else match.groups()[3:]
+    value = Fraction(
+        int(whole + plain + repeated) - int(whole + plain or 0), 10 ** len(plain) * (10 ** len(repeated) - 1)
+    )
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def without_text(text: str) -> str:
+    return _TEXT.sub(r"\1", text)
+
+
+def same_form(gold: str, answer: str) -> bool | None:
+    """Whether numbers of a base, or expressions with dots or with powers that are too large to compute, agree as text; None
+    for other answers."""
+    base_of_gold, base = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
+    if (base_of_gold and base_of_gold[1].isdigit()) or (base and base[1].isdigit()):
+        digits = answer.strip() if base is None else base[1]
+        if base_of_gold is None:
+            return digits == gold.strip()
+        return base is not None and base.groups() == base_of_gold.groups()
+    if any(pattern.search(text) for pattern in (_DOTS, _LARGE) for text in (gold, answer)):
+        return False  # the caller has compared them as text
+    return None
+
+
+def as_interval(text: str, other: str) -> str:
+    r"""An inequality of one variable as an interval, where `other` is an interval: x>3 as (3,\infty)."""
+    if not _IS_INTERVAL.fullmatch(other.strip()):
+        return text
+    plain = re.sub(r"\s+|\\[,;! ]", "", text)
+    for name, sign in _RELATIONS.items():
+        plain = plain.replace(name, sign)
+    if (match := _BETWEEN.fullmatch(plain)) and match[2][0] == match[4][0]:
+        low, left, _, right, high = match.groups()
+        if left[0] == ">":
+            low, left, right, high = high, right, left, low
+        return f"{'[' if '=' in left else '('}{low},{high}{']' if '=' in right else ')'}"
+    if match := _BEYOND.fullmatch(plain):
+        sign, bound = (match[2], match[3]) if match[1] else ({"<": ">", ">": "<"}[match[5][0]] + match[5][1:], match[4])
+        closed = "=" in sign
+        return (
+            f"{'[' if closed else '('}{bound},\\infty)"
+            if sign[0] == ">"
+            else f"(-\\infty,{bound}{']' if closed else ')'}"
+        )
+    return text
+
+
+def is_close(gold: Basic, answer: Basic) -> bool:
+    """Whether two sympy expressions that math-verify calls equal are equal in their numbers too, each by itself: exactly if
+    they are rational, else to RELATIVE_TOLERANCE."""
+    if getattr(gold, "is_number", False) and getattr(answer, "is_number", False):
+        return _same_number(gold, answer)
+    parts, others = getattr(gold, "args", ()), getattr(answer, "args", ())
+    if type(gold) is not type(answer) or len(parts) != len(others) or not parts:
+        return True
+    if type(gold).__name__ in ("Tuple", "Interval"):
+        return all(map(is_close, parts, others))
+    if type(gold).__name__ in ("FiniteSet", "Union"):
+        return all(any(is_close(part, other) for other in others) for part in parts)
+    return True
+
+
+def _same_number(gold: Basic, answer: Basic) -> bool:
+    import sympy
+
+    gold, answer = gold.doit(), answer.doit()
+    if gold.is_Rational and answer.is_Rational:
+        return bool(gold == answer)
+    one, other = sympy.N(gold, 20), sympy.N(answer, 20)
+    return bool(one == other or abs(one - other) <= RELATIVE_TOLERANCE * max(abs(one), abs(other)))
