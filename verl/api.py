@@ -29,6 +29,7 @@ from verl.config import SCHEMAS, LoadedConfig, PPOConfig, load_config
 from verl.config.active_keys import runs_agents
 from verl.config.command_defaults import Face
 from verl.data.files import is_data_file
+from verl.data.messages import unfilled
 from verl.data.python_rows import Data, Row, Rows, checked_row, listed_rows, prompt_row, row_as_json
 from verl.errors import ConfigError, DataError
 from verl.foreign_text import quoted
@@ -159,7 +160,7 @@ class Trainer(SteppedRun):
             columns = dict.fromkeys(name for row in prompts for name in row["extra_info"])  # None where a row has none
             rows = [{**row, "extra_info": columns | row["extra_info"]} for row in prompts]
         else:
-            rows = [checked_row(row, number) for number, row in enumerate(data)]
+            rows = [checked_row(unfilled(row), number) for number, row in enumerate(data)]
         text = "".join(row_as_json(row, number) + "\n" for number, row in enumerate(rows))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         file = self.folder / "inputs" / f"{split}_{digest}.jsonl"

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from verl.config import PPOConfig, load_config
+from verl.data.messages import messages_in, without_marks
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
@@ -254,7 +255,8 @@ class Session:
         if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], Mapping):
             ids: list[int] = token_ids(prompt, place, num_embeddings(self.tokenizer)).tolist()
             return self._encoder.fitted(ids, place)
-        return self._encoder.encode(prompt, place)  # type: ignore[arg-type]
+        messages = prompt if isinstance(prompt, str) else without_marks(messages_in(prompt, place))
+        return self._encoder.encode(messages, place)
 
     def _sample(self, generated: DataProto, row: int, prompt: int, prompt_ids: list[int]) -> dict[str, object]:
         columns = generated.batch

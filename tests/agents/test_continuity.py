@@ -112,3 +112,25 @@ def test_a_template_that_leaves_turns_out_is_refused():
     bare.chat_template = None
     with pytest.raises(ConfigError, match="the tokenizer has none"):
         ChatContinuity(bare)
+
+
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|observation|>\n<tool_response>{{ m.content }}</tool_response>{% else %}"
+    "<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_a_message_behind_a_turn_without_an_end_keeps_the_token_of_its_role():
+    tokenizer = with_template(GLM, ("<|assistant|>", "<|observation|>", "<|user|>", "<|endoftext|>"))
+    continuity = ChatContinuity(tokenizer)
+    stops = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+    for reply, own in ((tool("5"), "<|observation|>"), (user("more"), "<|user|>")):
+        whole = tokenizer.decode(continuity.suffix([reply], None))
+        assert whole.startswith(f"{own}\n")
+        for stop in stops:
+            name = tokenizer.convert_ids_to_tokens(stop)
+            suffix = tokenizer.decode(continuity.suffix([reply], stop, stops))
+            # the model may end its turn with the token of another role: the answer of a tool is never the user's
+            assert name + suffix == (whole if name == own else name + whole)

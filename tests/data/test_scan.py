@@ -18,6 +18,7 @@ from tests.data import hostile_templates
 from tests.data.mutations import mutated
 from tests.data.rows import config, row, write
 from tests.slow import slow
+from verl.config import DataConfig
 from verl.config.roots.reward_model import RMDataConfig
 from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
 from verl.data import row_cache, scan, tables
@@ -25,12 +26,13 @@ from verl.data.conversations.dataset import ConversationDataset, read_into
 from verl.data.dataset import PromptRows, RLHFDataset, load_dataset
 from verl.data.files import read_rows, write_parquet
 from verl.data.loader import PromptLoader
+from verl.data.messages import prompt_messages
 from verl.data.order import PromptOrder
 from verl.data.preferences.dataset import PreferenceDataset
 from verl.data.preferences.scored import StepDataset
 from verl.data.prompts import PromptEncoder
 from verl.data.scan import ScanPart, scan_rows
-from verl.data.schema import at, messages_of
+from verl.data.schema import at
 from verl.data.template_checks import TemplateChecks
 from verl.errors import DataError, UnavailableRowError
 from verl.models.tiny import make_tokenizer
@@ -81,7 +83,7 @@ def written(rng, folder, rows):
 def prompts_of(rows):
     for number in range(len(rows)):
         with at(rows.place(number)):
-            messages = messages_of(rows[number], "prompt")
+            messages = prompt_messages(rows[number], DataConfig())
         yield (text if isinstance(text := rows[number]["prompt"], str) else messages), rows.place(number)
 
 

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from verl.data_proto.samples import ScoreRequest
-from verl.errors import RewardError
+from verl.errors import DataError, RewardError
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.pool import RewardPool
 from verl.rewards.scorers import gsm8k
 from verl.rewards.scorers.math_answers import last_boxed, math_equal
 from verl.rewards.scorers.reasoning_gym import extract_answer
-from verl.rewards.scorers.route import SCORERS, default_compute_score, find_scorer
+from verl.rewards.scorers.route import SCORERS, check_truth, default_compute_score, find_scorer
 from verl.utils.reward_score import default_compute_score as known_name
 
 GARBAGE = [
@@ -347,6 +347,19 @@ def test_a_reply_that_hangs_the_task_scorer_costs_one_sample():
 def test_programs_need_tests(source):
     with pytest.raises(RewardError, match=r"needs 'inputs' and 'outputs', or 'assert_case'"):
         default_compute_score(source, "print(1)", "1", sandbox_fusion_url="http://localhost:1")
+
+
+def test_unequal_inputs_and_outputs_of_a_program_are_named():
+    truth = {"inputs": ["1", "2"], "outputs": ["1"]}
+    with pytest.raises(
+        RewardError, match=r"has 2 inputs and 1 outputs; give each input of a program its expected output"
+    ):
+        default_compute_score("apps", "print(1)", json.dumps(truth))
+    for answer in (truth, json.dumps(truth)):
+        with pytest.raises(DataError, match=r"field 'reward_model.ground_truth' has 2 inputs and 1 outputs"):
+            check_truth("apps", answer)
+    check_truth("apps", {"inputs": ["1"], "outputs": ["1"]})
+    check_truth("mine", truth)
 
 
 def test_unknown_data_source_and_task():

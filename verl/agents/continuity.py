@@ -11,6 +11,7 @@ was sampled, and templates that rewrite earlier turns (Qwen3 drops their <think>
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -72,7 +73,14 @@ class ChatContinuity:
         # most characters of `max_tokens` tokens; a longer text is not even rendered
         self.max_chars = None if max_tokens is None else max(_PROBE, _SLACK * max_tokens * _longest_token(tokenizer))
         self.tool_role_as_user = not self._renders_tools()
+        self._ends_turns = self._writes_end()
         self._split({"role": "user", "content": "x"})
+
+    def of_row(self, template_kwargs: Mapping[str, object]) -> ChatContinuity:
+        """The same with a row's arguments of the chat template."""
+        row = copy.copy(self)
+        row.template_kwargs = {**self.template_kwargs, **template_kwargs}
+        return row
 
     def prompt(self, messages: Messages, tools: Schemas | None = None, images: Sequence[str] = ()) -> list[int]:
         """Token ids of a conversation up to the beginning of the next turn of the assistant; `images` are the texts that stand
@@ -86,8 +94,9 @@ class ChatContinuity:
         self, messages: Messages, last_token: int | None, stop_ids: Collection[int] = (), images: Sequence[str] = ()
     ) -> list[int]:
         """Token ids of `messages` and of the beginning of the next turn, to follow a sampled turn whose last token is
-        `last_token`. Where that is a stop token the turn has ended, else the suffix ends it. Control tokens in the texts of the
-        messages are broken. `images` are the texts that stand for their images. Raises DataError."""
+        `last_token`. Where that is a stop token the turn has ended, else the suffix ends it. Where a template (GLM) ends no
+        turn, but begins each message with a token of its role, that token stays unless it was sampled. Control tokens in the
+        texts of the messages are broken. `images` are the texts that stand for their images. Raises DataError."""
         self._require_short(messages)
         safe = [{**m, "content": self._neutral_content(m.get("content"))} for m in messages]
         between, end = self._split(*safe)
@@ -95,7 +104,7 @@ class ChatContinuity:
         ids = self.encode(self._with_images(between, images))
         if end is None:
             return ids
-        return ids[1:] if last_token == end or last_token in stop_ids else ids
+        return ids[1:] if last_token == end or (self._ends_turns and last_token in stop_ids) else ids
 
     def encode(self, text: str, place: str = PLACE, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text. Raises DataError, also for more than about `max_tokens` tokens."""
@@ -217,6 +226,10 @@ class ChatContinuity:
             else:
                 fitted.append(message)
         return [{k: v for k, v in message.items() if k != "answers"} for message in fitted]
+
+    def _writes_end(self) -> bool:
+        turns: Messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
+        return not self.special_ids.isdisjoint(self.encode(self._render(turns, ended=True).rpartition(MARK)[2]))
 
     def _renders_tools(self) -> bool:
         try:

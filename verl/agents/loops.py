@@ -179,6 +179,7 @@ class AgentLoopBase(ABC):
         self.prompt_length = self.rollout_config.prompt_length
         self.response_length = CURRENT.get().task.limit
         self.loop = asyncio.get_running_loop()
+        self.continuity = self.context.continuity.of_row(CURRENT.get().task.row.get("template_kwargs") or {})
 
     async def apply_chat_template(
         self,
@@ -196,11 +197,11 @@ class AgentLoopBase(ABC):
             media = await self.tool_calls.images.read([*(images or ()), *map(VideoSource, videos or ())], "an episode")
             return self.suffix(messages, last, media)
         media = await read_images(self.tool_calls.images, images, videos)
-        return self.context.continuity.prompt(messages, tools, texts_of(media))
+        return self.continuity.prompt(messages, tools, texts_of(media))
 
     def suffix(self, messages: Messages, last_token: int | None, media: Sequence[Media] = ()) -> list[int]:
         """Token ids of messages with their images behind a sampled turn; control tokens in their texts are broken."""
-        return self.context.continuity.suffix(messages, last_token, self.stop_token_ids, texts_of(media))
+        return self.continuity.suffix(messages, last_token, self.stop_token_ids, texts_of(media))
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: object) -> AgentLoopOutput:

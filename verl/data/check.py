@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl.data.dataset import Files, PromptRows, RLHFDataset, dataset_class
+from verl.data.dataset import Files, PromptRows, RLHFDataset, Scored, dataset_class
 from verl.data.prompts import PromptEncoder, control_token_in, control_tokens
 from verl.data.scan import BadRows, batches_of
 from verl.data.template_checks import TemplateChecks
@@ -71,7 +71,7 @@ def check_rows(
     config: DataConfig,
     max_samples: int = -1,
     agents: Collection[str] = (),
-    scored: bool = True,
+    scored: Scored = True,
 ) -> RowsReport:
     """Check every row: schema, chat template, length against `data.max_prompt_length`. Bad rows are counted and the
     first ones described. Raises DataError when a file itself cannot be read, ConfigError for data.custom_cls."""
@@ -102,7 +102,7 @@ def check_rows(
 
 
 def check_data(
-    config: DataConfig, tokenizer: Tokenizer, agents: Collection[str] = (), scored: bool = True
+    config: DataConfig, tokenizer: Tokenizer, agents: Collection[str] = (), scored: Scored = True
 ) -> DataReport:
     """`check_rows` of the training and of the validation files, and how many validation prompts occur in both."""
     train = validation = None

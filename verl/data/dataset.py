@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,12 @@ import numpy as np
 
 from verl.data.files import Files, read_rows
 from verl.data.images import image_messages
-from verl.data.prompts import PromptEncoder
+from verl.data.messages import columns_of_chat, prompt_messages, row_template_kwargs, text_or_messages
+from verl.data.prompts import PromptEncoder, answer_prefix
 from verl.data.row_cache import key_of
 from verl.data.scan import BadRows, Scan, ScanPart, scan_rows
-from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
-from verl.data.tables import Rows
+from verl.data.schema import UNSCORED, Messages, at, check_row, message_of, whole_section
+from verl.data.tables import Rows, copy_of_row
 from verl.data.template_checks import TemplateChecks
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
@@ -30,18 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 42
-
-
-def whole_section(config: DataConfig | Mapping[str, object]) -> Any:
-    """The section `data`, with defaults for keys that a mapping (a recipe's own config) leaves out."""
-    from verl.config import DataConfig
-
-    if isinstance(config, DataConfig) or not isinstance(config, Mapping):
-        return config
-    from omegaconf import OmegaConf
-
-    whole = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(DataConfig())), OmegaConf.create(dict(config)))
-    return OmegaConf.create(OmegaConf.to_container(whole))
+Scored = bool | Callable[[str, object], object]
 
 
 class RLHFDataset:
@@ -96,7 +85,7 @@ class RLHFDataset:
             str(self.data_files),
             len(dataframe),
             partial(self._measure, dataframe, encoder),
-            key=lambda: key_of("fit", dataframe.digest(), *encoder.identity(), self.prompt_key, self.max_prompt_length),
+            key=lambda: key_of("fit", dataframe.digest(), *encoder.identity(), *self._rules()),
             forks=encoder.images is None,
         )
         fitting = np.flatnonzero(scan.results()[0]["lengths"] <= self.max_prompt_length)
@@ -109,36 +98,41 @@ class RLHFDataset:
             logger.info("%d of %d prompts are too long and left out.", len(dataframe) - len(fitting), len(dataframe))
         return dataframe.select(fitting)
 
+    def _rules(self) -> list[object]:
+        return [self.prompt_key, *columns_of_chat(self.config), self.max_prompt_length]
+
     def _measure(self, dataframe: Rows, encoder: PromptEncoder, numbers: range) -> ScanPart:
         """The prompt tokens of rows: an Examine of verl/data/scan.py."""
         bad, prompts = BadRows(), self._prompts(dataframe, numbers) if encoder.images is None else None
-        lengths = [0] * len(numbers) if prompts is None else encoder.lengths(prompts, bounded=True)
+        lengths = [0] * len(numbers) if prompts is None else encoder.lengths(*prompts, bounded=True)
         for index, number in enumerate(numbers):
             if not lengths[index]:
                 row, place = dataframe[number], dataframe.place(number)
                 try:
                     with at(place):
                         messages, images = self._placed(row)
-                    prompt = _prompt(row, messages, self.prompt_key)
-                    lengths[index] = len(encoder.encode_whole(prompt, place, images).ids)
+                        kwargs = row_template_kwargs(row, self.config)
+                    prompt = text_or_messages(row, messages, self.prompt_key)
+                    lengths[index] = len(encoder.encode_whole(prompt, place, images, kwargs).ids)
                 except DataError as error:
                     bad.add(BadRows(of_fields=(number, str(error))))
         return ScanPart({"lengths": np.array(lengths, dtype=np.int32)}, bad=bad)
 
-    def _prompts(self, dataframe: Rows, numbers: range) -> list[Messages | str] | None:
-        """The prompts of rows; None when one of them is wrong."""
+    def _prompts(self, dataframe: Rows, numbers: range) -> tuple[list[Messages | str], list[dict[str, object]]] | None:
+        """The prompts of rows and their arguments of the template; None when one of them is wrong."""
         try:
-            rows = dataframe.batch(numbers, self.prompt_key)
-            return [_prompt(row, messages_of(row, self.prompt_key), self.prompt_key) for row in rows]
+            rows = dataframe.batch(numbers, (self.prompt_key, *columns_of_chat(self.config)))
+            prompts = [text_or_messages(row, prompt_messages(row, self.config), self.prompt_key) for row in rows]
+            return prompts, [row_template_kwargs(row, self.config) for row in rows]
         except DataError:
             return None
 
     def _build_messages(self, example: dict[str, object]) -> Messages:
-        return messages_of(example, self.prompt_key, images=self.processor is not None)
+        return prompt_messages(example, self.config, images=self.processor is not None)
 
     def _placed(self, row: Mapping[str, object]) -> tuple[Messages, list[object]]:
         """See image_messages; a model without a processor reads text."""
-        messages = messages_of(row, self.prompt_key, images=self.processor is not None)
+        messages = prompt_messages(row, self.config, images=self.processor is not None)
         if self.processor is None:
             return messages, []
         return image_messages(messages, row, self.config)
@@ -150,7 +144,7 @@ class RLHFDataset:
         return len(self.dataframe)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        row = dict(self.dataframe[item])
+        row = copy_of_row(self.dataframe[item])
         with at(self.place(item)):
             return self._with_fields(row)
 
@@ -185,15 +179,9 @@ def collate_fn(data_list: list[dict[str, object]]) -> dict[str, object]:
     }
 
 
-def _prompt(row: dict[str, object], messages: Messages, prompt_key: str) -> Messages | str:
-    """A prompt that was written as a plain text stays one, for tokenizers that have no chat template, unless it has images."""
-    text = row.get(prompt_key)
-    return text if isinstance(text, str) and isinstance(messages[0]["content"], str) else messages
-
-
 class PromptRows:
     """The rows that loaders read, of any data set class; each is checked as it is read. Rows whose rewards do not train
-    (`scored=False`) may lack what selects and feeds a scorer."""
+    (`scored=False`) may lack what selects and feeds a scorer. A function raises DataError for a wrong (task, answer)."""
 
     def __init__(
         self,
@@ -201,7 +189,7 @@ class PromptRows:
         config: DataConfig,
         agents: Collection[str] = (),
         *,
-        scored: bool = True,
+        scored: Scored = True,
         reads_images: bool = False,
     ):
         self.dataset = dataset
@@ -251,9 +239,17 @@ class PromptRows:
             name = self.config.reward_fn_key
             row = {**row, "reward_model": UNSCORED, name: row.get(name) or "prompts"}
         check_row(row, self.config, self.agents, images=self.reads_images)
+        if callable(self.scored):
+            self.scored(row[self.config.reward_fn_key], row["reward_model"].get("ground_truth"))
+        if not row.keys().isdisjoint(columns_of_chat(self.config)):
+            row = {**row, "template_kwargs": row_template_kwargs(row, self.config)}
+        kwargs = {**self.config.apply_chat_template_kwargs, **row.get("template_kwargs", {})}
+        if (prefix := answer_prefix(row["raw_prompt"], kwargs)) is not None:
+            row = {**row, "extra_info": {**(row.get("extra_info") or {}), "assistant_prefix": prefix}}
         if not self.reads_images:
             return row
-        messages, images = image_messages(messages_of(row, "raw_prompt", images=True), row, self.config)
+        raw = [message_of(m, f"field 'raw_prompt[{i}]'", images=True) for i, m in enumerate(row["raw_prompt"])]
+        messages, images = image_messages(raw, row, self.config)
         return {**row, "raw_prompt": messages, self.config.video_key: None, self.config.image_key: images}
 
     def images(self, row: dict[str, Any]) -> list[Any]:
@@ -284,21 +280,22 @@ class PromptRows:
         it is not `measured` or the prompt has no tokens; `bounded`: see PromptEncoder.lengths."""
         rows = self.batch(items)
         texts = [row for row in rows if not isinstance(row, DataError) and not self.images(row)]
-        prompts = [self.prompt(row) for row in texts]
-        lengths = iter(encoder.lengths(prompts, bounded=bounded) if measured else [0] * len(texts))
+        prompts, of_rows = [self.prompt(row) for row in texts], [row.get("template_kwargs", {}) for row in texts]
+        lengths = iter(encoder.lengths(prompts, of_rows, bounded=bounded) if measured else [0] * len(texts))
         for item, row in zip(items, rows, strict=True):
             if isinstance(row, DataError):
                 yield item, None, 0, row
                 continue
             prompt, images, error = self.prompt(row), self.images(row), None
-            length = 0 if images else next(lengths)
+            of_row = row.get("template_kwargs", {})
+            kwargs, length = {**encoder.template_kwargs, **of_row}, 0 if images else next(lengths)
             try:
                 if measured or images:
-                    length = length or len(encoder.encode_whole(prompt, self.place(item), images).ids)
+                    length = length or len(encoder.encode_whole(prompt, self.place(item), images, of_row).ids)
                     if length > encoder.max_length and not self.config.filter_overlong_prompts:
-                        encoder.encode_row(prompt, self.place(item), images)
-                if not checks.passes_prompt(prompt, encoder.template_kwargs):
-                    checks.check_prompt(prompt, self.place(item), encoder.template_kwargs)
+                        encoder.encode_row(prompt, self.place(item), images, of_row)
+                if not checks.passes_prompt(prompt, kwargs, tools_matter="tools" in of_row):
+                    checks.check_prompt(prompt, self.place(item), kwargs, tools_matter="tools" in of_row)
             except DataError as caught:
                 error = caught
             yield item, row, length, error
@@ -330,10 +327,10 @@ class PromptRows:
         self._scan = scan if scan.runs else None
 
     def _rules(self) -> list[object]:
-        keys = ("prompt_key", "reward_fn_key", "image_key", "video_key", "audio_key")
+        keys = "prompt_key reward_fn_key image_key video_key audio_key tools_key enable_thinking_key".split()
         lengths = ("truncation", "max_prompt_length", "filter_overlong_prompts")
         settings = {name: getattr(self.config, name) for name in (*keys, *lengths)}
-        return [settings, sorted(self.agents), self.scored]
+        return [settings, sorted(self.agents), "answers" if callable(self.scored) else self.scored]
 
     def poll(self) -> None:
         """Raise DataError for a bad row that has become known."""
@@ -347,7 +344,7 @@ class PromptRows:
 
     def prompt(self, row: dict[str, Any]) -> Messages | str:
         """The input of the encoder for a row of this data set."""
-        return _prompt(row, row["raw_prompt"], self.config.prompt_key)
+        return text_or_messages(row, row["raw_prompt"], self.config.prompt_key)
 
 
 def dataset_class(config: DataConfig | SFTDataConfig) -> Any:
@@ -371,7 +368,7 @@ def load_dataset(
     *,
     max_samples: int = -1,
     agents: Collection[str] = (),
-    scored: bool = True,
+    scored: Scored = True,
     checked: bool = False,
 ) -> PromptRows:
     """The rows of `files`, checked: fields, images, and with `data.truncation=error` the length of every prompt. The model must

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl.data.row_cache import key_of
-from verl.data.tables import ROWS_READ, ArrowTable, JsonTable, ParquetTable, Rows, Table, mapped_rows
+from verl.data.tables import ROWS_READ, ArrowRow, ArrowTable, JsonTable, ParquetTable, Rows, Table, mapped_rows
 from verl.errors import DataError
 from verl.foreign_text import clean
 from verl.models.content import digest_of_text
@@ -183,13 +183,13 @@ class HuggingFaceTable(Table):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
+    def batch(self, rows: np.ndarray, fields: Collection[str] | None) -> list[dict[str, Any]]:
         try:
             columns = self.dataset[rows.tolist()]
         except Exception as error:  # as below
             raise DataError(f"The {self.name} holds a row that cannot be read: {clean(error)}") from error
-        names = list(columns) if field is None else [name for name in columns if name == field]
-        return [{name: columns[name][number] for name in names} for number in range(len(rows))]
+        names = list(columns) if fields is None else [name for name in columns if name in fields]
+        return [ArrowRow({name: columns[name][number] for name in names}) for number in range(len(rows))]
 
     def texts(self, field: str) -> set[str]:
         values = self.dataset.unique(field) if field in self.dataset.column_names else []
@@ -200,7 +200,7 @@ class HuggingFaceTable(Table):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
-            return dict(self.dataset[row])
+            return ArrowRow(self.dataset[row])
         except Exception as error:
             # a data set decodes its columns by whatever its author chose
             raise DataError(f"{self.place(row)} cannot be read: {type(error).__name__}: {clean(error)}") from error

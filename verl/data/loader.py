@@ -19,7 +19,7 @@ from verl.data_proto.proto import DataProto
 
 logger = logging.getLogger(__name__)
 
-_FROM_ROW = ("raw_prompt", "data_source", "reward_model", "extra_info")
+_FROM_ROW = ("raw_prompt", "template_kwargs", "data_source", "reward_model", "extra_info")
 # columns that the run makes itself: a field of that name in a user's file would hide or be hidden by them
 _RESERVED = (set(COLUMNS) - set(_FROM_ROW)) | {"dummy_tensor"}
 
@@ -36,7 +36,9 @@ class _Reader:
         self.rows.poll()
         rows = [self.rows[number] for number in numbers]
         encoded = [
-            self.encoder.encode_row(self.rows.prompt(row), self.rows.place(number), self.rows.images(row))
+            self.encoder.encode_row(
+                self.rows.prompt(row), self.rows.place(number), self.rows.images(row), row.get("template_kwargs", {})
+            )
             for row, number in zip(rows, numbers, strict=True)
         ]
         objects: dict[str, Any] = {
@@ -74,6 +76,7 @@ class PromptLoader:
         pad = getattr(encoder.tokenizer, "pad_token_id", None)
         self.pad_token_id = pad if pad is not None else 0  # as the rollout pads
         self.max_prompt_length, self.image_encoder = encoder.max_length, encoder.images
+        self.template_kwargs = encoder.template_kwargs
 
     def take(self, ordinal_start: int, count: int) -> DataProto:
         """The prompts of ordinals `ordinal_start` to `ordinal_start + count - 1`, from 0. Columns as verl/data_proto/columns.py

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from verl.data.images import image_encoder
@@ -20,8 +22,12 @@ from verl.tools.tool_registry import load_all_tools
 if TYPE_CHECKING:
     from verl.config import DataConfig
 
+log = logging.getLogger(__name__)
+
 TRUNCATIONS = ("error", "left", "right", "middle")
 
+CONTINUE = "continue_final_message"  # argument of the chat template
+NOTHING: Mapping[str, object] = MappingProxyType({})
 _ADDED = 8  # tokens that a tokenizer may add to a text
 
 _time: list[datetime] = []  # of this process
@@ -45,6 +51,7 @@ class PromptEncoder:
         self.max_length = config.max_prompt_length
         self.truncation = config.truncation
         self._takes_batches: bool | None = None  # not known yet
+        self._has_noted = False
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
         self.images = image_encoder(tokenizer, config)
         if config.tool_config_path or config.function_tool_path:  # only runs with agents read it
@@ -59,11 +66,19 @@ class PromptEncoder:
         """Token ids of a prompt without images; see `encode_row`."""
         return self.encode_row(prompt, place).ids
 
-    def encode_row(self, prompt: Messages | str, place: str, images: Sequence[object] = ()) -> EncodedPrompt:
+    def encode_row(
+        self,
+        prompt: Messages | str,
+        place: str,
+        images: Sequence[object] = (),
+        template_kwargs: Mapping[str, object] = NOTHING,
+    ) -> EncodedPrompt:
         """Tokens of a prompt, at most max_prompt_length of them, and its images, at the places of `images` (sources) in its
-        messages. Raises DataError naming `place` for a template that fails, an image that cannot be read, no tokens, and a
+        messages. `template_kwargs` are the row's arguments of the chat template.
+        Raises DataError naming `place` for a template that fails, an image that cannot be read, no tokens, and a
         prompt that is too long where `data.truncation` is error or it has images."""
-        encoded = self.encode_whole(prompt, place, images)
+        encoded = self.encode_whole(prompt, place, images, template_kwargs)
+        self._note_closed(prompt, place, template_kwargs)
         if len(encoded.ids) <= self.max_length:
             return encoded
         return EncodedPrompt(self.fitted(encoded.ids, place, images), None)
@@ -81,12 +96,30 @@ class PromptEncoder:
             )
         return truncate(ids, self.max_length, self.truncation)
 
-    def encode_whole(self, prompt: Messages | str, place: str, images: Sequence[object] = ()) -> EncodedPrompt:
+    def _note_closed(self, prompt: Messages | str, place: str, template_kwargs: Mapping[str, object]) -> None:
+        if self._has_noted or isinstance(prompt, str) or prompt[-1].get("role") != "assistant":
+            return
+        if answer_prefix(prompt, {**self.template_kwargs, **template_kwargs}) is None:
+            self._has_noted = True
+            log.warning(
+                "%s: the prompt ends with a message of the assistant, which is closed, and a new turn begins. To continue it, "
+                "set continue_final_message in data.apply_chat_template_kwargs or in chat_template_kwargs of the row.",
+                place,
+            )
+
+    def encode_whole(
+        self,
+        prompt: Messages | str,
+        place: str,
+        images: Sequence[object] = (),
+        template_kwargs: Mapping[str, object] = NOTHING,
+    ) -> EncodedPrompt:
         """`encode_row` of a prompt whatever its length."""
         read = self.images.read(images, place) if images and self.images is not None else None
         if getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = render_chat(self.tokenizer, messages, place, add_generation_prompt=True, **self.template_kwargs)
+            kwargs = {**self.template_kwargs, **template_kwargs}
+            text = render_chat(self.tokenizer, messages, place, add_generation_prompt=True, **kwargs)
             text = text if read is None else read.expanded(text)
             ids = encode_text(self.tokenizer, text, place, add_special_tokens=False)
         elif isinstance(prompt, str):
@@ -105,10 +138,18 @@ class PromptEncoder:
         read.check(ids, text)
         return EncodedPrompt(list(ids), read.media)
 
-    def lengths(self, prompts: Sequence[Messages | str], *, bounded: bool = False) -> list[int]:
+    def lengths(
+        self,
+        prompts: Sequence[Messages | str],
+        template_kwargs: Sequence[Mapping[str, object]] = (),
+        *,
+        bounded: bool = False,
+    ) -> list[int]:
         """Tokens of each prompt as `encode_whole` gives them, by one call of the tokenizer; 0 where only `encode_whole` can say
-        how many, or what is wrong. With `bounded`, an upper bound for texts that are so short that they fit."""
-        if not prompts or not getattr(self.tokenizer, "is_fast", False):  # which takes one text at a time
+        how many, or what is wrong: so for all of them where a prompt has arguments of the template.
+        With `bounded`, an upper bound for texts that are so short that they fit."""
+        by_row = any(template_kwargs) or CONTINUE in self.template_kwargs
+        if not prompts or by_row or not getattr(self.tokenizer, "is_fast", False):  # one text at a time
             return [0] * len(prompts)
         limit = num_embeddings(self.tokenizer)
         room = self.max_length - _ADDED if bounded and self._takes_batches and len(self.tokenizer) <= limit else 0
@@ -188,7 +229,12 @@ def encode_text(tokenizer: Tokenizer, text: str, place: str, **settings: bool) -
 def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template_kwargs: object) -> str:
     """The chat template applied to `messages`, at the time of the run. Raises DataError naming `place` when it fails."""
     try:
-        settings = at_time_of_run(template_kwargs)
+        prefix = answer_prefix(messages, template_kwargs)
+        settings = {k: v for k, v in at_time_of_run(template_kwargs).items() if k != CONTINUE}
+        if prefix is not None and not prefix.strip():
+            messages = messages[:-1]
+        elif prefix is not None:
+            settings |= {"add_generation_prompt": False, CONTINUE: True}
         text: str = tokenizer.apply_chat_template(_readable(tokenizer, messages), tokenize=False, **settings)
         return text
     except Exception as error:
@@ -197,6 +243,17 @@ def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template
             f"{place}: the chat template failed with {type(error).__name__}: {clean(error)}. Change the row's messages, "
             "data.apply_chat_template_kwargs or the model's custom_chat_template."
         ) from error
+
+
+def answer_prefix(messages: Messages, template_kwargs: Mapping[str, object]) -> str | None:
+    """The text with which the answer to a prompt begins: its last message, of the assistant, where `continue_final_message` is
+    set. None: a new turn begins."""
+    last = messages[-1] if messages else {}
+    begins = template_kwargs.get("add_generation_prompt", True) and last.get("role") == "assistant"
+    if not (begins and template_kwargs.get(CONTINUE)):
+        return None
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
 
 
 def _readable(tokenizer: Tokenizer, messages: Messages) -> Messages:

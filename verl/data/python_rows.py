@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from verl.data.messages import CHAT_COLUMNS, unfilled
 from verl.data.pictures import image_text
+from verl.data.tables import ArrowRow
 from verl.errors import DataError
 from verl.foreign_text import quoted
 
@@ -25,7 +27,7 @@ def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> d
 
     Raises DataError without a prompt.
     """
-    row = checked_row(row, number)
+    row = checked_row(unfilled(row, ("prompt", *CHAT_COLUMNS)), number)
     if "prompt" not in row:
         raise DataError(
             f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(map(str, row))}."
@@ -38,7 +40,7 @@ def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> d
         )
     answer = row.get("ground_truth", row.get("answer"))
     return {
-        **{name: row[name] for name in (*_ROW_FIELDS, *media) if name in row},
+        **{name: row[name] for name in (*_ROW_FIELDS, *CHAT_COLUMNS, *media) if name in row},
         "data_source": row.get("data_source") or "data",
         "reward_model": row.get("reward_model") or ({"style": "model"} if answer is None else {"ground_truth": answer}),
         "extra_info": {"index": number, "data_source": "data", **columns, **extra},
@@ -62,7 +64,7 @@ def listed_rows(split: str, data: Data) -> Rows:
         raise DataError(
             f"The {split} data are a {type(data).__name__}. Give a list of rows, or paths of data files{splits}."
         )
-    return list(data)
+    return list(map(ArrowRow, data) if hasattr(data, "features") else data)  # of a datasets.Dataset
 
 
 def checked_row(row: Row, number: int) -> Row:

@@ -5,6 +5,7 @@ Errors name the field and the fix; `at(place)` puts file and row in front of the
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import math
@@ -38,27 +39,6 @@ def at(place: str) -> Iterator[None]:
         raise UnavailableRowError(error.feature, place) from error
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
-
-
-def messages_of(row: Mapping[str, object], prompt_key: str, *, images: bool = False) -> Messages:
-    """The chat messages of a row; a plain text becomes one user message. `images`: see message_of. Raises DataError."""
-    if prompt_key not in row:
-        hint = nearest(prompt_key, row) or f"; there are {', '.join(map(str, row))}."
-        raise DataError(f"there is no field {prompt_key!r}{hint} data.prompt_key names the field with the prompt.")
-    prompt = row[prompt_key]
-    if isinstance(prompt, str):
-        if not prompt:
-            raise DataError(f"field {prompt_key!r} is an empty text; a prompt needs at least one character.")
-        check_plain(prompt, prompt_key)
-        return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, (list, tuple, np.ndarray)):
-        raise DataError(
-            f"field {prompt_key!r} is a {type(prompt).__name__}, not a text or a list of messages "
-            "{role, content}; data.prompt_key names the field with the prompt."
-        )
-    if len(prompt) == 0:
-        raise DataError(f"field {prompt_key!r} is an empty list; give at least one message.")
-    return [message_of(message, f"field '{prompt_key}[{i}]'", images=images) for i, message in enumerate(prompt)]
 
 
 def message_of(message: object, place: str, *, images: bool = False) -> dict[str, Any]:
@@ -253,3 +233,15 @@ def number_in(value: object, field: str) -> float:
             f"field {field!r} must be a finite number of at most {MAX_NUMBER:g} in size, but it is {quoted(value, 80)}."
         )
     return float(value)
+
+
+def whole_section(config: DataConfig | Mapping[str, object]) -> Any:
+    """The section `data`, with defaults for keys that a mapping (a recipe's own config) leaves out."""
+    from verl.config import DataConfig
+
+    if isinstance(config, DataConfig) or not isinstance(config, Mapping):
+        return config
+    from omegaconf import OmegaConf
+
+    whole = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(DataConfig())), OmegaConf.create(dict(config)))
+    return OmegaConf.create(OmegaConf.to_container(whole))

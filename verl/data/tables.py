@@ -8,7 +8,7 @@ import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,15 @@ def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     return entries
 
 
+class ArrowRow(dict[str, Any]):
+    """A row of arrow. An object in it has the fields of all objects of its column, null where it has none itself."""
+
+
+def copy_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as a dict of its kind."""
+    return ArrowRow(row) if isinstance(row, ArrowRow) else dict(row)
+
+
 class Table:
     """Rows of one file, decoded when they are asked for. `name` is its place, for messages."""
 
@@ -50,8 +59,8 @@ class Table:
     def __getitem__(self, row: int) -> dict[str, Any]:
         raise NotImplementedError
 
-    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
-        """`self[row]` of each, with all fields or only that one."""
+    def batch(self, rows: np.ndarray, fields: Collection[str] | None) -> list[dict[str, Any]]:
+        """`self[row]` of each, with all fields or only some."""
         raise NotImplementedError
 
     def texts(self, field: str) -> set[str]:
@@ -79,13 +88,14 @@ class ArrowTable(Table):
     def digest(self) -> str | None:
         return self._digest
 
-    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
-        table = self.table if field is None else self.table.select([field] if field in self.table.column_names else [])
+    def batch(self, rows: np.ndarray, fields: Collection[str] | None) -> list[dict[str, Any]]:
+        names = self.table.column_names
+        table = self.table if fields is None else self.table.select([name for name in names if name in fields])
         first, last = int(rows[0]), int(rows[-1])
         follow = last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all())
         try:
-            values: list[dict[str, Any]] = (table.slice(first, len(rows)) if follow else table.take(rows)).to_pylist()
-            return values
+            values = (table.slice(first, len(rows)) if follow else table.take(rows)).to_pylist()
+            return list(map(ArrowRow, values))
         except (ValueError, OverflowError) as error:
             raise DataError(f"{self.name} holds a value that cannot be read: {clean(error)}") from error
 
@@ -96,8 +106,7 @@ class ArrowTable(Table):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
-            values: dict[str, Any] = self.table.slice(row, 1).to_pylist()[0]
-            return values
+            return ArrowRow(self.table.slice(row, 1).to_pylist()[0])
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999
             raise DataError(f"{self.place(row)} holds a value that cannot be read: {clean(error)}") from error
 
@@ -196,7 +205,7 @@ class JsonTable(Table):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
+    def batch(self, rows: np.ndarray, fields: Collection[str] | None) -> list[dict[str, Any]]:
         return [self.rows[row] for row in rows]
 
     def texts(self, field: str) -> set[str]:
@@ -231,10 +240,10 @@ class Rows(Sequence[dict[str, object]]):
 
     def __getitem__(self, row: Any) -> Any:
         table, number = self._locate(row)
-        return dict(table[number])
+        return copy_of_row(table[number])
 
-    def batch(self, rows: range, field: str | None = None) -> list[dict[str, object]]:
-        """`self[row]` of each of `rows`, all of their fields or only `field`. Raises DataError, which may not name the row."""
+    def batch(self, rows: range, fields: Collection[str] | None = None) -> list[dict[str, object]]:
+        """`self[row]` of each of `rows`, all of their fields or only `fields`. Raises DataError, which may not name the row."""
         numbers = self._chosen[rows.start : rows.stop]
         if not len(numbers):
             return []
@@ -243,7 +252,7 @@ class Rows(Sequence[dict[str, object]]):
         for part in np.split(numbers, np.flatnonzero(np.diff(table_of)) + 1):
             index = int(table_of[len(batch)])
             start = int(self._ends[index - 1]) if index else 0
-            batch += map(dict, self._tables[index].batch(part - start, field))
+            batch += map(copy_of_row, self._tables[index].batch(part - start, fields))
         return batch
 
     def texts(self, field: str) -> set[str] | None:

@@ -29,17 +29,21 @@ class TemplateChecks:
         self.tokenizer = tokenizer
         self.shapes: set[object] = set()
 
-    def check_prompt(self, prompt: Messages | str, place: str, template_kwargs: Mapping[str, Any]) -> None:
-        """`check_chat` of the sampler's input, without tools, which an agent may describe in its own words."""
+    def check_prompt(
+        self, prompt: Messages | str, place: str, template_kwargs: Mapping[str, Any], *, tools_matter: bool = False
+    ) -> None:
+        """`check_chat` of the sampler's input. The run's tools do not matter: an agent may describe them in its own words."""
         if isinstance(prompt, str) and not getattr(self.tokenizer, "chat_template", None):
             self.check_text(prompt, place, add_special_tokens=True)
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            self.check_chat(messages, place, tools_matter=False, add_generation_prompt=True, **template_kwargs)
+            self.check_chat(messages, place, tools_matter=tools_matter, add_generation_prompt=True, **template_kwargs)
 
-    def passes_prompt(self, prompt: Messages | str, template_kwargs: Mapping[str, object]) -> bool:
+    def passes_prompt(
+        self, prompt: Messages | str, template_kwargs: Mapping[str, object], *, tools_matter: bool = False
+    ) -> bool:
         try:
-            self.check_prompt(prompt, "", template_kwargs)
+            self.check_prompt(prompt, "", template_kwargs, tools_matter=tools_matter)
         except DataError:
             return False
         return True

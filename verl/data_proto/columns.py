@@ -34,6 +34,7 @@ COLUMNS: dict[str, Column] = {
         _B, "object", "rollout", "images of an episode at places from its first response token, tuple of MediaSpan"
     ),
     "raw_prompt": Column(_B, "object", "data", "chat messages, list[{role, content}]"),
+    "template_kwargs": Column(_B, "object", "data", "the row's arguments of the chat template, such as tools"),
     "data_source": Column(_B, "object", "data", "name of the task; selects the scorer"),
     "reward_model": Column(_B, "object", "data", "{style, ground_truth} of the row"),
     "extra_info": Column(_B, "object", "data", "free-form dict of the row"),
@@ -116,4 +117,4 @@ COLUMNS: dict[str, Column] = {
 
 def ends_with_rewards(name: str) -> bool:
     """Whether only the phases up to the rewards read this object column, from the data file."""
-    return name not in COLUMNS or name in ("prompt_token_ids", "raw_prompt", "extra_info")
+    return name not in COLUMNS or name in ("prompt_token_ids", "raw_prompt", "template_kwargs", "extra_info")

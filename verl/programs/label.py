@@ -9,7 +9,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy as np
 from verl.config import RewardModelConfig
 from verl.config.sections.reward import JudgeServiceConfig, RewardModelRolloutConfig
 from verl.data.files import read_rows, write_parquet
-from verl.data.schema import at, messages_of
+from verl.data.messages import CHAT_COLUMNS, messages_in, unfilled, without_marks
+from verl.data.schema import at
 from verl.errors import DataError
 from verl.parallel.device import resolve_device
 from verl.roles.judges import build_judge
@@ -46,6 +47,7 @@ class Candidates:
 
     prompt: Any  # messages or text, as its row has it
     responses: tuple[str, ...]
+    columns: Mapping[str, object] = field(default_factory=dict)  # CHAT_COLUMNS of its row
 
     @property
     def question(self) -> str:
@@ -57,7 +59,7 @@ class Candidates:
         texts = {"chosen": self.responses[better], "rejected": self.responses[worse]}
         if not isinstance(self.prompt, str):
             texts = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}  # type: ignore[misc]
-        return {"prompt": self.prompt, **texts, "margin": margin}
+        return {"prompt": self.prompt, **texts, "margin": margin, **self.columns}
 
 
 def label(options: argparse.Namespace) -> list[str]:
@@ -93,9 +95,10 @@ def read_candidates(file: str, prompt_key: str, responses_key: str) -> Iterator[
     for number in range(len(table)):
         row = table[number]
         with at(table.place(number)):
+            row = unfilled(row, (prompt_key, *CHAT_COLUMNS))
             prompt, responses = row.get(prompt_key), row.get(responses_key)
             if not isinstance(prompt, str):
-                prompt = messages_of(row, prompt_key)
+                prompt = without_marks(messages_in(prompt, prompt_key))
             if not isinstance(responses, list | tuple | np.ndarray) or not all(isinstance(r, str) for r in responses):
                 raise DataError(
                     f"field {responses_key!r} must be a list of texts, as `verl generate --output FILE.parquet` writes "
@@ -103,7 +106,7 @@ def read_candidates(file: str, prompt_key: str, responses_key: str) -> Iterator[
                 )
         unique = tuple(dict.fromkeys(responses))
         if len(unique) > 1:
-            yield Candidates(prompt, unique)
+            yield Candidates(prompt, unique, {n: row[n] for n in CHAT_COLUMNS if row.get(n) is not None})
 
 
 def compared(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
 from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
 from verl.programs.specs import rollout_spec
+from verl.rewards.scorers.route import check_truth
 from verl.rollout.api import holds_weights
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,13 @@ def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
         )
 
 
+def scoring_of(config: PPOConfig) -> bool | Callable[[str, object], object]:
+    """See PromptRows: whether rewards train, and the check of reference answers where a built-in scorer reads them."""
+    return (
+        check_truth if uses_rewards(config) and not config.reward.custom_reward_function.path else uses_rewards(config)
+    )
+
+
 def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = None) -> PPOData:
     """Read and check the data files; raises DataError or ConfigError before any model is loaded.
 
@@ -87,7 +96,7 @@ def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = No
     encoder = PromptEncoder(tokenizer, data)
     checks: Any = {
         "agents": known_loops(rollout_spec(config).agents),
-        "scored": uses_rewards(config) if scored is None else scored,
+        "scored": scoring_of(config) if scored is None else scored,
     }
     run_data = PPOData(tokenizer, None, None, [])
     sources: set[str] = set()

@@ -22,6 +22,7 @@ import numpy as np
 
 from verl.algorithms.filters import best_of_groups
 from verl.config import PPOConfig
+from verl.data.prompts import answer_prefix
 from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
@@ -141,21 +142,26 @@ class RejectionSampling(PPO):
         assert self.data.train is not None
         numbers = batch.batch["row_index"].tolist()
         images = {number: self.data.train.images(number) for number in set(numbers)} if media_of(batch) else {}
-        samples = zip(
-            batch.non_tensor_batch["raw_prompt"], sample_rows(batch, self.data.tokenizer), numbers, strict=True
-        )
+        objects = batch.non_tensor_batch
+        of_rows = objects["template_kwargs"] if "template_kwargs" in objects else [None] * len(batch)
+        kwargs_of = [{**self.data.train.template_kwargs, **(of_row or {})} for of_row in of_rows]
+        samples = zip(objects["raw_prompt"], kwargs_of, sample_rows(batch, self.data.tokenizer), numbers, strict=True)
         return [
             {
                 **(
-                    {"prompt": list(messages), "completion": [{"role": "assistant", "content": row["response"]}]}
-                    if number in images or self._is_text(row)
+                    {
+                        "prompt": list(messages),
+                        "completion": [{"role": "assistant", "content": row["response"]}],
+                        **_columns(kwargs),
+                    }
+                    if number in images or (self._is_text(row) and answer_prefix(messages, kwargs) is None)
                     else _tokenized(row)
                 ),
                 **images.get(number, {}),
                 **{name: row[name] for name in _COPIED},
                 "step": step,
             }
-            for messages, row, number in samples
+            for messages, kwargs, row, number in samples
         ]
 
     def _is_text(self, row: Mapping[str, Any]) -> bool:
@@ -163,6 +169,13 @@ class RejectionSampling(PPO):
         a tool or user has answered in between, or where a character is incomplete."""
         text = self.data.tokenizer.decode(row["response_ids"][:-1].tolist(), skip_special_tokens=False)
         return "response_mask" not in row and text == row["response"] and "\ufffd" not in text
+
+
+def _columns(kwargs: Mapping[str, object]) -> dict[str, object]:
+    """A row's arguments of the chat template as its columns."""
+    others = {name: value for name, value in kwargs.items() if name != "tools"}
+    columns = {"tools": kwargs.get("tools"), "chat_template_kwargs": others}
+    return {name: value for name, value in columns.items() if value}
 
 
 def _tokenized(row: Mapping[str, Any]) -> dict[str, object]:

@@ -125,7 +125,7 @@ def _batch(requests: Sequence[ScoreRequest]) -> DataProto:
 
 
 _NOT_READ = ("token_weight_version",)  # 8 bytes a token
-_OF_PROMPT = "sample_split uid data_source reward_model extra_info prompt_token_ids raw_prompt".split()
+_OF_PROMPT = "sample_split uid data_source reward_model extra_info prompt_token_ids raw_prompt template_kwargs".split()
 _OBJECTS = (*_OF_PROMPT, "episode_reward", "episode_error", "episode_extra", *MEDIA_COLUMNS)
 
 

@@ -17,6 +17,7 @@ from verl.config import RewardModelConfig
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.formats import Example
 from verl.data.conversations.tokens import ConversationEncoder
+from verl.data.prompts import answer_prefix
 from verl.data_proto.media import MEDIA_COLUMNS, Spans, placed_in, row_media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
@@ -113,7 +114,7 @@ class RewardModelWorker:
         self.left_out = stops if scores_steps else frozenset()
         self._has_warned = False
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid", *MEDIA_COLUMNS))
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "template_kwargs", "uid", *MEDIA_COLUMNS))
     def score(self, batch: DataProto) -> DataProto:
         """Column reward_model_score [batch]. Raises NumericsError for a score that is not finite, ConfigError for images that
         another template would leave out, ModelError for a model that reads none."""
@@ -170,10 +171,15 @@ class RewardModelWorker:
                 "The reward model reads an episode of several turns as one message of the assistant, since its tokenizer or "
                 "chat template differs from the policy's. Train it from the policy's model."
             )
-        for messages, response in zip(
-            batch.non_tensor_batch["raw_prompt"], responses(batch, self.policy_tokenizer), strict=True
+        objects = batch.non_tensor_batch
+        of_rows = objects["template_kwargs"] if "template_kwargs" in objects else [None] * len(batch)
+        for messages, kwargs, response in zip(
+            objects["raw_prompt"], of_rows, responses(batch, self.policy_tokenizer), strict=True
         ):
-            conversation = Example("prompt_completion", list(messages), [{"role": "assistant", "content": response}])
+            prefix = answer_prefix(messages, kwargs or {})
+            asked = list(messages) if prefix is None else list(messages[:-1])
+            answer = [{"role": "assistant", "content": (prefix or "") + response}]
+            conversation = Example("prompt_completion", asked, answer, template_kwargs=kwargs or {})
             (sequence,) = self.encoder.encode(conversation, PLACE)
             sequences.append(tuple(sequence.input_ids.tolist()))
         return sequences

@@ -5,6 +5,7 @@ import pytest
 from tests.data.conversations.templates import chat
 from verl.config.sections.data import SFTDataConfig
 from verl.data.conversations.formats import example_of, format_of
+from verl.data.tables import ArrowRow
 from verl.errors import DataError
 
 QA = chat("q", "a")
@@ -200,7 +201,7 @@ def test_fields_that_parquet_fills_with_null_are_dropped():
         "tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}],
     }
     tools = [{"name": "add", "parameters": {"a": {"type": "number"}, "b": None}}]
-    example = example_of({"messages": [QA[0], message], "tools": tools}, SFTDataConfig())
+    example = example_of(ArrowRow({"messages": [QA[0], message], "tools": tools}), SFTDataConfig())
     assert example.completion[1] == {"role": "assistant", "tool_calls": [CALL]}
     assert example.trains == (None, None)
     assert example.tools == [{"name": "add", "parameters": {"a": {"type": "number"}}}]

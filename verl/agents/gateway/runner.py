@@ -74,9 +74,11 @@ class EndpointAgentLoop(AgentLoopBase):
         episode, runner = CURRENT.get(), self.context.runner
         assert runner is not None
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
+        kwargs_of_row = {k: v for k, v in (kwargs.get("template_kwargs") or {}).items() if k != "tools"}
+        continuity = self.context.continuity.of_row(kwargs_of_row)  # requests bring their tools
         first = canonical([dict(message) for message in kwargs["raw_prompt"]], [])
         session = EndpointSession(
-            secrets.token_urlsafe(16), episode, self.context.continuity, parser, self.stop_token_ids, first,
+            secrets.token_urlsafe(16), episode, continuity, parser, self.stop_token_ids, first,
             self.tool_calls.images,
         )  # fmt: skip
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}

@@ -67,16 +67,16 @@ def _first_row(dataset: ConversationDataset, tokenizer: Tokenizer) -> str:
 def check_rows_of_data(subject: Subject) -> Iterator[Line]:
     """Counts, lengths, invalid rows, repeated prompts."""
     from verl.agents.agents import known_loops
-    from verl.config.active_keys import uses_rewards
     from verl.data.check import check_data
+    from verl.programs.ppo_data import scoring_of
     from verl.programs.specs import rollout_spec
 
     if subject.tokenizer is None:
         yield skip("not checked without a tokenizer")
         return
     config = subject.config.data
-    scored = uses_rewards(subject.config)
-    subject.data = check_data(config, subject.tokenizer, known_loops(rollout_spec(subject.config).agents), scored)
+    loops = known_loops(rollout_spec(subject.config).agents)
+    subject.data = check_data(config, subject.tokenizer, loops, scoring_of(subject.config))
     for name, key, rows in (
         ("training", "data.train_files", subject.data.train),
         ("validation", "data.val_files", subject.data.validation),
@@ -102,13 +102,11 @@ def _teachers(subject: Subject) -> Line:
 
 
 def _load(subject: Subject, files: Any, max_samples: int, *, checked: bool) -> PromptRows:
-    from verl.config.active_keys import uses_rewards
     from verl.data.dataset import load_dataset
+    from verl.programs.ppo_data import scoring_of
 
-    scored = uses_rewards(subject.config)
-    return load_dataset(
-        files, subject.tokenizer, subject.config.data, max_samples=max_samples, scored=scored, checked=checked
-    )
+    of_rows: Any = {"max_samples": max_samples, "scored": scoring_of(subject.config), "checked": checked}
+    return load_dataset(files, subject.tokenizer, subject.config.data, **of_rows)
 
 
 def check_template(subject: Subject) -> Iterator[Line]:

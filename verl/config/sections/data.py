@@ -55,6 +55,8 @@ class DataConfig(Section):
         choices=("first", "all"),
     )
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
+    tools_key: str = used("tools", "field that holds the tools' JSON schemas")
+    enable_thinking_key: str = used("enable_thinking", "field that holds enable_thinking of the chat template")
     image_key: str = used("images", "field that holds images, of rows for a vision-language model")
     mm_processor_kwargs: dict[str, Any] = used(
         {}, "further arguments of the model's image processor, such as max_pixels, and of videos: fps, nframes"

@@ -38,7 +38,7 @@ class MultiTurnConfig(Section):
     enable: bool = used(False, "several turns with tools: rows that name no agent loop run tool_agent", when=ALWAYS)
     max_assistant_turns: int | None = used(None, "most turns of the model in an episode", ge=1)
     max_user_turns: int | None = used(None, "most turns of tools and users in an episode", ge=0)
-    max_parallel_calls: int = used(1, "tool calls of one turn that run; further ones are left out", ge=1)
+    max_parallel_calls: int = used(1, "tool calls of one turn that run; others are answered: not run", ge=1)
     max_tool_response_length: int = used(256, "longest tool response, in characters", ge=1)
     tool_response_truncate_side: str = used(
         "middle", "side on which a longer one is cut, as in data.truncation", choices=("left", "middle", "right")

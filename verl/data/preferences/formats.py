@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.conversations.formats import (
-    alpaca_prompt,
+from verl.data.conversations.formats import alpaca_prompt, named
+from verl.data.images import image_messages
+from verl.data.messages import (
     messages_in,
-    named,
     refuse_media,
     template_kwargs_of,
     text_in,
     tools_in,
+    unfilled,
     with_system,
 )
-from verl.data.images import image_messages
 from verl.data.schema import Messages, check_plain, number_in
 from verl.data_proto.token_ids import num_common
 from verl.errors import DataError
@@ -48,6 +48,7 @@ class Preference:
 
 def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, images: bool = False) -> Preference:
     """The row in the form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field."""
+    row = unfilled(row)
     refuse_media(row, settings, images=images)
     has = {str(name) for name, value in row.items() if value is not None}
     if has.issuperset((settings.chosen_key, settings.rejected_key)):

@@ -12,17 +12,18 @@ import torch
 
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.dataset import ConversationDataset
-from verl.data.conversations.formats import (
+from verl.data.conversations.formats import named
+from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
+from verl.data.images import ConversationImages, image_messages
+from verl.data.messages import (
     messages_in,
-    named,
     refuse_media,
     template_kwargs_of,
     text_in,
     tools_in,
+    unfilled,
     with_system,
 )
-from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
-from verl.data.images import ConversationImages, image_messages
 from verl.data.preferences.dataset import PreferenceDataset
 from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages, at, number_in
@@ -101,7 +102,7 @@ class StepDataset(ConversationDataset):
     def sequences_of(
         self, row: Mapping[str, object], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
-        settings, tokenizer = encoder.settings, encoder.tokenizer
+        settings, tokenizer, row = encoder.settings, encoder.tokenizer, unfilled(row)
         assert isinstance(settings, RMDataConfig)
         with at(place):
             refuse_media(row, settings, images=encoder.images is not None)
@@ -133,7 +134,7 @@ class StepDataset(ConversationDataset):
         return "labelled_steps", images.attached([sequence]), messages
 
     def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:
-        return _asked(row, settings, images=True)[1]
+        return _asked(unfilled(row), settings, images=True)[1]
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See ConversationDataset; adds step_labels float32 [batch, response], 1 in response_mask behind a right step."""

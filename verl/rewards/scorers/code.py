@@ -17,7 +17,7 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from verl.errors import RewardError
+from verl.errors import DataError, RewardError
 from verl.rewards.programs import Output, ProgramLimits, run_program
 from verl.rewards.scorers.route import Scorer
 
@@ -101,6 +101,22 @@ def compute_score(
     }
 
 
+def _check(ground_truth: object) -> None:
+    """Raise DataError for unequal lists of inputs and outputs."""
+    truth = _parsed(ground_truth)
+    if isinstance(truth, dict) and (why := _unequal(truth)):
+        raise DataError(f"field 'reward_model.ground_truth' {why}.")
+
+
+def _unequal(truth: dict[str, Any]) -> str:
+    inputs, outputs = (truth.get(key) or [] for key in ("inputs", "outputs"))
+    if not (isinstance(inputs, list) and isinstance(outputs, list)):
+        return "needs lists of inputs and outputs"
+    if len(inputs) == len(outputs):
+        return ""
+    return f"has {len(inputs)} inputs and {len(outputs)} outputs; give each input of a program its expected output"
+
+
 def _tests(ground_truth: object) -> Iterator[Test]:
     truth = _parsed(ground_truth)
     if isinstance(truth, str):
@@ -112,6 +128,8 @@ def _tests(ground_truth: object) -> Iterator[Test]:
             "The ground_truth of a program needs 'inputs' and 'outputs', or 'assert_case'; this one is "
             f"{str(ground_truth)[:80]!r}."
         )
+    if why := _unequal(truth):
+        raise RewardError(f"The ground_truth of a program {why}.")
     cases = truth.get("assert_case") or []
     for case in [cases] if isinstance(cases, str) else cases:
         if _only_defines(str(case)):
@@ -196,4 +214,5 @@ def _same_number(word: str, target: str) -> bool:
         return word == target
 
 
-SCORER = Scorer(compute_score, lambda ground_truth, extra_info: None)  # rows have tests, not programs that pass them
+# rows have tests, not programs that pass them
+SCORER = Scorer(compute_score, lambda ground_truth, extra_info: None, check=_check)

@@ -45,11 +45,13 @@ class Scorer:
     `compute_score(*, data_source, solution_str, ground_truth, extra_info)` returns a number or a dict with "score".
     `reference(ground_truth, extra_info)` writes the reference answer as a reply that must get the score 1, None when
     the row has no reference answer. `warm()` imports the scorer's dependencies, so that the first sample does not wait.
+    `check(ground_truth)` raises DataError for one that no response could be scored against.
     """
 
     compute_score: Callable[..., Any]
     reference: Callable[[object, dict[str, object]], str | None]
     warm: Callable[[], object] = lambda: None
+    check: Callable[[object], object] = lambda ground_truth: None
 
 
 def find_scorer(data_source: str) -> Scorer | None:
@@ -72,6 +74,12 @@ def route(data_source: str) -> Scorer:
             "file with your compute_score function; from Python, pass `reward`."
         )
     return scorer
+
+
+def check_truth(data_source: str, ground_truth: object) -> None:
+    """Raise DataError for a reference answer that the built-in scorer of a data_source cannot read."""
+    if (scorer := find_scorer(data_source)) is not None:
+        scorer.check(ground_truth)
 
 
 def warm(data_sources: Iterable[str]) -> None:
