@@ -105,7 +105,7 @@ def script(key, turn):
     rng = random.Random(hashlib.sha256(repr((key, turn)).encode()).digest())
     if turn >= rng.randint(1, 7):
         return " ".join(rng.choices(WORDS[:4], k=3))
-    parts = []
+    parts = ["</think>"]  # the prompts of some templates begin thoughts, in which no call runs
     for _ in range(rng.randint(1, 3)):
         parts.append("".join(rng.choices(WORDS, k=rng.randint(0, 3))))
         kind = rng.random()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -123,6 +124,7 @@ class Agents:
         )
         self._results: list[EpisodeResult] = []
         self._tool_results: list[ToolResult] = []
+        self._faults: Counter[str] = Counter()
 
     def _tool_pool(self, tools: Sequence[object], log_dir: Path | None) -> SandboxedFunctions | None:
         """The processes of tools that are functions, where the config has them sandboxed."""
@@ -227,8 +229,8 @@ class Agents:
 
     def metrics(self) -> Stats:
         """Statistics of the episodes since the last call, for the log."""
-        results, tools = self._results, self._tool_results
-        self._results, self._tool_results = [], []
+        results, tools, faults = self._results, self._tool_results, self._faults
+        self._results, self._tool_results, self._faults = [], [], Counter()
         num_paused = sum(is_paused(result) for result in results)
         stats: Stats = {
             **self.driver.stats,
@@ -238,6 +240,7 @@ class Agents:
         stats["num_failed_episodes"] = sum(result.error is not None for result in results)
         stats["num_tool_calls"] = len(tools)
         stats["num_failed_tool_calls"] = sum(result.error is not None for result in tools)
+        stats["num_unreadable_tool_calls"], stats["num_tool_calls_not_run"] = faults["unreadable"], faults["not_run"]
         stats["num_replayed_tool_calls"] = sum(result.replayed for result in tools)
         stats["tool_s"] = sum(result.seconds for result in tools if not result.replayed)
         return stats
@@ -307,6 +310,7 @@ class Agents:
         extra = plain({**extra, "num_turns": output.num_turns, "rollout_reward_scores": scores})
         times = output.metrics.model_dump() if isinstance(output.metrics, Record) else dict(output.metrics)
         self._tool_results += episode.tool_results
+        self._faults += episode.faults
         times |= {"generate_sequences": episode.generate_s, "num_tool_calls": len(episode.tool_results)}
         return EpisodeResult(episode.task, trajectory, reward, extra, output.num_turns, times)
 

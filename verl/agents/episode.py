@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -134,6 +135,7 @@ class Episode:
         self.generate_s = 0.0
         self.messages: Messages = []
         self.tool_results: list[Any] = []
+        self.faults: Counter[str] = Counter()  # calls by what kept them from running
         self.is_paused = self.is_dropped = False
         self.end_agent: Callable[[], object] = lambda: None  # cancels the agent; set by the driver
         self._submit = submit

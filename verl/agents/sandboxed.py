@@ -76,7 +76,7 @@ def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_i
         t for t in tools if t.tool_schema.function.name == data_source
     )
     try:
-        returned = finished(tool.function(**extra_info["arguments"]))
+        returned = finished(tool.function(**tool.values(extra_info["arguments"])))
         response, reward, metrics = answer_of(returned)
         from verl.data.pictures import image_text, video_entry
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from verl.agents.images import message_content
 from verl.agents.interactions import BaseInteraction
 from verl.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import ToolParser
-from verl.agents.tool_calls import on_thread
+from verl.agents.tool_calls import not_run, on_thread
+from verl.data.prompts import answer_prefix
 from verl.data.schema import Messages
 from verl.data_proto.media import Media, images_in
 from verl.tools.schemas import FunctionCall
@@ -109,9 +111,10 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _turn(self, data: AgentData, sampling_params: dict[str, object], names: list[str] | None) -> bool:
         """Sample a turn and read it; False when the response is full."""
+        context = [*data.prompt_ids, *data.response_ids]
         output = await self.server_manager.generate(
             data.request_id,
-            prompt_ids=[*data.prompt_ids, *data.response_ids],
+            prompt_ids=context,
             sampling_params=sampling_params,
             image_data=data.media,
         )
@@ -121,7 +124,13 @@ class ToolAgentLoop(AgentLoopBase):
         data.response_mask += [1] * len(output.token_ids)
         data.assistant_turns += 1
         data.turn_rewards.append(0.0)
-        text, data.tool_calls = await self._read(output.token_ids, names)
+        first = data.assistant_turns == 1
+        prefix = answer_prefix(data.messages, self.continuity.template_kwargs) if first else None
+        schemas = self.tool_calls.schemas(names)
+        text, data.tool_calls = await self._parser.of_turn(context, output.token_ids, schemas, prefix or "")
+        if prefix is not None:
+            data.messages.pop()
+            text = prefix + text
         calls = {"tool_calls": [call.in_message() for call in data.tool_calls]} if data.tool_calls else {}
         data.messages.append({"role": "assistant", "content": text, **calls})
         return True
@@ -165,28 +174,33 @@ class ToolAgentLoop(AgentLoopBase):
             extra_fields={**fields, **data.extra_fields},
         )
 
-    async def _read(self, token_ids: list[int], names: list[str] | None) -> tuple[str, list[FunctionCall]]:
-        schemas = self.tool_calls.schemas(names)
-        parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
-        text, calls = await parser.extract_tool_calls(token_ids, schemas)
-        return text, calls if schemas else []
+    @property
+    def _parser(self) -> ToolParser:
+        return ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
 
     async def _call_tools(self, data: AgentData, names: list[str] | None) -> tuple[list[dict[str, Any]], list[Media]]:
-        """The messages of the tools, and their images; the first max_parallel_calls calls run at the same time."""
-        calls, started_at = data.tool_calls[: self.rollout_config.multi_turn.max_parallel_calls], time.perf_counter()
-        episode = CURRENT.get()
+        """The messages of the tools, and their images. The first max_parallel_calls calls run at the same time, and each call
+        of the turn has an answer."""
+        limit, started_at = self.rollout_config.multi_turn.max_parallel_calls, time.perf_counter()
+        calls, episode = data.tool_calls, CURRENT.get()
+        num_before = itertools.accumulate((call.error is None for call in calls), initial=0)
+        runs = [call.error is not None or before < limit for call, before in zip(calls, num_before, strict=False)]
         results = await asyncio.gather(
             *(
                 self.tool_calls.call(
                     episode, call, names=names, kwargs=data.tools_kwargs.get(call.name), agent_data=data
                 )
-                for call in calls
+                for call in itertools.compress(calls, runs)
             )
         )
+        episode.faults["not_run"] += len(calls) - len(results)
+        episode.faults["unreadable"] += sum(call.fault() is not None for call in itertools.compress(calls, runs))
         data.metrics.tool_calls += time.perf_counter() - started_at
         data.tool_rewards += [result.reward for result in results]
         data.turn_rewards[-1] += sum(result.reward for result in results)
         episode.tool_results += results
+        done = iter(results)
+        results = [next(done) if run else not_run(call, limit) for call, run in zip(calls, runs, strict=True)]
         answers = [
             {
                 "role": "tool",

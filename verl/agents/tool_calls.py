@@ -21,14 +21,13 @@ from verl.data_proto.media import Media
 from verl.foreign_text import clean
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, answer_of
-from verl.tools.schemas import FunctionCall, ToolResponse
+from verl.tools.hints import fitted_object
+from verl.tools.schemas import MAX_NAME, FunctionCall, ToolResponse
 
 if TYPE_CHECKING:
     from verl.agents.sandboxed import SandboxedFunctions
 
 log = logging.getLogger(__name__)
-
-MAX_NAME = 100  # characters of a tool's name that a message repeats
 
 
 @dataclass(frozen=True)
@@ -118,16 +117,13 @@ class ToolCalls:
     ) -> ToolResult:
         name = clean(call.name, MAX_NAME)
         known = [n for n in self.tools if names is None or n in names]
-        if call.name not in known:
+        if call.error is None and call.name not in known:
             return _failed(name, f"Unknown function '{name}'. Available tools: [{', '.join(known)}]")
-        try:
-            arguments = call.parsed()
-        except (ValueError, RecursionError) as error:
-            return _failed(name, f"Invalid JSON in arguments for '{name}': {clean(error, 200)}")
+        if fault := call.fault():
+            return _failed(name, fault)
         tool = self.tools[call.name]
-        if missing := [n for n in tool.tool_schema.function.parameters.required if n not in arguments]:
-            return _failed(name, f"Error executing tool '{name}': the argument {missing[0]!r} is missing")
         try:
+            arguments = fitted_object(call.parsed(), tool.tool_schema.function.parameters.model_dump())
             work = self._execute(episode, tool, arguments, kwargs, agent_data)
             # the pool has the limit of a call itself: here it would count the time that the call waits for a process
             limit_s = self.settings.timeout_s if self._pool_of(tool) is None else None
@@ -153,7 +149,7 @@ class ToolCalls:
                 if "error" in done:
                     raise RuntimeError(done["error"])
                 return ToolResponse(done["text"], done["images"], done["videos"]), done["reward"], done["metrics"]
-            return answer_of(await on_thread(tool.function, **arguments))
+            return answer_of(await on_thread(tool.function, **tool.values(arguments)))
         instance_id, _ = await on_thread(tool.create, create_kwargs=kwargs.get("create_kwargs", {}))
         try:
             execute_kwargs = kwargs.get("execute_kwargs", {})
@@ -161,6 +157,13 @@ class ToolCalls:
         finally:
             await on_thread(tool.release, instance_id, **kwargs.get("release_kwargs", {}))
         return answer_of(returned)
+
+
+def not_run(call: FunctionCall, limit: int) -> ToolResult:
+    """The answer to a call beyond the first `limit` of a turn."""
+    return _failed(
+        clean(call.name, MAX_NAME), f"Not run: of the calls of one turn, at most {limit} run. Call it again."
+    )
 
 
 def _failed(name: str, why: str) -> ToolResult:

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
+from verl.tools.hints import as_hinted, describe_classes, hints_of
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 MARK = "__verl_tool__"
@@ -48,8 +49,13 @@ class FunctionTool(BaseTool):
         self.name = schema.function.name
         return schema
 
+    def values(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call as the hints of the function say."""
+        hints = hints_of(self.function)
+        return {name: as_hinted(value, hints.get(name)) for name, value in arguments.items()}
+
     async def execute(self, instance_id: str, parameters: dict[str, object], **kwargs: object) -> Answer:
-        returned = self.function(**parameters)
+        returned = self.function(**self.values(parameters))
         return answer_of(await returned if inspect.isawaitable(returned) else returned)
 
 
@@ -68,6 +74,7 @@ def function_schema(
 
         try:
             schema = get_json_schema(function)
+            describe_classes(schema["function"]["parameters"]["properties"], hints_of(function))
         except Exception as error:  # its own exception types, and any of an odd annotation
             raise ConfigError(
                 f"The tool {label} has no usable signature: {error}. Give each argument a type hint and a line under Args: in "

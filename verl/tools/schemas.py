@@ -10,7 +10,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from verl.foreign_text import clean
+
 R = TypeVar("R", bound="Record")
+MAX_NAME = 100  # characters of a tool's name that a message repeats
 
 
 class Record:
@@ -150,16 +153,26 @@ class OpenAIFunctionToolCall(Record):
 
 @dataclass
 class FunctionCall(Record):
-    """A call as the model wrote it. `arguments` is JSON text, which may be wrong; `id` is set by formats that have ids."""
+    """A call as the model wrote it. `arguments` is JSON text, which may be wrong; `id` is set by formats that have ids. A call
+    that could not be read has `error`, the sentence for the model, and its text as `arguments`."""
 
     name: str
     arguments: str
     id: str | None = None
+    error: str | None = None
 
     def in_message(self) -> dict[str, Any]:
         """The call in a message of OpenAI's."""
         function = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         return {"id": self.id, **function} if self.id else function
+
+    def fault(self) -> str | None:
+        """The reason for which the call cannot be read, for the model."""
+        try:
+            self.parsed()
+        except (ValueError, RecursionError) as error:
+            return self.error or f"Invalid JSON in arguments for '{clean(self.name, MAX_NAME)}': {clean(error, 200)}"
+        return self.error
 
     def parsed(self) -> dict[str, Any]:
         """The arguments. Raises ValueError with the reason when they are not a JSON object."""

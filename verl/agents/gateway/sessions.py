@@ -18,6 +18,7 @@ from verl.agents.continuity import ChatContinuity
 from verl.agents.episode import Episode, EpisodeError
 from verl.agents.images import EpisodeImages
 from verl.agents.parsers import Schemas, ToolParser
+from verl.data.prompts import answer_prefix
 from verl.data.schema import MEDIA_PARTS, VIDEO_PARTS, Messages, message_of
 from verl.data_proto.media import Media, VideoSource, images_in, texts_of
 from verl.errors import DataError, VerlError
@@ -66,13 +67,20 @@ class EndpointSession:
         media = await self._media(sources)
         prompt_ids, is_first = self._prompt(said, schemas, texts_of(media))
         answer = await self.complete(prompt_ids, max_tokens, is_first=is_first, media=media)
-        text, calls = await self.parser.extract_tool_calls(answer.token_ids, schemas)
-        answer.text, answer.calls = (text, calls) if schemas else (answer.raw_text, [])
+        prefix = answer_prefix(said, self.continuity.template_kwargs)
+        if schemas:
+            answer.text, answer.calls = await self.parser.of_turn(prompt_ids, answer.token_ids, schemas, prefix or "")
+            if answer.finish_reason == "length" and any(call.error for call in answer.calls):  # cut, not damaged
+                answer.calls = [call for call in answer.calls if call.error is None]
+                answer.text = answer.text if answer.calls else answer.raw_text
+            self.episode.faults["unreadable"] += sum(call.fault() is not None for call in answer.calls)
         for call in answer.calls:
             call.id = call.id or f"call_{len(self._known)}_{answer.calls.index(call)}"
         if answer.calls:
             answer.finish_reason = "tool_calls"
-        turn = {"role": "assistant", "content": answer.text, "tool_calls": [c.in_message() for c in answer.calls]}
+        said = said if prefix is None else said[:-1]
+        content = (prefix or "") + answer.text
+        turn = {"role": "assistant", "content": content, "tool_calls": [c.in_message() for c in answer.calls]}
         self._known[canonical([*said, turn], schemas)] = [*answer.prompt_ids, *answer.token_ids]
         self.episode.messages = [*said, turn]
         self.num_turns += 2
