@@ -46,9 +46,7 @@ SECTIONS = {
     "texts": Section("tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, logs"),
     "templates": Section("tests.data.hostile_templates:cases", 2_000, "chat templates of strangers"),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
-    "tool-calls": Section(
-        "tests.agents.damaged_calls:cases", 20_000, "damaged tool calls of the model, in each format"
-    ),
+    "tool-calls": Section("tests.agents.damaged_calls:cases", 20_000, "damaged tool calls, in each format"),
     "episode-rewards": Section("tests.agents.episode_rewards:cases", 5_000, "rewards of environments, runners, loops"),
     "process-states": Section("tests.api.process_states:cases", 100, "runs in processes with other settings of torch"),
     "steps": Section("tests.run.hostile_steps:cases", 200, "training steps beside one hostile sample, timed"),

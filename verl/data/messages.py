@@ -88,7 +88,7 @@ def columns_of_chat(config: DataConfig | TextDataConfig) -> tuple[str, ...]:
     return ("system", config.tools_key, "chat_template_kwargs", config.enable_thinking_key)
 
 
-def row_template_kwargs(row: Mapping[str, object], config: DataConfig | TextDataConfig) -> dict[str, Any]:
+def row_template_kwargs(row: Mapping[str, object], config: DataConfig | TextDataConfig) -> dict[str, object]:
     """The row's further arguments of the chat template, its tools included. Raises DataError naming the field."""
     row = unfilled(row, columns_of_chat(config))
     tools = tools_in(row.get(config.tools_key), config.tools_key)
@@ -102,7 +102,7 @@ def template_kwargs_of(row: Mapping[str, object], settings: TextDataConfig) -> d
     return {**settings.apply_chat_template_kwargs, **by_default, **_own_kwargs(row, settings)}
 
 
-def _own_kwargs(row: Mapping[str, object], config: DataConfig | TextDataConfig) -> dict[str, Any]:
+def _own_kwargs(row: Mapping[str, object], config: DataConfig | TextDataConfig) -> dict[str, object]:
     kwargs, key = _json(row.get("chat_template_kwargs"), "chat_template_kwargs"), config.enable_thinking_key
     if not isinstance(kwargs, Mapping | None):
         raise DataError(f"field 'chat_template_kwargs' must be an object, but it is {quoted(kwargs, 80)}.")
@@ -199,7 +199,7 @@ def _tool_call(call: Any, place: str) -> dict[str, object]:
     return {"type": "function", **outer, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
-def _written(value: Any) -> Any:
+def _written(value: object) -> object:
     """An object of OpenAI's without its own fields that are None, such as an id."""
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
 

@@ -8,12 +8,11 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from verl.foreign_text import quoted
 
-Hint = Any  # a type hint has no common type
-Json = Any  # a value of JSON
+Hint = typing.Any  # a type hint has no common type
+Json = typing.Any  # a value of JSON
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _MAX_DEPTH = 8  # of classes inside each other, one of which may hold itself
 
@@ -155,7 +154,7 @@ def _schema_of(hint: Hint, depth: int = 0) -> dict[str, Json]:
         return {"type": "array", "items": _schema_of(parts[0], depth)}
     if origin is dict and len(parts) == 2:
         return {"type": "object", "additionalProperties": _schema_of(parts[1], depth)}
-    return {"type": _TYPES.get(origin, "object")} if origin is not Any else {}
+    return {"type": _TYPES.get(origin, "object")} if origin is not typing.Any else {}
 
 
 def _required(cls: Hint) -> list[str]:

@@ -105,8 +105,10 @@ def _load(subject: Subject, files: Any, max_samples: int, *, checked: bool) -> P
     from verl.data.dataset import load_dataset
     from verl.programs.ppo_data import scoring_of
 
-    of_rows: Any = {"max_samples": max_samples, "scored": scoring_of(subject.config), "checked": checked}
-    return load_dataset(files, subject.tokenizer, subject.config.data, **of_rows)
+    scored = scoring_of(subject.config)
+    return load_dataset(
+        files, subject.tokenizer, subject.config.data, max_samples=max_samples, scored=scored, checked=checked
+    )
 
 
 def check_template(subject: Subject) -> Iterator[Line]:
