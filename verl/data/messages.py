@@ -109,8 +109,8 @@ def _own_kwargs(row: Mapping[str, object], config: DataConfig | TextDataConfig) 
     thinking = row.get(key)
     if not isinstance(thinking, bool | np.bool_ | None):
         raise DataError(f"field {key!r} must be true or false, but it is {quoted(thinking, 80)}.")
-    kwargs = _written(kwargs or {})
-    return {**kwargs, **({} if thinking is None else {"enable_thinking": bool(thinking)})}
+    written = {name: value for name, value in (kwargs or {}).items() if value is not None}
+    return {**written, **({} if thinking is None else {"enable_thinking": bool(thinking)})}
 
 
 def refuse_media(row: Mapping[str, object], settings: TextDataConfig, *, images: bool = False) -> None:

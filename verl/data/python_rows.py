@@ -64,7 +64,8 @@ def listed_rows(split: str, data: Data) -> Rows:
         raise DataError(
             f"The {split} data are a {type(data).__name__}. Give a list of rows, or paths of data files{splits}."
         )
-    return list(map(ArrowRow, data) if hasattr(data, "features") else data)  # of a datasets.Dataset
+    listed: list[Any] = list(data)
+    return [ArrowRow(row) for row in listed] if hasattr(data, "features") else listed  # of a datasets.Dataset
 
 
 def checked_row(row: Row, number: int) -> Row:

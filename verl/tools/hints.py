@@ -154,7 +154,7 @@ def _schema_of(hint: Hint, depth: int = 0) -> dict[str, Json]:
         return {"type": "array", "items": _schema_of(parts[0], depth)}
     if origin is dict and len(parts) == 2:
         return {"type": "object", "additionalProperties": _schema_of(parts[1], depth)}
-    return {"type": _TYPES.get(origin, "object")} if origin is not typing.Any else {}
+    return {} if origin is typing.Any else {"type": _TYPES.get(typing.cast("type", origin), "object")}
 
 
 def _required(cls: Hint) -> list[str]:
