@@ -102,7 +102,12 @@ class ActorConfig(Section):
     calculate_entropy: bool = used(False, "report the entropy even if its weight is 0")
     use_kl_loss: bool = used(False, "add a KL term towards the reference policy to the loss")
     kl_loss_coef: float = used(0.001, "weight of that term", when=KL_LOSS, neutral=(0.0,), ge=0)
-    kl_loss_type: str = used("low_var_kl", "KL estimator of that term", when=KL_LOSS, choices=KL_KINDS)
+    kl_loss_type: str = used(
+        "low_var_kl",
+        "KL estimator of that term; low_var_kl (k3) is at most 10 for a token, without a gradient beyond",
+        when=KL_LOSS,
+        choices=KL_KINDS,
+    )
     freeze_vision_tower: bool = used(False, "do not train the vision tower of a vision-language model")
     profiler: ProfilerConfig = section(ProfilerConfig, "traces of the actor's ranks")
     router_replay: RouterReplayConfig = section(RouterReplayConfig, "experts of an earlier forward")
