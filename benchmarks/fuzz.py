@@ -51,6 +51,10 @@ SECTIONS = {
     "process-states": Section("tests.api.process_states:cases", 100, "runs in processes with other settings of torch"),
     "steps": Section("tests.run.hostile_steps:cases", 200, "training steps beside one hostile sample, timed"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
+    "saved-folders": Section(
+        "tests.checkpoint.saved_folders:cases", 1_000, "damaged sessions, exports, files of the service"
+    ),
+    "service": Section("tests.tinker.requests:cases", 2_000, "requests of a hostile tenant beside another"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),
     "tokenizers": Section("tests.models.damaged_tokenizers:cases", 2_000, "damaged tokenizer.json"),
     "foreign-entries": Section("tests.models.foreign_entries:cases", 5_000, "entries of adapters and tokenizers"),

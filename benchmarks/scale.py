@@ -39,12 +39,13 @@ import pyarrow.parquet
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl.checkpoint.files import SMALL_BYTES, verification
+from verl.checkpoint.files import SMALL_BYTES
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint, read_role
 from verl.config import RolloutConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.engines.api import EngineState
 from verl.engines.state import ReadBuffer
+from verl.manifest import verification
 from verl.models.tiny import make_tiny_model
 from verl.page.index import SampleIndex
 from verl.page.pages import Site

@@ -16,6 +16,8 @@ from verl.errors import ConfigError, VerlError, nearest
 from verl.foreign_text import clean
 
 MAX_BYTES = 64 << 20  # of a file that is read whole
+# errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -86,13 +88,35 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
+def sync_file(path: Path) -> None:
+    """Sync a file or folder that other code wrote."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> bool:
+    """Sync the names in a folder; False where the file system has no such operation."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+        return False
+    return True
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary name next to `path`, which becomes `path` when the block ends without an error."""
+    """A temporary name next to `path`, which becomes `path`, synced, when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
+        sync_file(temporary)
         os.replace(temporary, path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

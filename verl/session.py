@@ -14,7 +14,7 @@ The same code runs in one process, under torchrun (every rank runs the script) a
 from __future__ import annotations
 
 import functools
-import json
+import logging
 import math
 import os
 import weakref
@@ -27,6 +27,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import torch
 
+from verl.checkpoint.files import remove_tree, write_json
 from verl.config import PPOConfig, load_config
 from verl.data.messages import messages_in, without_marks
 from verl.data.prompts import PromptEncoder
@@ -36,6 +37,7 @@ from verl.data_proto.token_ids import are_whole, num_embeddings, token_ids, toke
 from verl.data_proto.trajectory import padded, response_lengths, token_columns
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.foreign_text import quoted
+from verl.manifest import MANIFEST, FileRecord, find_damage, is_there, make_folder, put_in_place, seal
 from verl.models.load import load_tokenizer
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import ProgramSpecs
@@ -46,14 +48,15 @@ from verl.roles.objectives.function import LossFunction
 from verl.roles.rollout import greedy, sampling_params
 from verl.roles.updates import MiniBatchSchedule
 from verl.runtime.api import open_runtime
-from verl.tracking.files import has, is_count, read_json, write_atomically
+from verl.tracking.files import has, is_count, read_json
 
 Row = Mapping[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 P, T = ParamSpec("P"), TypeVar("T")
+log = logging.getLogger(__name__)
 
-_STATE = "session.json"
+_STATE, _FORMAT = "session.json", 2  # the first format had no manifest
 _TOKENS = ("prompt_ids", "response_ids", "response_mask")
 
 
@@ -209,30 +212,47 @@ class Session:
 
     @_call
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write weights, optimizer and position to the new folder; returns it. `actor/huggingface` in it opens with
-        `from_pretrained`. Raises CheckpointError for a folder that exists."""
+        """Write weights, optimizer and position to the new folder, which appears complete and synced, or not at all; returns
+        it. `actor/huggingface` in it opens with `from_pretrained`. Raises CheckpointError for a folder that exists, and where
+        the disk fails."""
         if self._has_gradients:
             raise ConfigError("Gradients wait for optim_step, and a checkpoint has none. Call optim_step before save.")
         path = Path(folder).expanduser().absolute()
         if self._runtime.broadcast(path.exists()):
             raise CheckpointError(f"{path} exists already. Choose a new folder for each checkpoint.")
-        if self._runtime.is_rank_zero:
-            path.mkdir(parents=True)
-        self._runtime.broadcast(None)
-        self._policy.save(str(path / "actor"))
-        if self._runtime.is_rank_zero:
-            write_atomically(path / _STATE, json.dumps({"num_prompts": self._num_prompts, "version": self._version}))
-        self._runtime.broadcast(None)
+        temporary = Path(self._runtime.broadcast(str(path.with_name(f".{path.name}.tmp-{os.getpid()}"))))
+        self._on_rank_zero(functools.partial(_make_empty, temporary))
+        records = next(part for part in self._policy.save(str(temporary / "actor")) if part is not None)
+        self._on_rank_zero(functools.partial(self._complete, temporary, path, records))
         return path
+
+    def _complete(self, temporary: Path, path: Path, records: Mapping[str, FileRecord]) -> None:
+        state = {"num_prompts": self._num_prompts, "version": self._version, "format": _FORMAT}
+        listed = {f"actor/{name}": record for name, record in records.items()}
+        seal(temporary, str(path), {**listed, _STATE: write_json(temporary / _STATE, state, "The position")})
+        put_in_place(temporary, path)
+
+    def _on_rank_zero(self, act: Callable[[], object]) -> None:
+        """Let rank 0 act on files. Every rank raises CheckpointError where that fails."""
+        failure = ""
+        if self._runtime.is_rank_zero:
+            try:
+                act()
+            except (OSError, CheckpointError) as error:
+                failure = f"{error}"
+        if failure := self._runtime.broadcast(failure):
+            raise CheckpointError(failure)
 
     @_call
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Take the state that `save` wrote, bit for bit, and sync the weights. Raises CheckpointError."""
+        """Take the state that `save` wrote, bit for bit, and sync the weights. Raises CheckpointError, and leaves the session
+        as it is, for a folder with any damage. Releases without a manifest saved folders that load with a warning."""
         path = Path(folder).expanduser().absolute()
         try:
             state = read_json(path / _STATE, has(num_prompts=is_count, version=is_count))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is no checkpoint of a session: {error}.") from error
+            raise CheckpointError(f"{path} is no checkpoint of a session: {_STATE}: {error}.") from error
+        self._on_rank_zero(functools.partial(_require_intact, path, state))
         self._policy.load(str(path))
         self._has_gradients = False
         self._num_prompts, self._version = state["num_prompts"], state["version"]
@@ -291,6 +311,18 @@ class Session:
         if hidden := sorted(columns.keys() & values.keys()):
             raise DataError(f"{hidden[0]} is a column that the session makes itself. Give the value another name.")
         return DataProto.from_dict({**columns, **values})
+
+
+def _make_empty(folder: Path) -> None:
+    remove_tree(folder)
+    make_folder(folder)
+
+
+def _require_intact(path: Path, state: Mapping[str, object]) -> None:
+    if "format" not in state and not is_there(path / MANIFEST):
+        log.warning("%s was saved by an earlier release, without digests: damage of its files is not seen.", path)
+    elif damage := find_damage(path):
+        raise CheckpointError(f"The session in {path} is damaged: {damage}. Load another one.")
 
 
 def _value_columns(rows: Sequence[Row], lengths: Sequence[int], width: int) -> dict[str, torch.Tensor]:

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.states import make_roles, read_checkpoint
-from verl.checkpoint.files import MANIFEST, read_document
+from verl.checkpoint.files import read_document
 from verl.checkpoint.store import CheckpointStore
+from verl.manifest import MANIFEST
 
 State = dict[str, bytes | None]  # path -> content, None for a folder
 

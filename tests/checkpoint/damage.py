@@ -11,12 +11,12 @@ from tests import damage
 from tests.checkpoint.attack import State, put, state_of
 from tests.checkpoint.states import make_roles, read_checkpoint, write_config
 from tests.damage import ODD_TEXTS, of_files, parent_of, places, put_no_file
-from verl.checkpoint.files import find_damage
 from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
 from verl.engines.api import EngineState, whole
 from verl.engines.state import Parameters, TrainedState
 from verl.errors import CheckpointError
+from verl.manifest import find_damage
 from verl.models.rounding import Rounding
 
 

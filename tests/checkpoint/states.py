@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import torch
 
 from verl.checkpoint.background import RoleSave
-from verl.checkpoint.files import MANIFEST, read_document
+from verl.checkpoint.files import read_document
 from verl.checkpoint.role import ALL_CONTENTS
 from verl.checkpoint.store import RoleCheckpoint, read_role, trainer_state
 from verl.engines.api import EngineState, whole
+from verl.manifest import MANIFEST
 
 
 def make_state(seed: int, size: int = 8) -> EngineState:

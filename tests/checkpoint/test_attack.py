@@ -15,11 +15,11 @@ import pytest
 
 from tests.checkpoint.attack import DiskStates, Refusals, identity, leftovers, put, save, state_of
 from tests.checkpoint.states import Background, make_roles
-from verl.checkpoint import store as store_module
+from verl import manifest
 from verl.checkpoint.background import BackgroundStore
-from verl.checkpoint.files import find_damage
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError
+from verl.manifest import find_damage
 
 
 def nothing_yet(root):
@@ -179,7 +179,7 @@ def test_the_disk_refuses_every_operation(scene, code, lasting, tmp_path):
 
 def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    monkeypatch.setattr(store_module, "write_manifest", lambda *args: raise_full())
+    monkeypatch.setattr(manifest, "write_manifest", lambda *args: raise_full())
     with pytest.raises(CheckpointError) as caught:
         save(tmp_path, 2)
     said = str(caught.value)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.checkpoint.states import assert_same_state, make_roles, make_state, read_checkpoint, write_config
-from verl.checkpoint import digests
-from verl.checkpoint.files import FileRecord, find_damage, record_of, write_file
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.errors import CheckpointError
+from verl.manifest import FileRecord, find_damage, record_of, write_file
+from verl.parallel import digests
 
 pytestmark = pytest.mark.seed("F1")
 

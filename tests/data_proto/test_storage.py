@@ -87,7 +87,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("verl.data_proto.storage.os.replace", full_disk)
+    monkeypatch.setattr("verl.regular_files.os.replace", full_disk)
     with pytest.raises(OSError, match="No space"):
         DataProto.from_dict({"x": torch.ones(1)}).save_to_disk(path)
     assert [p.name for p in tmp_path.iterdir()] == ["b"]

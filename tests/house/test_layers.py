@@ -18,6 +18,7 @@ LAYERS = (
     ("config",),
     ("specs",),
     ("parallel",),
+    ("manifest",),
     ("algorithms",),
     ("models",),
     ("tracking",),

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import letters_task
-from verl.checkpoint.files import find_damage
 from verl.cli.main import main
 from verl.config import PPO, PREFERENCE, RM, SFT, load_config
 from verl.errors import CheckpointError, ConfigError
+from verl.manifest import find_damage
 from verl.models import content
 from verl.models.content import digest_of_files, digest_of_weights
 from verl.models.tiny import make_tiny_model

@@ -17,9 +17,9 @@ from tests.run.conftest import Run, merge
 from tests.runtime.ranks import wait_for_steps
 from tests.slow import slow
 from verl.checkpoint.background import BackgroundStore
-from verl.checkpoint.files import MANIFEST, find_damage, record_of, write_manifest
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError, FolderLostError, InterruptedRun
+from verl.manifest import MANIFEST, find_damage, record_of, write_manifest
 from verl.programs.ppo_program import PPOProgram
 from verl.run.loop import Loop, StopRequested, StopSignal
 from verl.tracking.ledger.reader import Ledger

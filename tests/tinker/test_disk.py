@@ -44,7 +44,7 @@ def test_a_request_waits_while_the_disk_takes_no_journal(served):
         assert "full" in served.service.paused
         answer = httpx.post(f"{served.url}/api/v1/create_session", content=b'{"tags": [], "sdk_version": "0"}')
         assert answer.status_code == 503
-        assert "waits for space" in answer.json()["detail"]
+        assert "disk does not take its journal" in answer.json()["detail"]
     finally:
         file.execute("PRAGMA max_page_count = 1073741823")
     assert len(future.result().loss_fn_outputs) == 200
@@ -74,7 +74,7 @@ def test_a_sampler_outlives_its_checkpoint_and_a_checkpoint_its_time(served, mon
     sampler = client.create_sampling_client(model_path=path).result()
     before = sampler.compute_logprobs(PROMPT).result()
     store.remove_expired()
-    assert store.get(path).expires == pytest.approx(time.time() + 3600, abs=60)
+    assert store.find(path).expires == pytest.approx(time.time() + 3600, abs=60)
     monkeypatch.setattr(checkpoints.time, "time", lambda now=time.time: now() + 3601)
     store.remove_expired()
     assert not list(store.listed(trainer.model_id))

@@ -16,11 +16,11 @@ from rich.console import Console
 from tests.checkpoint.damage import append, cut, delete, flip, one_file, swap, zero_block
 from tests.damage import ODD_TEXTS, parent_of, places, put_no_file
 from tests.tracking.sample_lives import issue, open_tracker, segment, take_step
-from verl.checkpoint.files import MANIFEST, record_of, write_manifest
 from verl.checkpoint.store import CheckpointStore
 from verl.cli.main import run_guarded
 from verl.cli.show import show
 from verl.config import TrainerConfig
+from verl.manifest import MANIFEST, record_of, write_manifest
 from verl.programs.ppo_program import OpenSamplesWriter, PPOProgram
 from verl.run.state import Resume, RunState
 from verl.tracking.files import append_rows, read_metrics, write_atomically

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.files import sync_folder
+from verl.regular_files import sync_folder
 
 FOLDER = "episodes"
 TOOL, EPISODE, PART = "tool", "episode", "part"  # a part: an episode that paused

@@ -21,11 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from verl.checkpoint.files import FileRecord, read_document, remove_tree, write_json
+from verl.checkpoint.files import read_document, remove_tree, write_json
 from verl.checkpoint.retention import clean_up
 from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError, DeadlineError, VerlError
+from verl.manifest import FileRecord
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -16,17 +15,19 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-from verl.checkpoint.files import find_damage, read_document
+from verl.checkpoint.files import read_document
 from verl.checkpoint.retention import candidates, missing_newest
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
 from verl.config.loaded import scalar
 from verl.engines.api import whole
 from verl.errors import CheckpointError, ConfigError, UnreachableError, VerlError
 from verl.foreign_text import clean
+from verl.manifest import MANIFEST, find_damage, make_folder, new_folder
 from verl.models.gguf_file import rounded_dtype, write_gguf
+from verl.models.intact import require_intact
 from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
-from verl.tracking.files import read_json
+from verl.tracking.files import read_json, write_atomically
 from verl.tracking.run_folder import RunFolder
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -41,7 +42,7 @@ def write_model_card(folder: Path, source: str | Path, step: int | None = None) 
     a Hugging Face folder, of whose training nothing is known."""
     checkpoint = checkpoint_model(source, None, step)[0]
     if (checkpoint / "trainer_state.json").is_file():
-        (folder / "README.md").write_text(model_card(checkpoint), encoding="utf-8")
+        write_atomically(folder / "README.md", model_card(checkpoint))
 
 
 def model_card(checkpoint: Path) -> str:
@@ -144,7 +145,9 @@ def push(folder: Path, repo_id: str, private: bool, message: str = "Upload model
     """Upload the files of `folder` as one commit; returns the address of the repository. Raises as `create_repository`."""
     create_repository(repo_id, private)
     with _explained(repo_id):
-        commit = huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+        commit = huggingface_hub.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=message, ignore_patterns=MANIFEST
+        )
         return str(commit.repo_url)
 
 
@@ -219,7 +222,7 @@ def export(
         else whole(t)
         for name, t in read_model(model_folder).items()
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     free = shutil.disk_usage(out.parent).free
     if free < num_bytes(tensors):
         raise CheckpointError(
@@ -235,17 +238,14 @@ def export(
 
 def _write_folder(model_folder: Path, tensors: dict[str, torch.Tensor], out: Path, dtype: torch.dtype) -> None:
     """The folder `out` with the files of `model_folder`, and `tensors` for its weights."""
-    temporary = out.parent / f".{out.name}.tmp-{os.getpid()}"
+    others = shutil.ignore_patterns("model*.safetensors*", MANIFEST)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(model_folder, temporary, ignore=shutil.ignore_patterns("model*.safetensors*"))
-        set_config_dtype(temporary / "config.json", dtype)
-        write_model(temporary, tensors)
-        os.replace(temporary, out)
+        with new_folder(out) as (temporary, records):
+            shutil.copytree(model_folder, temporary, ignore=others, dirs_exist_ok=True)
+            set_config_dtype(temporary / "config.json", dtype)
+            records |= write_model(temporary, tensors)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _rounding(checkpoint: Path, role: str) -> Rounding:
@@ -294,6 +294,7 @@ def checkpoint_model(source: str | Path, role: str | None, step: int | None) -> 
     """(the checkpoint, the role, its Hugging Face folder). Without a `role` the actor, or the single model of fine-tuning."""
     folder = Path(source).expanduser()
     if _is_model(folder) and role is None and step is None:
+        require_intact(folder, weights=True)
         return folder, "model", folder
     checkpoint = _checkpoint(folder, step)
     there = sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))

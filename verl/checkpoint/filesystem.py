@@ -18,7 +18,8 @@ import psutil
 
 from verl.checkpoint.files import remove_tree
 from verl.errors import CheckpointError
-from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of, sync_file, sync_folder
+from verl.regular_files import sync_file, sync_folder
+from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of
 
 _OBJECT_STORES = tuple("gcsfuse s3fs goofys mountpoint-s3 rclone blobfuse geesefs juicefs-s3".split())
 _COHERENT = ("lustre",)  # every host sees what another has written, as POSIX says

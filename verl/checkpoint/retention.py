@@ -10,8 +10,9 @@ import re
 import time
 from pathlib import Path
 
-from verl.checkpoint.files import find_damage, is_there, remove_tree, rename
+from verl.checkpoint.files import remove_tree
 from verl.errors import CheckpointError
+from verl.manifest import find_damage, is_there, rename
 from verl.regular_files import read_text
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.checkpoint import tensor_files
-from verl.checkpoint.files import FileRecord, read_document, record_of, write_json
+from verl.checkpoint.files import read_document, write_json
 from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
 from verl.errors import CheckpointError, os_error_of
 from verl.foreign_text import clean
+from verl.manifest import FileRecord, record_of
 from verl.models.lora import CONFIG_FILE as ADAPTER_CONFIG
 from verl.models.lora import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from verl.tracking.files import is_count, sync_file
+from verl.regular_files import sync_file
+from verl.tracking.files import is_count
 
 ALL_CONTENTS = ("model", "optimizer", "extra")
 _WEIGHTS = {"model", "hf_model"}

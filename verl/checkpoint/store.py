@@ -25,20 +25,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from verl.checkpoint.files import (
-    FileRecord,
-    find_damage,
-    is_there,
-    read_document,
-    remove_tree,
-    rename,
-    write_json,
-    write_manifest,
-)
+from verl.checkpoint.files import read_document, remove_tree, write_json
 from verl.checkpoint.retention import LATEST, Retention, candidates, clean_up, newest_complete, set_aside_later, step_of
 from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.errors import SYSTEM_ERRORS, CheckpointError
-from verl.tracking.files import replacing, sync_folder
+from verl.manifest import FileRecord, find_damage, is_there, make_folder, rename, seal
+from verl.regular_files import sync_folder
+from verl.tracking.files import replacing
 
 __all__ = ["CheckpointStore", "CheckpointWriter", "RoleCheckpoint", "candidates", "newest_complete", "read_role"]
 
@@ -126,7 +119,7 @@ class CheckpointStore:
                 "written. Free some space, or keep fewer with trainer.max_actor_ckpt_to_keep."
             )
         temporary = self.root / f".global_step_{step}.tmp-{os.getpid()}"
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         remove_tree(temporary)
         temporary.mkdir()
         return temporary
@@ -144,13 +137,7 @@ class CheckpointStore:
         listed["trainer_state.json"] = write_json(
             temporary / "trainer_state.json", trainer_state, "The trainer's state"
         )
-        write_manifest(temporary, step, listed)
-        for inner in (p for p in temporary.rglob("*") if p.is_dir()):
-            sync_folder(inner)
-        sync_folder(temporary)
-        damage = find_damage(temporary)
-        if damage is not None:
-            raise CheckpointError(f"Checkpoint {step} was not kept: on reading it back, {damage}. Check the disk.")
+        seal(temporary, f"Checkpoint {step}", listed, step)
         self._put_in_place(temporary, step)
         clean_up(self.root)
         self.retention.apply(step)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from verl.checkpoint.files import FileRecord, write_file
 from verl.engines.api import Deferred, Tensors, whole
 from verl.errors import CheckpointError
+from verl.manifest import FileRecord, write_file
 
 MAX_SHARD_BYTES = 4_000_000_000
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
 from verl.data_proto.merge import object_array
+from verl.regular_files import whole_file
 
 # The JSON part rides as a byte tensor: the header of a safetensors file is limited to 100 MB, texts are not.
 _JSON_COLUMN = "__verl_json__"
@@ -62,12 +61,8 @@ def save_columns(
     # clones: safetensors refuses columns that share memory, such as a mask that is a view of another
     stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     stored[_JSON_COLUMN] = torch.frombuffer(text, dtype=torch.uint8)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with whole_file(path) as temporary:
         save_file(stored, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_columns(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, object]]:

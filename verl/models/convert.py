@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
-import os
-import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 
 from verl.errors import MissingExtraError, ModelError, VerlError, is_failure
 from verl.foreign_text import clean
+from verl.manifest import file_damage, new_folder
 from verl.models.folder import check_counts, reason, require_memory
 from verl.models.gguf_header import GGUFHeader, read_gguf_header
 from verl.models.quiet import quiet
@@ -40,13 +38,8 @@ def convert_gguf(source: str | Path, out_dir: str | Path, dtype: str = "bfloat16
     file, out = find_gguf(source), Path(out_dir).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not empty; remove it or choose another folder.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
-    try:
+    with new_folder(out) as (temporary, _):
         _write(file, temporary, number_format)
-        os.replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     log.info("Converted %s to %s (%s).", file, out, dtype)
     return out
 
@@ -79,6 +72,8 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
 
     # on Python 3.10 older transformers ask the module for its version
     vars(gguf).setdefault("__version__", importlib.metadata.version("gguf"))
+    if damage := file_damage(file):
+        raise ModelError(f"{clean(file)} is damaged: {damage}. Write or copy it again.")
     header = read_gguf_header(file)
     require_memory(file, header.tensors, torch.float32.itemsize)
     try:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from verl.errors import ModelError, nearest
 from verl.foreign_text import clean
+from verl.models.intact import READ, require_intact
 from verl.parallel.memory import available_memory
 from verl.regular_files import kind_of
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "Download or convert the model again."
-_READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # files that loading may open
 _MAX_JSON_BYTES = 256 << 20  # tokenizers of large vocabularies have 30 MiB
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # entries of config.json that count something, but those with defaults that a small model leaves as they are
@@ -97,7 +97,7 @@ def fetch(path: str | Path, *, weights: bool) -> Path:
     folder = Path(source)
     if not folder.is_dir():
         try:
-            patterns = [f"*{ending}" for ending in _READ if weights or ending != ".safetensors"]
+            patterns = [f"*{ending}" for ending in READ if weights or ending != ".safetensors"]
             folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns, ignore_patterns=["*/*"]))
         except Exception as error:  # of the network, the hub's answers or the cache, from several libraries
             siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
@@ -110,11 +110,12 @@ def fetch(path: str | Path, *, weights: bool) -> Path:
             )
             raise ModelError(f"{missing} {cause}") from error
     try:
-        entries = sorted(entry.path for entry in os.scandir(folder) if entry.name.endswith(_READ))
+        entries = sorted(entry.path for entry in os.scandir(folder) if entry.name.endswith(READ))
     except OSError as error:
         raise ModelError(f"The folder {folder} cannot be read: {error.strerror}.") from error
     for entry in entries:
         require_file(Path(entry))
+    require_intact(folder, weights=False)
     return folder
 
 

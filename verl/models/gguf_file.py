@@ -6,8 +6,6 @@ Names of tensors and keys are those of llama.cpp's convert_hf_to_gguf.py, throug
 from __future__ import annotations
 
 import importlib.util
-import os
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.errors import ConfigError, MissingExtraError, ModelError, nearest
+from verl.manifest import new_file
 from verl.models.folder import read_json_object
 from verl.models.gguf_tokenizer import add_tokenizer
 
@@ -53,9 +52,8 @@ def write_gguf(folder: Path, tensors: Mapping[str, torch.Tensor], out: Path, dty
 
     config = read_json_object(folder / "config.json")
     architecture = _architecture(config, tensors)
-    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
-    writer = gguf.GGUFWriter(temporary, architecture)
-    try:
+    with new_file(out) as temporary:
+        writer = gguf.GGUFWriter(temporary, architecture)
         _add_keys(writer, config, folder.name)
         writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype][2]])
         add_tokenizer(writer, folder, int(config["vocab_size"]))
@@ -66,9 +64,6 @@ def write_gguf(folder: Path, tensors: Mapping[str, torch.Tensor], out: Path, dty
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _architecture(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> str:

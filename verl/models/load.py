@@ -23,6 +23,7 @@ from verl.models.attention import ATTENTION_NAME
 from verl.models.check import PADDED, check_attention, choose_forward, own_attention
 from verl.models.heads import HEADS, WEIGHT_NAMES, HeadKind, ScalarHeadModel, is_further_head
 from verl.models.hf_module import HFModule
+from verl.models.intact import verified
 from verl.models.padded import ForwardKind
 from verl.models.processor import load_processor
 from verl.models.quiet import loading, parse_config, quiet
@@ -63,21 +64,22 @@ def load_model(
     (verl.models.padded). Raises ModelError naming folder and cause.
     """
     kind, folder = HEADS.get(head), files.fetch(path, weights=True)
-    config = load_model_config(path, trust_remote_code, override_config)
-    attention = (override_config or {}).get("attn_implementation")
-    auto_class = _auto_class(kind, config)
-    headers = files.read_headers(folder)
-    files.check_counts(folder / "config.json", config.to_dict(), headers)
-    with loading(path, config):
-        skeleton = _on_meta(auto_class, config, dtype, trust_remote_code, attention)
-    files.check_tensors(folder, headers, skeleton, dtype.itemsize)
-    files.check_tied(folder, headers, skeleton)
-    with loading(path, config):
-        module = kind.wrap(_filled(auto_class, folder, config, skeleton, trust_remote_code))
-        del skeleton
-        if isinstance(module, ScalarHeadModel):
-            _restore_head(module, folder)
-    return _ready(module, path, device, gradient_checkpointing, attention)
+    with verified(folder):
+        config = load_model_config(path, trust_remote_code, override_config)
+        attention = (override_config or {}).get("attn_implementation")
+        auto_class = _auto_class(kind, config)
+        headers = files.read_headers(folder)
+        files.check_counts(folder / "config.json", config.to_dict(), headers)
+        with loading(path, config):
+            skeleton = _on_meta(auto_class, config, dtype, trust_remote_code, attention)
+        files.check_tensors(folder, headers, skeleton, dtype.itemsize)
+        files.check_tied(folder, headers, skeleton)
+        with loading(path, config):
+            module = kind.wrap(_filled(auto_class, folder, config, skeleton, trust_remote_code))
+            del skeleton
+            if isinstance(module, ScalarHeadModel):
+                _restore_head(module, folder)
+        return _ready(module, path, device, gradient_checkpointing, attention)
 
 
 def adopt_model(

@@ -27,6 +27,7 @@ from verl.foreign_text import clean, quoted
 from verl.models.folder import opened, read_json_object
 from verl.models.foreign_entries import ADAPTER, uncomputed_entry
 from verl.models.hf_module import HFModule
+from verl.models.intact import require_intact
 from verl.registry import match_all
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -298,6 +299,7 @@ def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, tor
     path = Path(folder).expanduser()
     if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
         raise ModelError(f"model.lora_adapter_path={folder} holds no adapters ({CONFIG_FILE} and {WEIGHTS_FILE}).")
+    require_intact(path, weights=True)
     config = read_json_object(path / CONFIG_FILE)
     if config.get("r") != spec.rank or config.get("lora_alpha") != spec.alpha:
         raise ModelError(

@@ -13,6 +13,7 @@ from verl.config import LoadedConfig, PPOConfig
 from verl.data.files import write_parquet
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
+from verl.manifest import make_folder, put_in_place
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import ProgramSpecs
 from verl.programs.collect import VALIDATION_STEP, generate_samples
@@ -20,7 +21,7 @@ from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_roles import PPORoles
 from verl.registry import reference_to
-from verl.regular_files import kind_of
+from verl.regular_files import kind_of, sync_file
 from verl.rewards.functions import FUNCTION_LIST, no_reward
 from verl.roles.rollout import sampling_params
 from verl.runtime.api import open_runtime
@@ -76,7 +77,7 @@ def _without_reward(config: PPOConfig) -> PPOConfig:
 def _write_samples(config: PPOConfig, roles: PPORoles, data: PPOData, output: Path) -> list[float | None]:
     """One JSON line per sample; into a .parquet file the rows of the data, each with its `responses`. Returns the scores."""
     assert data.validation is not None
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(output.parent)
     scores: list[float | None] = []
     if output.suffix == ".parquet":
         responses: dict[int, list[str]] = {}
@@ -92,7 +93,8 @@ def _write_samples(config: PPOConfig, roles: PPORoles, data: PPOData, output: Pa
             file.write(json_text(row) + "\n")
             scores.append(row["score"])
     if writes:
-        unfinished.replace(output)
+        sync_file(unfinished)
+        put_in_place(unfinished, output)
     return scores
 
 

@@ -21,6 +21,7 @@ from verl.data.files import read_rows, write_parquet
 from verl.data.messages import CHAT_COLUMNS, messages_in, unfilled, without_marks
 from verl.data.schema import at
 from verl.errors import DataError
+from verl.manifest import make_folder
 from verl.parallel.device import resolve_device
 from verl.roles.judges import build_judge
 from verl.roles.reward_model import conversation_text
@@ -184,5 +185,5 @@ def _write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
     if file.suffix == ".parquet":
         write_parquet(file, [dict(row) for row in rows])
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     write_atomically(file, "".join(json_text(row) + "\n" for row in rows))

@@ -16,7 +16,6 @@ import torch
 
 from verl.algorithms.correction import rollout_gap_metrics
 from verl.algorithms.kl import make_kl_controller
-from verl.checkpoint.files import FileRecord, record_of
 from verl.checkpoint.store import CheckpointWriter
 from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
@@ -24,6 +23,7 @@ from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import observed_rows
+from verl.manifest import FileRecord, record_of
 from verl.models.routing import COLUMN as ROUTED_EXPERTS
 from verl.parallel.serialize import record
 from verl.programs.api import Program, RunContext, StepResult
@@ -32,11 +32,12 @@ from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_roles import PPORoles, ppo_roles
 from verl.programs.specs import Traces
 from verl.programs.stages import Stages
+from verl.regular_files import sync_file
 from verl.roles.api import Roles, RoleSpecs
 from verl.roles.guards import Guards, RollBack, StepBatch
 from verl.roles.rollout import sampling_params
 from verl.tracking.console import StepMetrics
-from verl.tracking.files import has, is_count, is_number, is_text, maybe, sync_file
+from verl.tracking.files import has, is_count, is_number, is_text, maybe
 from verl.tracking.learning import SignalWatch
 from verl.tracking.ledger.file import NAME, write_open
 from verl.tracking.ledger.file import NAME as LEDGER

@@ -11,7 +11,6 @@ travels as a column, so that neither micro-batches nor ranks change a loss.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.preference_losses import is_paired, match_ranks
-from verl.checkpoint.files import record_of, remove_tree
+from verl.checkpoint.files import remove_tree
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.config.roots.preference import PreferenceConfig, has_reference_role
 from verl.data.files import Files
@@ -40,6 +39,7 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import BatchTotals
 from verl.engines.micro_batches import sizes_of
 from verl.errors import DataError
+from verl.manifest import put_in_place, record_of
 from verl.models.load import eos_token_ids_of
 from verl.programs.api import RunContext, StepResult
 from verl.programs.given_rows import GivenRows, GivenRowsProgram, line_of_step, model_spec, specs_of, with_held_out
@@ -93,7 +93,7 @@ class ReferenceLogProbs:
         temporary = folder / f"{FILE}.new"
         remove_tree(temporary)  # of a start that was killed
         self.digest = write_tensors(temporary, tensors).blake2b
-        os.replace(temporary, folder / FILE)
+        put_in_place(temporary, folder / FILE)
 
     def read(self, folder: Path, expected_digest: str | None, is_rank_zero: bool, broadcast: Broadcast) -> None:
         """Read what `write` has written, with `expected_digest` (None: any); on rank 0, for all ranks. Raises DataError when

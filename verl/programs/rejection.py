@@ -28,6 +28,7 @@ from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
+from verl.manifest import make_folder
 from verl.programs.api import RunContext
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
@@ -77,7 +78,7 @@ class RejectionSampling(PPO):
         """See PPO; afterwards the kept samples are in the file."""
         result = super().train(step)
         if self.file is not None and not result.skipped:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.file.parent)
             append_rows(self.file, self._rows(result.batch, step))
         return result
 

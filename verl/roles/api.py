@@ -19,7 +19,6 @@ from verl.engines.api import MicroBatching
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint.files import FileRecord
     from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, StepGuardsConfig
     from verl.config.sections.deepspeed import DeepSpeedConfig
     from verl.config.sections.megatron import MegatronConfig
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
     from verl.data_proto.samples import SamplingParams
     from verl.engines.api import BatchTotals
+    from verl.manifest import FileRecord
     from verl.parallel.placement import Placement
     from verl.roles.guards import StepGuard
     from verl.roles.updates import MiniBatchSchedule, Updates

@@ -14,7 +14,6 @@ import psutil
 import torch
 
 from verl.checkpoint.background import RoleSave, write_and_report
-from verl.checkpoint.files import FileRecord
 from verl.checkpoint.role import RoleCheckpoint, read_role, require_parts
 from verl.config import CheckpointConfig, StepGuardsConfig
 from verl.data_proto.media import MEDIA_COLUMNS
@@ -22,6 +21,7 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
+from verl.manifest import FileRecord
 from verl.models.routing import COLUMN
 from verl.parallel.device import most_memory_allocated
 from verl.parallel.process_settings import give_back_holes

@@ -18,6 +18,7 @@ from pathlib import Path
 from verl.config.sources import read_limited
 from verl.errors import ConfigError
 from verl.foreign_text import clean, quoted
+from verl.manifest import make_folder
 from verl.models.content import digest_of_files, digest_of_text
 from verl.rewards.model_score import grade_of
 from verl.tracking.files import append_rows, has, is_text, read_json_rows
@@ -69,7 +70,7 @@ class CachedReplies:
 
     def __init__(self, ask: Ask, file: Path, judge: str):
         self._ask, self.file, self.judge = ask, file, judge
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         rows = read_json_rows(file, has(digest=is_text, reply=is_text))
         self._known = {row["digest"]: row["reply"] for row in rows if row == self._row(row) or len(row) == 2}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.checkpoint.background import BackgroundStore
-from verl.checkpoint.files import SMALL_BYTES, FileRecord, verification
+from verl.checkpoint.files import SMALL_BYTES
 from verl.checkpoint.filesystem import examine_folder
 from verl.checkpoint.retention import candidates, step_of
 from verl.checkpoint.store import CheckpointStore, trainer_state
@@ -21,8 +21,10 @@ from verl.config import LoadedConfig, RunConfig, TrainerConfig
 from verl.config.diff import settings_of_work
 from verl.errors import CheckpointError, NumericsError
 from verl.foreign_text import clean
+from verl.manifest import FileRecord, verification
 from verl.models.content import digest_of_text
 from verl.programs.api import Program
+from verl.regular_files import sync_folder
 from verl.roles.api import Broadcast, ModelHandle, Roles, RoleSpec
 from verl.roles.guards import RollBack
 from verl.roles.model import require_saved
@@ -192,7 +194,9 @@ def rescue_folder(lost: Path) -> Path:
     OSError."""
     prefix = f"{lost.name}_rescued_"
     try:
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=lost.absolute().parent))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=lost.absolute().parent))
+        sync_folder(folder.parent)
+        return folder
     except OSError:
         return Path(tempfile.mkdtemp(prefix=prefix))
 

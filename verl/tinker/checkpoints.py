@@ -5,40 +5,50 @@
       {adapter_model.safetensors, adapter_config.json}
       optimizer.safetensors                                     of weights
       state.json                                                rank, optimizer steps, times, the request that saved it
-      expires                                                   time when it is removed, where it has one
+      expires                                                   time when it is removed, where it has one; with its digest
     models/MODEL/states/SEQ/                                    the same, of the model after request SEQ, for a restart
       manifest.json                                             size and digest of every file; written last
 
-A save writes a hidden folder, verifies its digests and renames it, so a folder with a name is complete.
+A save writes a hidden folder, verifies its digests and renames it, so a folder with a name is complete. What cannot be read
+is left out of lists and named in the log, so the files of one tenant do not matter to another.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import logging
+import math
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.checkpoint.files import MANIFEST, find_damage, read_document, record_of, rename, write_json, write_manifest
+from verl.checkpoint.files import read_document, write_json
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.engines.adapters import Adapter
+from verl.errors import CheckpointError
+from verl.manifest import MANIFEST, find_damage, make_folder, new_folder, put_in_place, read_sealed, record_of, sealed
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
-from verl.regular_files import whole_file
+from verl.regular_files import read_text, sync_folder, whole_file
 from verl.tinker.records import RefusedRequest
-from verl.tracking.files import sync_folder, write_atomically
+from verl.tracking.files import has, is_count, is_number, is_text, write_atomically
 
 KINDS: dict[str, Literal["training", "sampler"]] = {"weights": "training", "sampler_weights": "sampler"}
 log = logging.getLogger(__name__)
 
 _EXPIRES, _STATES = "expires", "states"
+_FACTS = {"model_id", "base_model", "rank", "parts", "tenant", "created", "user_metadata"}
+_ARE_FACTS = has(
+    base_model=is_text, rank=is_count, tenant=is_text, created=is_number, parts=lambda v: isinstance(v, list)
+)
+_IS_STATE = has(base_model=is_text, rank=is_count, num_steps=is_count, time=is_number)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_-]{0,127}")
 
@@ -63,12 +73,11 @@ class SavedAdapter:
 
     @property
     def expires(self) -> float | None:
-        """The time when it is removed, if ever."""
-        file = self.folder / _EXPIRES
-        return float(file.read_text("utf-8")) if file.is_file() else None
+        """The time when it is removed, if ever; None too where it cannot be read."""
+        return _expiry(self.folder)
 
     def num_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.iterdir())
+        return _num_bytes(self.folder)
 
 
 class Checkpoints:
@@ -77,27 +86,50 @@ class Checkpoints:
 
     def __init__(self, root: Path, base: str):
         self.root, self.base = root / "models", base
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         for folder in self.root.glob("*/*/.*.tmp-*"):  # of a save that a kill ended
             shutil.rmtree(folder, ignore_errors=True)
+        there = [folder.name for folder in self.root.iterdir() if folder.is_dir()]
+        self._facts = {name: facts for name in there if (facts := self._read_facts(name)) is not None}
 
     def register(self, model_id: str, facts: Mapping[str, object]) -> None:
         """Write down a model as it was created, once."""
-        if (self.run_folder(model_id) / "model.json").is_file():
+        if model_id in self._facts:
             return
-        self.run_folder(model_id).mkdir(parents=True, exist_ok=True)
-        write_atomically(self.run_folder(model_id) / "model.json", json.dumps(facts))
+        make_folder(self.run_folder(model_id))
+        write_atomically(self.run_folder(model_id) / "model.json", sealed(facts))
+        self._facts[model_id] = {**facts}
 
     def facts(self, model_id: str) -> dict[str, Any]:
-        file = self.run_folder(model_id) / "model.json"
-        if not file.is_file():
+        """The content of model.json, read once. A model whose file is damaged does not exist: nobody is known to own it."""
+        if not (self.run_folder(model_id) / "model.json").is_file():
+            self._facts.pop(model_id, None)
+        elif model_id not in self._facts and (facts := self._read_facts(model_id)) is not None:
+            self._facts[model_id] = facts
+        if model_id not in self._facts:
             raise RefusedRequest(f"There is no training run {model_id!r}.", 404)
-        return {"tenant": "local", **read_document(file)}
+        return self._facts[model_id]
 
-    def models(self) -> list[str]:
-        """All registered models, the newest first."""
-        files = sorted(self.root.glob("*/model.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-        return [file.parent.name for file in files]
+    def _read_facts(self, model_id: str) -> dict[str, Any] | None:
+        file = self.root / model_id / "model.json"
+        try:
+            document = read_document(file)
+            if not set(document) <= _FACTS:  # before there were digests
+                document = read_sealed(file)
+            if _ARE_FACTS(facts := {"tenant": "local", **document}):
+                return facts
+        except CheckpointError as error:
+            _warn(f"A model is left out: {error}")
+        return None
+
+    def _names(self) -> list[str]:
+        """The models that have a file, the newest first."""
+        files = {file: _time_of(file) for file in self.root.glob("*/model.json")}
+        return [file.parent.name for file in sorted(files, key=files.__getitem__, reverse=True)]
+
+    def models(self, sees: Callable[[str], bool] = lambda tenant: True) -> list[str]:
+        """The models of the tenants that `sees` holds for, the newest first."""
+        return [name for name in self._names() if name in self._facts and sees(self._facts[name]["tenant"])]
 
     def save(
         self,
@@ -117,21 +149,21 @@ class Checkpoints:
             state = read_document(final / "state.json")
             if state.get("request") != notes["request"]:
                 raise RefusedRequest(f"{kind}/{name} exists already. Choose another name, or set overwrite.")
-            return SavedAdapter(model_id, kind, name, final, state)
-        state = self._write(final, adapter, notes, optimizer=kind == "weights", ttl_s=ttl_s)
-        return SavedAdapter(model_id, kind, name, final, state)
+        else:
+            state = self._write(final, adapter, notes, optimizer=kind == "weights")
+        saved = SavedAdapter(model_id, kind, name, final, state)
+        if ttl_s is not None:
+            self.set_expiry(saved, ttl_s)
+        return saved
 
     def _write(
-        self, final: Path, adapter: Adapter, notes: Mapping[str, object], *, optimizer: bool, ttl_s: int | None = None
+        self, final: Path, adapter: Adapter, notes: Mapping[str, object], *, optimizer: bool
     ) -> dict[str, object]:
         """Write the folder `final`, complete or not at all: the content of its state.json."""
-        temporary = final.parent / f".{final.name}.tmp-{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            weights = adapter.weights
-            state = {"rank": weights.rank, "num_steps": adapter.num_steps, "time": time.time(), **notes}
-            records = {
+        weights = adapter.weights
+        state = {"rank": weights.rank, "num_steps": adapter.num_steps, "time": time.time(), **notes}
+        with new_folder(final, replaces=True) as (temporary, records):
+            records |= {
                 WEIGHTS_FILE: write_tensors(temporary / WEIGHTS_FILE, peft_names(weights.tensors)),
                 CONFIG_FILE: write_json(
                     temporary / CONFIG_FILE, weights.spec.to_json(self.base, weights.layers), "The adapter"
@@ -141,17 +173,6 @@ class Checkpoints:
             if optimizer:
                 slots = adapter.optimizer_tensors()
                 records["optimizer.safetensors"] = write_tensors(temporary / "optimizer.safetensors", slots)
-            if ttl_s is not None:
-                write_atomically(temporary / _EXPIRES, repr(time.time() + ttl_s))
-            write_manifest(temporary, adapter.num_steps, records)
-            if damage := find_damage(temporary):
-                raise RefusedRequest(f"{final.name} was not saved: on reading it back, {damage}.", 507)
-            shutil.rmtree(final, ignore_errors=True)
-            rename(temporary, final)
-            sync_folder(final.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
         return state
 
     def save_state(self, model_id: str, seq_id: int, adapter: Adapter) -> None:
@@ -160,8 +181,12 @@ class Checkpoints:
 
     def newest_state(self, model_id: str) -> int | None:
         """The request after which the newest complete state of a model was saved; None without one."""
-        folders = [f for f in (self.run_folder(model_id) / _STATES).glob("[0-9]*") if find_damage(f) is None]
-        return max((int(folder.name) for folder in folders), default=None)
+        folders = [f for f in (self.run_folder(model_id) / _STATES).glob("[0-9]*") if f.name.isdigit()]
+        for folder in sorted(folders, key=lambda folder: int(folder.name), reverse=True):
+            if (damage := find_damage(folder)) is None:
+                return int(folder.name)
+            _warn(f"The state {folder} is damaged and not used: {damage}.")
+        return None
 
     def load_state(self, model_id: str, seq_id: int) -> Adapter:
         return self._adapter(self.run_folder(model_id) / _STATES / str(seq_id), optimizer=True)
@@ -172,7 +197,8 @@ class Checkpoints:
             if before is None or not folder.name.isdigit() or int(folder.name) < before:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def get(self, uri: str) -> SavedAdapter:
+    def find(self, uri: str) -> SavedAdapter:
+        """The checkpoint at an address, of which nothing is read."""
         parts = uri.removeprefix("tinker://").split("/")
         if not uri.startswith("tinker://") or len(parts) != 3:
             raise RefusedRequest(f"{uri[:200]!r} is no address of the form tinker://MODEL/KIND/NAME.")
@@ -180,13 +206,18 @@ class Checkpoints:
         folder = self._folder(model_id, kind, name)
         if not folder.is_dir():
             raise RefusedRequest(f"There is no checkpoint {uri[:400]!r}.", 404)
-        return SavedAdapter(model_id, kind, name, folder, read_document(folder / "state.json"))
+        return SavedAdapter(model_id, kind, name, folder, {})
+
+    def read(self, saved: SavedAdapter, max_bytes: float = 0) -> SavedAdapter:
+        """With the content of state.json. Raises RefusedRequest where a file has changed since it was saved; tensors of more
+        than `max_bytes` are left to `load`."""
+        if damage := find_damage(saved.folder, max_bytes=max_bytes):
+            raise RefusedRequest(f"The checkpoint {saved.uri} is damaged: {damage}. Load another one.")
+        return replace(saved, state=read_document(saved.folder / "state.json"))
 
     def load(self, uri: str, *, optimizer: bool) -> Adapter:
         """The adapter of a checkpoint, with its optimizer's state or a new one."""
-        saved = self.get(uri)
-        if damage := find_damage(saved.folder):
-            raise RefusedRequest(f"The checkpoint {uri} is damaged: {damage}. Load another one.")
+        saved = self.read(self.find(uri), math.inf)
         if optimizer and saved.kind != "weights":
             raise RefusedRequest(f"{uri} has no optimizer state. Load a checkpoint of save_state.")
         return self._adapter(saved.folder, optimizer=optimizer)
@@ -202,32 +233,48 @@ class Checkpoints:
         return adapter
 
     def listed(self, model_id: str | None = None) -> Iterator[SavedAdapter]:
-        """The checkpoints of a model, or of all, the newest first."""
-        pattern = f"{model_id if model_id and _MODEL.fullmatch(model_id) else '*'}/*/*/state.json"
-        files = sorted(self.root.glob(pattern), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in files:
-            name, kind, model = (folder.name for folder in list(file.parents)[:3])
-            if kind in KINDS and not name.startswith("."):
-                yield SavedAdapter(model, kind, name, file.parent, read_document(file))
+        """The checkpoints of a model, or of all, the newest first. One with a state.json that cannot be read is left out."""
+        for folder in self._folders(model_id):
+            try:
+                state = read_document(folder / "state.json")
+            except CheckpointError as error:
+                _warn(f"A checkpoint is left out: {error}")
+                continue
+            if _IS_STATE(state):
+                yield SavedAdapter(folder.parents[1].name, folder.parent.name, folder.name, folder, state)
 
-    def delete(self, model_id: str, checkpoint_id: str) -> None:
-        shutil.rmtree(self.get(f"tinker://{model_id}/{checkpoint_id}").folder)
+    def _folders(self, model_id: str | None) -> list[Path]:
+        """The folders of the checkpoints of a model, or of all, the newest first."""
+        pattern = f"{model_id if model_id and _MODEL.fullmatch(model_id) else '*'}/*/*/state.json"
+        times = {file.parent: _time_of(file) for file in self.root.glob(pattern)}
+        folders = [folder for folder in times if folder.parent.name in KINDS and not folder.name.startswith(".")]
+        return sorted(folders, key=times.__getitem__, reverse=True)
+
+    def delete(self, saved: SavedAdapter) -> None:
+        shutil.rmtree(saved.folder)
 
     def set_expiry(self, saved: SavedAdapter, ttl_s: int | None) -> None:
         """Remove a checkpoint in `ttl_s` seconds; None: never."""
         if ttl_s is None:
             (saved.folder / _EXPIRES).unlink(missing_ok=True)
         else:
-            write_atomically(saved.folder / _EXPIRES, repr(time.time() + ttl_s))
+            write_atomically(saved.folder / _EXPIRES, sealed({"time": time.time() + ttl_s}))
 
     def remove_expired(self) -> None:
         for file in self.root.glob(f"*/*/*/{_EXPIRES}"):
-            if not file.parent.name.startswith(".") and float(file.read_text("utf-8")) < time.time():
+            expires = None if file.parent.name.startswith(".") else _expiry(file.parent)
+            if expires is not None and expires < time.time():
                 shutil.rmtree(file.parent, ignore_errors=True)
 
     def stored_bytes(self, tenant: str) -> int:
-        owners = {name: self.facts(name)["tenant"] == tenant for name in self.models()}
-        return sum(saved.num_bytes() for saved in self.listed() if owners.get(saved.model_id))
+        """Bytes of the checkpoints of a tenant, whose files alone are looked at."""
+        models = self.models(lambda owner: owner == tenant)
+        return sum(_num_bytes(folder) for name in models for folder in self._folders(name))
+
+    def replaced_bytes(self, model_id: str, kind: str, name: str) -> int:
+        """Bytes that a save under this name makes free."""
+        folder = self._folder(model_id, kind, name)
+        return _num_bytes(folder) if folder.is_dir() else 0
 
     def run_folder(self, model_id: str) -> Path:
         """The folder of a model. Raises RefusedRequest for what is no name of one."""
@@ -244,6 +291,39 @@ class Checkpoints:
         return self.run_folder(model_id) / kind / name
 
 
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _time_of(file: Path) -> float:
+    """When a file was written; 0 for one that another request removes meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+@functools.lru_cache(4096)
+def _warn(sentence: str) -> None:
+    """Log a sentence once."""
+    log.warning("%s", sentence)
+
+
+def _expiry(folder: Path) -> float | None:
+    """The time when a checkpoint is removed; None for one without, and, with a warning, where it cannot be read."""
+    file = folder / _EXPIRES
+    if not file.exists():
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return float(read_text(file))  # before there were digests
+    try:
+        expires = read_sealed(file)["time"]
+        return float(expires) if is_number(expires) else None
+    except (CheckpointError, KeyError) as error:
+        _warn(f"A checkpoint is not removed after its time: {error}")
+        return None
+
+
 class Snapshots:
     """Weights of samplers below `root`, in files named by the digest of their content. A sampler of a checkpoint has a hard
     link to its file, which outlives the checkpoint. Hold `lock` from `write` or `link` until a sampler names the digest, and
@@ -251,7 +331,7 @@ class Snapshots:
 
     def __init__(self, root: Path):
         self.root = root / "snapshots"
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         self.lock = threading.Lock()
 
     def write(self, weights: AdapterWeights) -> str:
@@ -260,10 +340,9 @@ class Snapshots:
         temporary.unlink(missing_ok=True)
         try:
             digest = write_tensors(temporary, peft_names(weights.tensors)).blake2b
-            os.replace(temporary, self._file(digest))
+            put_in_place(temporary, self._file(digest))
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(self.root)
         return digest
 
     def link(self, file: Path, digest: str) -> None:
@@ -279,8 +358,13 @@ class Snapshots:
     def load(self, digest: str) -> AdapterWeights:
         """The weights with this digest. Raises RefusedRequest where the file is gone or damaged."""
         file = self._file(digest)
-        if not file.is_file() or record_of(file).blake2b != digest:
+        if not file.is_file():
             raise RefusedRequest("The weights of this sampler are not on the server's disk any more.", 404)
+        if record_of(file).blake2b != digest:
+            _warn(f"{file} does not have the content that was saved (its digest differs).")
+            raise RefusedRequest(
+                "The weights of this sampler are damaged. Create another from a checkpoint or a model."
+            )
         tensors = own_names(read_tensors(file))
         rank = next(value.shape[0] for name, value in tensors.items() if name.endswith(".lora_A"))
         return AdapterWeights(rank, tensors)

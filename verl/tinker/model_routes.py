@@ -189,6 +189,8 @@ class ModelRoutes:
         notes = {"base_model": model.base_model, "user_metadata": asked.user_metadata, "request": request}
         adapter = model.created().state(model.model_id, optimizer=kind == "weights")
         num_bytes = adapter.weights.num_bytes() * (3 if kind == "weights" else 1)
+        if overwrite:
+            num_bytes -= checkpoints.replaced_bytes(model.model_id, kind, name)
         if checkpoints.stored_bytes(model.tenant.name) + num_bytes > most:
             raise RefusedRequest(
                 f"The limit of this API key is {most} bytes of checkpoints. Delete some, and save again."

@@ -19,7 +19,7 @@ from verl.page.server import HEADERS, gauges
 from verl.tinker.checkpoints import KINDS, SavedAdapter
 from verl.tinker.codec import sampling_request
 from verl.tinker.records import RefusedRequest
-from verl.tinker.served import ClientCall, ServedModel, ServedSampler
+from verl.tinker.served import ClientCall, ClientSession, ServedModel, ServedSampler
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenant
 
@@ -61,6 +61,7 @@ class Routes:
 
     async def create_session(self, call: ClientCall) -> object:
         call.read(types.CreateSessionRequest)
+        check_room(call, "sessions", self.service.sessions)
         session_id = str(uuid.uuid4())
         self.service.new_session(session_id, call.tenant)
         return types.CreateSessionResponse(session_id=session_id)
@@ -92,16 +93,16 @@ class Routes:
         model_id = call.path.get("model_id")
         if model_id is not None:
             self.service.facts(call, model_id)
-        owned = set(self._owned(call))
-        listed = [_checkpoint(saved) for saved in self.service.checkpoints.listed(model_id) if saved.model_id in owned]
+        checkpoints, names = self.service.checkpoints, [model_id] if model_id is not None else self._owned(call)
+        saved = sorted((s for name in names for s in checkpoints.listed(name)), key=lambda s: -s.state["time"])
+        listed = [_checkpoint(one) for one in saved]
         if model_id is not None:
             return types.CheckpointsListResponse(checkpoints=listed)
         page, cursor = _page(call, listed)
         return types.CheckpointsListResponse(checkpoints=page, cursor=cursor)
 
     async def delete_checkpoint(self, call: ClientCall) -> object:
-        self._addressed(call)
-        self.service.checkpoints.delete(call.path["model_id"], call.path["checkpoint_id"])
+        self.service.checkpoints.delete(self._addressed(call))
         return Response(status_code=204)
 
     async def set_ttl(self, call: ClientCall) -> object:
@@ -110,11 +111,10 @@ class Routes:
         return Response(status_code=204)
 
     def _addressed(self, call: ClientCall) -> SavedAdapter:
-        return self.service.saved(call, f"tinker://{call.path['model_id']}/{call.path['checkpoint_id']}")
+        return self.service.addressed(call, f"tinker://{call.path['model_id']}/{call.path['checkpoint_id']}")
 
     def _owned(self, call: ClientCall) -> list[str]:
-        checkpoints = self.service.checkpoints
-        return [name for name in checkpoints.models() if call.tenant.sees(checkpoints.facts(name)["tenant"])]
+        return self.service.checkpoints.models(call.tenant.sees)
 
     async def training_run(self, call: ClientCall) -> object:
         return self._run(call, call.path["model_id"])
@@ -185,7 +185,7 @@ def checked_ttl(ttl_s: int | None) -> int | None:
     return ttl_s
 
 
-def check_room(call: ClientCall, name: str, held: Mapping[str, ServedModel | ServedSampler]) -> None:
+def check_room(call: ClientCall, name: str, held: Mapping[str, ClientSession | ServedModel | ServedSampler]) -> None:
     """Raise RefusedRequest where the tenant holds as many `name` as its limit says."""
     most = getattr(call.tenant.limits, name)
     if call.stored is None and sum(one.tenant.name == call.tenant.name for one in list(held.values())) >= most:

@@ -96,18 +96,32 @@ class Service:
         self._drop_samplers([n for n, sampler in list(self.samplers.items()) if sampler.session_id == session_id])
 
     def sweep(self) -> None:
-        """Forget sessions without a heartbeat, idle samplers, old answers, and checkpoints whose time is over."""
+        """Forget sessions without a heartbeat, idle samplers, old answers, and checkpoints whose time is over. What fails is
+        logged, and the rest is done."""
         now = time.monotonic()
-        for session_id in [s for s, session in self.sessions.items() if now - session.last_sign > SESSION_S]:
-            log.info("The session %s has ended without a word; its unsaved models are gone.", session_id)
-            self.finish(session_id)
-        self._drop_samplers(
-            [n for n, sampler in list(self.samplers.items()) if now - sampler.last_use > IDLE_SAMPLER_S]
+        silent = [s for s, session in self.sessions.items() if now - session.last_sign > SESSION_S]
+        idle = [n for n, sampler in list(self.samplers.items()) if now - sampler.last_use > IDLE_SAMPLER_S]
+        ends: list[Callable[[], None]] = [partial(self._end_silent, session_id) for session_id in silent]
+        parts: tuple[Callable[[], None], ...] = (
+            partial(self._drop_samplers, idle),
+            self._forget_answers,
+            self.checkpoints.remove_expired,
         )
+        for part in (*ends, *parts):
+            try:
+                part()
+            except Exception:
+                log.exception("A part of the regular clean-up has failed.")
+
+    def _end_silent(self, session_id: str) -> None:
+        log.info("The session %s has ended without a word; its unsaved models are gone.", session_id)
+        self.finish(session_id)
+
+    def _forget_answers(self) -> None:
+        now = time.monotonic()
         recent = {n: f for n, f in self.futures.items() if f.answer is None or now - f.done_at < KEEP_ANSWERS_S}
         self.futures = recent
         self.journal.forget_answers(KEEP_ANSWERS_S)
-        self.checkpoints.remove_expired()
 
     def add_sampler(self, sampler: ServedSampler) -> None:
         """Add a sampler, unless its session has ended. The caller holds the lock of the snapshots."""
@@ -121,7 +135,7 @@ class Service:
     def _drop_samplers(self, names: list[str]) -> None:
         with self.snapshots.lock:
             for name in names:
-                del self.samplers[name]
+                self.samplers.pop(name, None)
                 self.journal.drop_sampler(name)
             self.snapshots.remove_unused({sampler.digest or "" for sampler in list(self.samplers.values())})
 
@@ -157,7 +171,11 @@ class Service:
         return facts
 
     def saved(self, call: ClientCall, uri: str) -> SavedAdapter:
-        saved = self.checkpoints.get(uri)
+        return self.checkpoints.read(self.addressed(call, uri))
+
+    def addressed(self, call: ClientCall, uri: str) -> SavedAdapter:
+        """A checkpoint of the tenant, which may be damaged."""
+        saved = self.checkpoints.find(uri)
         self.facts(call, saved.model_id)
         return saved
 
@@ -204,8 +222,8 @@ class Service:
         try:
             work = prepare()
             self._admit(call, work.tokens, is_next=seq_id == model.order.next_seq)
-        except RefusedRequest as error:
-            if error.retry_after_s is None:
+        except Exception as error:  # a number that is not used would hold up every later one
+            if not isinstance(error, RefusedRequest) or error.retry_after_s is None:
                 self._accept(call, model.model_id, model.session_id, seq_id, REFUSED)
                 self._release(model, seq_id, None)
             raise
@@ -305,6 +323,8 @@ class Service:
                     self._restore(call, request)
             except RefusedRequest as error:
                 log.warning("A request of %s is not repeated: %s", request.owner, error.sentence)
+            except Exception:  # of one tenant, whom the others do not wait for
+                log.exception("A request of %s is not repeated.", request.owner)
         for model_id in set(self.checkpoints.models()) - set(self.models):
             self.checkpoints.drop_states(model_id)
 

@@ -28,6 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class TenantLimits:
     """The most that a tenant can have at one time, over all its keys."""
 
+    sessions: int = 1024
     models: int = 64
     samplers: int = 4096
     rank: int = 1 << 16

@@ -9,7 +9,6 @@ A schema is a check of a value, built from the checks below:
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ import psutil
 
 from verl.config.secrets import hide
 from verl.foreign_text import valid_utf8
-from verl.regular_files import MAX_BYTES, open_regular, read_text
+from verl.regular_files import MAX_BYTES, open_regular, read_text, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +33,6 @@ _CHECKED_BYTES = 32 << 20  # of a longer file the end, so that a resume after a 
 MOST = 1e308  # a larger number is not finite where it is averaged
 _NUMBERS = {int, float, type(None)}
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
-# errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 Check = Callable[[Any], bool]
 Row = dict[str, Any]  # of JSON
 Json = Mapping[str, Any]
@@ -81,6 +78,8 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         while left:
             left = left[os.write(descriptor, left) :]
         os.fsync(descriptor)
+        if not size:  # a new file
+            sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, size)
@@ -88,26 +87,6 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         raise
     finally:
         os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file or folder that other code wrote."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> bool:
-    """Sync the names in a folder; False where the file system has no such operation."""
-    try:
-        sync_file(path)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise
-        return False
-    return True
 
 
 def read_json(path: Path, check: Check, max_bytes: int = MAX_BYTES) -> Any:
@@ -266,7 +245,7 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
 @contextlib.contextmanager
 def replacing(path: Path, text: str | Iterable[str]) -> Iterator[None]:
     """Replace `path` atomically at the end of the block. The text is written next to it at the start, and the end creates no
-    file. So another folder that has replaced the parent meanwhile gets no file, and OSError is raised."""
+    file. So another folder that has replaced the parent meanwhile gets no file, and OSError is raised. All is synced."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with _naming(path):
@@ -278,6 +257,7 @@ def replacing(path: Path, text: str | Iterable[str]) -> Iterator[None]:
         yield
         with _naming(path):
             os.replace(temporary, path)
+            sync_folder(path.parent)
     finally:
         with contextlib.suppress(IsADirectoryError):
             temporary.unlink(missing_ok=True)

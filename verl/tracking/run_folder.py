@@ -28,6 +28,7 @@ import yaml
 from verl.config.keys import yaml_loader
 from verl.errors import CheckpointError, ConfigError, FolderLostError
 from verl.foreign_text import clean
+from verl.manifest import make_folder
 from verl.tracking.files import (
     Json,
     each,
@@ -92,7 +93,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         """Raises ConfigError when the folder cannot be written or another run holds it."""
         try:
-            self.samples.mkdir(parents=True, exist_ok=True)
+            make_folder(self.samples)
             self.logs.mkdir(exist_ok=True)
             if self._log_dir is not None:
                 self._log_dir.mkdir(parents=True, exist_ok=True)

@@ -138,9 +138,9 @@ def check_trackers(subject: Subject) -> Iterator[Line]:
 
 def check_run_folder(subject: Subject) -> Iterator[Line]:
     """The run folder can be written; its checkpoints, if any."""
-    from verl.checkpoint.files import find_damage
     from verl.checkpoint.filesystem import examine_folder
     from verl.checkpoint.retention import candidates
+    from verl.manifest import find_damage
 
     trainer, folder = subject.config.trainer, _run_folder(subject)
     for place in (folder, Path(trainer.log_dir or folder).expanduser()):
@@ -170,7 +170,7 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
 
 def _resumption(subject: Subject, folder: Path, steps: list[int]) -> Iterator[Line]:
     """The newest intact checkpoint of `steps`, after a line for each damaged newer one."""
-    from verl.checkpoint.files import find_damage
+    from verl.manifest import find_damage
 
     for step in steps:
         damage = find_damage(folder / f"global_step_{step}")

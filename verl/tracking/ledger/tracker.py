@@ -23,6 +23,7 @@ from typing import NoReturn
 import numpy as np
 
 from verl.errors import CheckpointError
+from verl.manifest import put_in_place
 from verl.tracking.files import Json, json_text
 from verl.tracking.ledger import records
 from verl.tracking.ledger.file import FIX, NAME, copy, create, holds, rewind, run_of
@@ -311,7 +312,7 @@ def _rewound(source: Path, path: Path, step: int) -> records.Snapshot:
         copied.unlink(missing_ok=True)
         copy(source, copied)
         _set_aside(path)
-        os.replace(copied, path)
+        put_in_place(copied, path)
     rewind(path, step)
     return snapshot(path)
 

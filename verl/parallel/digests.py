@@ -74,7 +74,7 @@ def read_digest(path: Path, threads: Executor) -> tuple[int, str]:
 @functools.cache
 def _compiled() -> Callable[..., None] | None:
     """The function of blake2b.c; None where it was not compiled."""
-    library = open_library(Path(__file__).with_name("_blake2b"))
+    library = open_library(Path(__file__).parents[1] / "checkpoint/_blake2b")
     if library is None or sys.byteorder != "little":
         return None
     function = library.verl_blake2b
