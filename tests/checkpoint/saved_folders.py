@@ -131,7 +131,7 @@ def kinds(root):
     saved = session.save(root / "session")
     spec = _checkpoint(root / "run", model)
     exported = export(model, root / "exported", "float32")
-    found = {
+    folders = {
         "session": Kind(saved, lambda: session.load(saved)),
         "export": Kind(exported, lambda: _model(exported), (MANIFEST,)),
         "model of a checkpoint": Kind(
@@ -154,14 +154,14 @@ def kinds(root):
             shutil.rmtree(root / "back", ignore_errors=True)
             convert_gguf(file, root / "back", "float32")
 
-        found["gguf"] = Kind(root / "gguf", read_gguf, (f"model.gguf.{MANIFEST}",))
+        folders["gguf"] = Kind(root / "gguf", read_gguf, (f"model.gguf.{MANIFEST}",))
     if importlib.util.find_spec("tinker") is not None:
-        found |= _of_service(root / "served")
-    return found, session.close
+        folders |= _of_service(root / "served")
+    return folders, session.close
 
 
 def outcome(rng, name, kind, change, file):
-    """What loading says of a changed file: "named", or "not ours" where a folder without this file is none of ours."""
+    """The answer of loading to a changed file: "named", or "not ours" where a folder without this file is none of ours."""
     content = file.read_bytes()
     _said.clear()
     _forget_sentences()
@@ -202,9 +202,9 @@ def every_file(rng, folder, changes=(flip,)):
     """(kind, outcome) of each change of each file of each kind."""
     listener = _Listener()
     logging.getLogger("verl").addHandler(listener)
-    found, close = kinds(folder)
+    folders, close = kinds(folder)
     try:
-        for name, kind in found.items():
+        for name, kind in folders.items():
             for file in files_of(kind):
                 for change in changes:
                     yield name, outcome(rng, name, kind, change, file)

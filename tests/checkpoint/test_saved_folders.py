@@ -27,7 +27,7 @@ def test_a_flipped_bit_a_cut_and_a_missing_file_are_named(tmp_path):
 
 @pytest.fixture
 def synced(monkeypatch):
-    """What each file and folder held when it was last synced."""
+    """The content of each file and folder when it was last synced."""
     contents = {}
 
     def content(path):

@@ -26,6 +26,7 @@ from tinker import types
 
 from verl.page.server import STATIC, is_own_name
 from verl.tinker.codec import MAX_BYTES, decompressed
+from verl.tinker.journal import trouble
 from verl.tinker.model_routes import ModelRoutes
 from verl.tinker.queues import RequestFuture
 from verl.tinker.records import RefusedRequest
@@ -99,7 +100,7 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
         try:
             result = await handler(await _call(service, route, request))
         finally:
-            if service.journal.is_behind and route != "retrieve_future":
+            if service.journal.is_behind and request.method != "GET" and route != "retrieve_future":
                 await asyncio.to_thread(service.journal.flush)
     except RefusedRequest as error:
         headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
@@ -111,8 +112,7 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
     except ClientDisconnect:
         return Response(status_code=499)
     except sqlite3.Error as error:  # the request stays in memory, and the repeated one finds it there
-        detail = f"The server's disk does not take its journal ({error}); the request waits for space."
-        return JSONResponse({"detail": detail}, 503, {"Retry-After": "2"})
+        return JSONResponse({"detail": f"{trouble(error)} The request waits."}, 503, {"Retry-After": "2"})
     except Exception:  # a fault of the server shall not end in a traceback at the client
         log.exception("%s has failed.", request.url.path)
         return JSONResponse({"detail": "A fault in the server; its log has more."}, 500, {"x-should-retry": "false"})
@@ -143,10 +143,22 @@ def _tenant(service: Service, request: Request) -> Tenant:
     if not service.tenants.has_keys and not is_own_name(request.headers.get("host", "")):
         raise RefusedRequest("This address is not one of this machine (Host). Use 127.0.0.1, or give keys=FILE.", 421)
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    # a browser adds no key to what another site's page sends, but a password that it knows
+    if request.method != "GET" and "x-api-key" not in request.headers and _is_foreign(request):
+        raise RefusedRequest(
+            "A page of another site has sent this request (Origin). Send the API key as x-api-key.", 403
+        )
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):
             key = base64.b64decode(key, validate=True).decode().partition(":")[2]
     return service.tenants.of_key(request.headers.get("x-api-key", key))
+
+
+def _is_foreign(request: Request) -> bool:
+    """Whether a browser says that a page of another site has sent a request."""
+    origin, site = (request.headers.get(name) for name in ("origin", "sec-fetch-site"))
+    is_own = origin is None or origin.partition("://")[2] == request.headers.get("host")
+    return not is_own or site not in (None, "same-origin", "none")
 
 
 async def _body(request: Request) -> bytes:

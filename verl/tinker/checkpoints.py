@@ -101,7 +101,7 @@ class Checkpoints:
         self._facts[model_id] = {**facts}
 
     def facts(self, model_id: str) -> dict[str, Any]:
-        """The content of model.json, read once. A model whose file is damaged does not exist: nobody is known to own it."""
+        """The content of model.json, read once. A model with a damaged file does not exist: its owner is not known."""
         if not (self.run_folder(model_id) / "model.json").is_file():
             self._facts.pop(model_id, None)
         elif model_id not in self._facts and (facts := self._read_facts(model_id)) is not None:
@@ -296,7 +296,7 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _time_of(file: Path) -> float:
-    """When a file was written; 0 for one that another request removes meanwhile."""
+    """The time at which a file was written; 0 for one that another request removes meanwhile."""
     try:
         return file.stat().st_mtime
     except OSError:

@@ -31,6 +31,7 @@ from verl.tinker.records import (
 PROTOBUF = "application/x-protobuf"
 MAX_BYTES = 64 << 20  # of a request, decompressed
 _MAX_SAMPLES, _MAX_TOP = 1024, 100
+_MAX_TEMPERATURE = 1e6  # beyond, float32 cannot divide by it
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4", wire.DTYPE_BFLOAT16: "<u2"}
 
 
@@ -151,6 +152,7 @@ def _dense(csr: wire.SparseCsr, values: np.ndarray, shape: tuple[int, ...], plac
     counts = np.diff(starts)
     fits = (
         len(shape) == 2
+        and len(starts) == shape[0] + 1
         and len(counts) == shape[0]
         and (counts >= 0).all()
         and starts[0] == 0
@@ -196,9 +198,11 @@ def sampling_request(request: types.SampleRequest, vocabulary: int, longest: int
         raise RefusedRequest(
             f"A prompt of {len(tokens)} tokens with max_tokens={most} exceeds the model's {longest} tokens, or samples none."
         )
-    top = max(request.topk_prompt_logprobs, request.topk_sample_logprobs)
-    if not 1 <= request.num_samples <= _MAX_SAMPLES or top > min(_MAX_TOP, vocabulary):
-        raise RefusedRequest(f"A request has 1 to {_MAX_SAMPLES} samples and at most {_MAX_TOP} top log-probs.")
+    tops, most_top = (request.topk_prompt_logprobs, request.topk_sample_logprobs), min(_MAX_TOP, vocabulary)
+    if not 1 <= request.num_samples <= _MAX_SAMPLES or not all(0 <= (top or 0) <= most_top for top in tops):
+        raise RefusedRequest(f"A request has 1 to {_MAX_SAMPLES} samples and 0 to {most_top} top log-probs.")
+    if not 0 <= (request.prompt_logprobs_last_n or 0) <= len(tokens):
+        raise RefusedRequest(f"prompt_logprobs_last_n is at most {len(tokens)}, the tokens of the prompt.")
     identity = ("seed", sampling.seed) if sampling.seed is not None else (request.sampling_session_id, request.seq_id)
     return SamplingRequest(
         tokens,
@@ -216,9 +220,13 @@ def sampling_request(request: types.SampleRequest, vocabulary: int, longest: int
 def _sampling_params(sampling: types.SamplingParams) -> SamplingParams:
     """Rules of sampling. Stops that a request names replace the end-of-sequence tokens."""
     stop = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
-    in_range = 0 <= sampling.temperature < math.inf and 0 < sampling.top_p <= 1 and sampling.top_k >= -1
-    if not in_range:
-        raise RefusedRequest("temperature is 0 or more, top_p above 0 and at most 1, and top_k -1 or more.")
+    in_range = 0 <= sampling.temperature <= _MAX_TEMPERATURE and 0 < sampling.top_p <= 1
+    if not in_range or not -1 <= sampling.top_k < 1 << 31:
+        raise RefusedRequest(
+            f"temperature is 0 to {_MAX_TEMPERATURE:g}, top_p above 0 and at most 1, and top_k from -1 to 2^31."
+        )
+    if not all(0 <= token < 1 << 31 for token in stop if isinstance(token, int)):
+        raise RefusedRequest("A stop is a text or the number of a token.")
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

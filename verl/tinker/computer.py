@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from verl.errors import DeadlineError, ModelError, VerlError, WorkerLostError, os_error_of
 from verl.tinker.checkpoints import Checkpoints, Snapshots
 from verl.tinker.codec import PROTOBUF, sample_result
-from verl.tinker.journal import RequestJournal
+from verl.tinker.journal import RequestJournal, trouble
 from verl.tinker.queues import Lanes, QueuedJob, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SampleOutput
 from verl.tinker.served import ServedModel, Work
@@ -104,8 +104,8 @@ class Computer:
                 self.journal.flush()
             except sqlite3.Error as error:
                 if not self.paused:
-                    log.error("%s cannot be written (%s). Free some space; answers wait.", self.journal.path, error)
-                self.paused = f"The server's disk does not take its journal: {error}."
+                    log.error("%s Answers wait until %s can be written.", trouble(error), self.journal.path)
+                self.paused = trouble(error)
                 if self._closing.wait(RETRY_S):
                     return False
             else:
@@ -132,17 +132,16 @@ class Computer:
             self.checkpoints.drop_states(model.model_id, before=seq_id)
 
     def _sample(self, jobs: list[QueuedJob]) -> None:
-        """Compute the samples of `jobs` in one batch; where it fails, in one for each sampler, so that one fails no other."""
+        """Compute the samples of `jobs` in one batch; where it fails, in one for each request, so that one fails no other."""
         start, tokens = time.perf_counter(), sum(job.cost for job in jobs)
         try:
             answers = [WireAnswer(sample_result(output), PROTOBUF) for output in self._sampled(jobs)]
         except _LOST:
             raise
         except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its requests)
-            digests = list(dict.fromkeys(job.work.digest for job in jobs))
-            if len(digests) > 1:
-                for digest in digests:
-                    self._sample([job for job in jobs if job.work.digest == digest])
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._sample([job])
                 return
             answers = [_failed(error)] * len(jobs)
         took_s = time.perf_counter() - start

@@ -11,6 +11,8 @@ repeats the requests whose effect is in no saved state of their model; whatever 
 
 from __future__ import annotations
 
+import itertools
+import logging
 import sqlite3
 import threading
 import time
@@ -19,6 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.errors import CheckpointError
+from verl.manifest import make_folder
+from verl.tinker.records import RefusedRequest
+
+log = logging.getLogger(__name__)
 
 NAME = "journal.sqlite"
 REFUSED = "refused"  # in place of its route: a request of a model that never runs, whose number is used
@@ -34,6 +40,12 @@ CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, request TEXT UN
   answer BLOB, media TEXT, done REAL);
 CREATE INDEX IF NOT EXISTS requests_owner ON requests (owner, seq);
 """
+
+
+_LOST = "sessions and unsaved models that it had are gone. Saved checkpoints are still there."
+_OF_VALUES = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+_WAL_HEADER, _FRAME_HEADER = 32, 24  # bytes, see the file format of SQLite
+_WAL_MAGIC = (0x377F0682, 0x377F0683)
 
 
 @dataclass(frozen=True)
@@ -57,12 +69,19 @@ class RequestJournal:
     before `flush`. Raises CheckpointError for a folder that is in use, and for another model's."""
 
     def __init__(self, folder: Path, base: str):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.path = folder / NAME
+        is_new, num_frames = not self.path.exists(), _committed_frames(self.path.with_name(f"{NAME}-wal"))
+        if is_new and any(folder.glob("models/*/model.json")):
+            log.warning("%s is missing, though models are here: %s", self.path, _LOST)
         self._pending: list[tuple[str, tuple[object, ...]]] = []
         self._lists, self._disk = threading.Lock(), threading.Lock()
         try:
             self._file = sqlite3.connect(self.path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+            self._file.executescript("PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL;")
+            (_, num_read, _) = self._file.execute("PRAGMA wal_checkpoint").fetchone()
+            if num_frames is None or num_read < num_frames:
+                log.warning("%s-wal is damaged, so its newest entries are lost: %s", self.path, _LOST)
             self._file.executescript(
                 f"PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; BEGIN; {_SCHEMA} COMMIT;"
             )
@@ -120,26 +139,32 @@ class RequestJournal:
         return bool(self._pending)
 
     def _add(self, statement: str, *values: object) -> None:
+        if not all(map(_is_writable, values)):
+            raise RefusedRequest("A text or number of the request cannot be stored. Send another one.")
         with self._lists:
             self._pending.append((statement, values))
 
     def flush(self) -> None:
         """Write what was added, before this call or by a call that waits; returns once it is on the disk. Raises
-        sqlite3.Error, with nothing lost: the next flush tries again."""
+        sqlite3.Error, with nothing lost: the next flush tries again. A statement that can never be written is dropped."""
         with self._disk:
             with self._lists:
                 batch = list(self._pending)
             if not batch:
                 return
-            self._file.execute("BEGIN")
             try:
+                self._file.execute("BEGIN")
                 for statement, values in batch:
-                    self._file.execute(statement, values)
+                    try:
+                        self._file.execute(statement, values)
+                    except Exception as error:  # with such a value every later request of every tenant would wait
+                        if isinstance(error, sqlite3.Error) and not isinstance(error, _OF_VALUES):
+                            raise
+                        log.exception("A statement of the journal cannot be written and is dropped: %s", statement)
                 self._file.execute("COMMIT")
-            except sqlite3.Error:
+            finally:
                 if self._file.in_transaction:  # a full disk has rolled back already
                     self._file.execute("ROLLBACK")
-                raise
             with self._lists:
                 del self._pending[: len(batch)]
 
@@ -158,3 +183,38 @@ class RequestJournal:
     def close(self) -> None:
         self.flush()
         self._file.close()
+
+
+def trouble(error: sqlite3.Error) -> str:
+    """The reason why the journal is not written, as a sentence: the disk, another program, or a fault."""
+    text = str(error)
+    if "locked" in text or "busy" in text:
+        return f"Another program holds the server's journal ({text})."
+    if isinstance(error, sqlite3.OperationalError):
+        return f"The server's disk does not take its journal ({text})."
+    return f"The server's journal is at fault ({text})."
+
+
+def _is_writable(value: object) -> bool:
+    """Whether SQLite can store a value."""
+    if isinstance(value, int):
+        return -1 << 63 <= value < 1 << 63
+    return not isinstance(value, str) or not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _committed_frames(wal: Path) -> int | None:
+    """Frames of a write-ahead log up to the last one that ends a transaction; None for bytes that are no log."""
+    if not wal.is_file() or not wal.stat().st_size:
+        return 0
+    with wal.open("rb") as file:
+        header = file.read(_WAL_HEADER)
+        size, salts, committed = int.from_bytes(header[8:12], "big"), header[16:24], 0
+        if int.from_bytes(header[:4], "big") not in _WAL_MAGIC or not size:
+            return None
+        for number in itertools.count():
+            file.seek(_WAL_HEADER + number * (_FRAME_HEADER + size))
+            frame = file.read(_FRAME_HEADER)
+            if frame[8:16] != salts:  # of an earlier log, or the end
+                return committed
+            committed = number + 1 if any(frame[4:8]) else committed
+    return committed

@@ -17,6 +17,7 @@ from verl.tinker.tenants import Tenant
 from verl.tinker.worker import BenchWorker
 
 Message = TypeVar("Message", bound=pydantic.BaseModel)
+_WORD = 1 << 63
 
 
 @dataclass
@@ -110,6 +111,15 @@ def failing(reason: str) -> Iterator[WireAnswer | None]:
     yield None
 
 
+def _integers(message: pydantic.BaseModel) -> Iterator[tuple[str, int]]:
+    """The whole numbers of a message and of the messages in it, by their names. Lists of tokens have checks of their own."""
+    for name, value in message:
+        if isinstance(value, pydantic.BaseModel):
+            yield from _integers(value)
+        elif isinstance(value, int):
+            yield name, value
+
+
 @dataclass(frozen=True)
 class ClientCall:
     """A request as routes read it: from a client, or after a kill from the journal, whose entry is `stored`. `path` and `query`
@@ -125,7 +135,10 @@ class ClientCall:
 
     def read(self, kind: type[Message]) -> Message:
         try:
-            return kind.model_validate_json(self.body)
+            message = kind.model_validate_json(self.body)
+            if large := next((name for name, value in _integers(message) if not -_WORD <= value < _WORD), None):
+                raise RefusedRequest(f"The number {large} of {kind.__name__} does not fit 64 bits.")
+            return message
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"]))

@@ -110,7 +110,7 @@ class Service:
         for part in (*ends, *parts):
             try:
                 part()
-            except Exception:
+            except Exception:  # of one session or one file, which the others do not wait for
                 log.exception("A part of the regular clean-up has failed.")
 
     def _end_silent(self, session_id: str) -> None:

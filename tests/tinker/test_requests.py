@@ -1,0 +1,257 @@
+"""Any sequence of requests leaves the service answering and the other tenant unharmed. More: benchmarks/fuzz.py service."""
+
+import asyncio
+import random
+import sqlite3
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+
+pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+from tinker.proto import tinker_public_pb2 as wire  # noqa: E402
+
+from tests.tinker.data import datum  # noqa: E402
+from tests.tinker.requests import KEYS, Caller, cases, make_service  # noqa: E402
+from tests.tinker.test_tenants import rows, sample  # noqa: E402
+from verl.tinker import checkpoints, model_routes  # noqa: E402
+from verl.tinker.app import application  # noqa: E402
+from verl.tinker.journal import RequestJournal, trouble  # noqa: E402
+from verl.tinker.records import RefusedRequest  # noqa: E402
+from verl.tinker.tenants import Tenants  # noqa: E402
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_any_sequence_of_requests(bench, tmp_path, seed):
+    outcomes = list(cases(random.Random(seed), 100, tmp_path, bench))
+    assert {"2xx", "4xx"} == {what for _, what in outcomes}
+
+
+def in_process(bench, folder, act):
+    """The result of `act(service, ada, bob)` on a new service without a socket."""
+
+    async def run():
+        service = make_service(bench, folder)
+        transport = httpx.ASGITransport(application(service), raise_app_exceptions=False)
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+                return await act(service, *[await Caller(service, http, name).open() for name in KEYS])
+        finally:
+            await asyncio.to_thread(service.close)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("route", ["asample", "optim_step", "save_weights"])
+def test_a_number_beyond_64_bits_is_refused_and_stops_nobody(bench, tmp_path, route):
+    async def act(service, ada, bob):
+        body = {"model_id": ada.model, **({"adam_params": {}} if route == "optim_step" else {})}
+        body = sample(sampling_session_id=ada.sampler) if route == "asample" else body
+        answer = await ada.post(route, {**body, "seq_id": 1 << 63})
+        assert (answer.status_code, "64 bits" in answer.text) == (400, True)
+        await bob.step()
+        await ada.step()
+
+    in_process(bench, tmp_path, act)
+
+
+def test_a_statement_that_cannot_be_written_is_dropped(tmp_path, caplog):
+    journal = RequestJournal(tmp_path, "base")
+    with pytest.raises(RefusedRequest, match="cannot be stored"):
+        journal.session("s", 1 << 63)
+    journal._pending.append(("INSERT OR REPLACE INTO sessions VALUES (?, ?)", ("a", 1 << 63)))
+    journal.session("b", "bob")
+    journal.flush()
+    assert journal.sessions() == [("b", "bob")]
+    assert "is dropped" in caplog.text
+    journal.close()
+
+
+def test_a_request_that_fails_in_a_batch_fails_alone(bench, tmp_path, monkeypatch):
+    real = bench.sample
+
+    def sampled(requests):
+        if any(request.max_tokens == 3 for _, request in requests):
+            raise RuntimeError
+        return real(requests)
+
+    monkeypatch.setattr(bench, "sample", sampled)
+
+    async def act(service, ada, bob):
+        good = [await bob.post("asample", sample(sampling_session_id=bob.sampler, seq_id=n)) for n in range(4)]
+        body = sample(sampling_session_id=ada.sampler, sampling_params={"max_tokens": 3})
+        bad = await ada.post("asample", body)
+        assert [type(await bob.result(answer)) for answer in good] == [httpx.Response] * 4
+        assert "error" in await ada.result(bad)
+        refused = [{"topk_prompt_logprobs": -1}, {"topk_sample_logprobs": -3}, {"prompt_logprobs_last_n": 3}]
+        refused += [{"sampling_params": {"max_tokens": 1, "temperature": 1e38}}]
+        for number, change in enumerate(refused, 5):
+            answer = await ada.post("asample", sample(sampling_session_id=ada.sampler, seq_id=number, **change))
+            assert answer.status_code == 400, answer.text
+
+    in_process(bench, tmp_path, act)
+
+
+@pytest.mark.parametrize("shape", [[0, 5], [0, 3], [4, 0]])
+def test_an_empty_sparse_matrix_is_refused_and_uses_its_number(bench, tmp_path, shape):
+    async def act(service, ada, bob):
+        message = wire.ForwardBackwardRequest.FromString(rows(ada.model, 1, [datum(0, 4)]))
+        message.data[0].loss_fn_inputs["weights"].sparse_csr.SetInParent()
+        message.data[0].loss_fn_inputs["weights"].shape[:] = shape
+        answer = await ada.post("forward_backward", message.SerializeToString())
+        assert (answer.status_code, "sparse matrix" in answer.text) == (400, True)
+        ada.seq_id = 2
+        await ada.step()
+
+    in_process(bench, tmp_path, act)
+
+
+def test_a_check_that_fails_by_a_fault_uses_its_number(bench, tmp_path, monkeypatch):
+    async def act(service, ada, bob):
+        with monkeypatch.context() as patch:
+            patch.setattr(model_routes, "_adam_step", lambda values: 1 / 0)
+            answer = await ada.post("optim_step", {"model_id": ada.model, "seq_id": 1, "adam_params": {}})
+        assert answer.status_code == 500
+        ada.seq_id = 2
+        await ada.step()
+
+    in_process(bench, tmp_path, act)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"tenant": "bob"}'])
+def test_an_unreadable_file_of_a_tenant_is_left_out_and_named(bench, tmp_path, text, caplog):
+    async def act(service, ada, bob):
+        for caller in (ada, bob):
+            body = {"model_id": caller.model, "path": "a", "seq_id": 1, "ttl_seconds": 3600}
+            await caller.result(await caller.post("save_weights", body))
+            caller.seq_id = 2
+        model = service.checkpoints.run_folder(ada.model)
+        for name in ("model.json", "weights/a/expires", "weights/a/state.json"):
+            (model / name).write_text(text)
+        service.checkpoints._facts.pop(ada.model)  # as after a restart
+        service.sessions[ada.session].last_sign -= 1e6
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service, "finish", lambda session: 1 / 0)
+            patch.setattr(checkpoints.time, "time", lambda now=time.time: now() + 3601)
+            service.sweep()
+        for route in ("training_runs", "checkpoints"):
+            for caller, num in ((ada, 0), (bob, 1)):
+                listed = await caller.post(route, b"", "GET")
+                assert len(listed.json()[route]) == (num if route == "training_runs" else 0), (route, caller.name)
+        body = {"model_id": bob.model, "path": "b", "seq_id": 2}
+        assert "path" in await bob.result(await bob.post("save_weights", body))
+        assert (model / "weights/a").is_dir()
+
+    in_process(bench, tmp_path, act)
+    assert "regular clean-up has failed" in caplog.text
+    assert "weights/a/expires" in caplog.text
+
+
+def test_a_damaged_checkpoint_is_named_to_its_owner_and_can_be_deleted(bench, tmp_path):
+    async def act(service, ada, bob):
+        saved = await ada.result(await ada.post("save_weights", {"model_id": ada.model, "path": "a", "seq_id": 1}))
+        file = service.checkpoints.run_folder(ada.model) / "weights/a/state.json"
+        file.write_text(file.read_text().replace('"rank": 2', '"rank": 3'))
+        body = {"model_id": ada.model, "seq_id": 2, "path": saved["path"], "optimizer": True}
+        assert "state.json does not have the content" in (await ada.post("load_weights", body)).text
+        assert "There is no" in (await bob.post("weights_info", {"tinker_path": saved["path"]})).text
+        route = f"training_runs/{ada.model}/checkpoints/weights/a"
+        assert (await ada.post(route, b"", "DELETE")).status_code == 204
+
+    in_process(bench, tmp_path, act)
+
+
+def test_the_replaced_checkpoint_counts_as_free(bench, tmp_path):
+    async def act(service, ada, bob):
+        model = service.models[ada.model]
+        for seq_id, (name, overwrite, fits) in enumerate([("a", True, True), ("a", True, True), ("b", True, False)], 1):
+            body = {"model_id": ada.model, "path": name, "seq_id": seq_id, "overwrite": overwrite}
+            answer = await ada.result(await ada.post("save_weights", body))
+            assert ("path" in answer) == fits, answer
+            most = 3 * service.bench.training.adapters[ada.model].weights.num_bytes()
+            model.tenant = replace(model.tenant, limits=replace(model.tenant.limits, bytes=most))
+
+    in_process(bench, tmp_path, act)
+
+
+def test_sessions_have_a_limit(bench, tmp_path):
+    async def act(service, ada, bob):
+        for digest, tenant in list(service.tenants._keys.items()):
+            service.tenants._keys[digest] = replace(tenant, limits=replace(tenant.limits, sessions=1))
+        answer = await ada.post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})
+        assert (answer.status_code, "1 sessions" in answer.text) == (400, True)
+
+    in_process(bench, tmp_path, act)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://127.0.0.1"}, 200),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "https://elsewhere.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        (
+            {"origin": "https://elsewhere.example", "x-api-key": "any"},
+            200,
+        ),  # which no browser sends without asking first
+    ],
+)
+def test_a_page_of_another_site_cannot_post(bench, tmp_path, headers, status):
+    async def act(service, ada, bob):
+        service.tenants = Tenants()
+        body = b'{"tags": [], "user_metadata": null, "sdk_version": "0"}'
+        sent = {"content-type": "text/plain", **headers}
+        assert (await ada.http.post("/api/v1/create_session", content=body, headers=sent)).status_code == status
+
+    in_process(bench, tmp_path, act)
+
+
+def test_what_is_read_is_answered_while_the_disk_is_full(bench, tmp_path):
+    async def act(service, ada, bob):
+        service.journal._file.execute("PRAGMA query_only = 1")
+        created = await ada.post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})
+        assert created.status_code == 503
+        for route in ("status", "healthz", "metrics", "training_runs"):
+            assert (await ada.post(route, b"", "GET")).status_code == 200, route
+        service.journal._file.execute("PRAGMA query_only = 0")
+
+    in_process(bench, tmp_path, act)
+
+
+def test_the_cause_of_trouble_with_the_journal_is_named():
+    causes = {"database is locked": "Another program", "database or disk is full": "disk does not take"}
+    for text, words in causes.items():
+        assert words in trouble(sqlite3.OperationalError(text))
+    assert "is at fault" in trouble(sqlite3.DatabaseError("database disk image is malformed"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "flip", "none"])
+def test_a_journal_that_is_damaged_is_named_at_the_start(tmp_path, damage, caplog):
+    (tmp_path / "models/m").mkdir(parents=True)
+    journal = RequestJournal(tmp_path, "base")
+    for number in range(5):
+        journal.session(f"s{number}", "ada")
+        journal.flush()
+    (tmp_path / "copy/models/m").mkdir(parents=True)
+    (tmp_path / "copy/models/m/model.json").write_text("{}")
+    for file in tmp_path.glob("journal.sqlite*"):  # as a kill leaves it
+        content = file.read_bytes()
+        if file.name.endswith("-wal"):
+            place = len(content) // 2
+            content = {
+                "garbage": b"x" * 5000, "flip": content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :],
+            }.get(damage, content)  # fmt: skip
+        if damage != "missing":
+            (tmp_path / "copy" / file.name).write_bytes(content)
+    journal.close()
+    caplog.clear()
+    copied = RequestJournal(tmp_path / "copy", "base")
+    words = {"missing": "is missing, though", "garbage": "-wal is damaged", "flip": "-wal is damaged"}.get(damage)
+    assert (words in caplog.text) if words else not caplog.text
+    assert damage != "none" or len(copied.sessions()) == 5
+    copied.close()
