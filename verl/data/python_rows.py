@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from verl.data.messages import CHAT_COLUMNS, unfilled
 from verl.data.pictures import image_text
+from verl.data.schema import MEDIA_PARTS, SOURCES
 from verl.data.tables import ArrowRow
 from verl.errors import DataError
 from verl.foreign_text import quoted
@@ -38,6 +41,17 @@ def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> d
         raise DataError(
             f"Row {number} of the data has {quoted(extra, 80)} as 'extra_info'; give a dict, or leave it out."
         )
+    for name in columns.keys() & extra.keys() - {*_ROW_FIELDS}:
+        if not _is_equal(columns[name], extra[name]):
+            raise DataError(
+                f"Row {number} of the data has {name!r} twice, as a column and in extra_info. Keep one of them."
+            )
+    with suppress(RecursionError):  # writing the row says so
+        if place := next(_binaries({**columns, "extra_info": extra}, ""), ""):
+            raise DataError(
+                f"Row {number} of the data has a picture or bytes in {place[1:]!r}, which would reach the reward function as a "
+                f"text. Give a text, or put pictures into {' or '.join(media)}."
+            )
     answer = row.get("ground_truth", row.get("answer"))
     return {
         **{name: row[name] for name in (*_ROW_FIELDS, *CHAT_COLUMNS, *media) if name in row},
@@ -52,6 +66,8 @@ def listed_rows(split: str, data: Data) -> Rows:
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
     if hasattr(data, "to_dict") and hasattr(data, "isna"):  # a pandas.DataFrame, which iterates over its columns
+        if twice := [name for name, count in Counter(data.columns).items() if count > 1]:
+            raise DataError(f"The {split} data have several columns {twice[0]!r}; keep one of them.")
         missing = data.isna().to_dict("records")  # NaN, which is None in every other kind of rows
         rows = zip(data.to_dict("records"), missing, strict=True)
         return [{name: None if gone[name] else value for name, value in row.items()} for row, gone in rows]
@@ -72,7 +88,7 @@ def checked_row(row: Row, number: int) -> Row:
     if not isinstance(row, Mapping):
         raise DataError(f"Row {number} of the data is a {type(row).__name__}; a row is a dict.")
     if "images" not in row and is_picture(row.get("image")):  # TRL's column of one image
-        return {**row, "images": [row["image"]]}
+        return {name: value for name, value in row.items() if name != "image"} | {"images": [row["image"]]}
     return row
 
 
@@ -91,6 +107,28 @@ def row_as_json(row: Row, number: int) -> str:
 def is_picture(value: object) -> bool:
     """Whether a value is a picture of PIL, or the bytes of a file."""
     return isinstance(value, bytes) or hasattr(value, "getbands")
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except ValueError:  # of arrays
+        return repr(value) == repr(other)
+
+
+def _binaries(value: Any, place: str) -> Iterator[str]:
+    """Places of pictures and bytes outside of the parts of messages."""
+    if is_picture(value) or isinstance(value, bytearray | memoryview):
+        yield place
+    elif isinstance(value, Mapping):
+        sources = SOURCES if value.get("type") in MEDIA_PARTS else ()
+        for name, inner in value.items():
+            if name not in sources and not isinstance(inner, str):
+                yield from _binaries(inner, f"{place}.{name}")
+    elif isinstance(value, list | tuple) or getattr(getattr(value, "dtype", None), "kind", "") in ("O", "S"):
+        for number, inner in enumerate(value):
+            if not isinstance(inner, str | int | float):
+                yield from _binaries(inner, f"{place}[{number}]")
 
 
 def _json_form(value: object) -> object:
