@@ -181,7 +181,7 @@ class PromptEncoder:
         if not texts:
             return []
         added = {"add_special_tokens": False} if getattr(self.tokenizer, "chat_template", None) else {}
-        ids = self.tokenizer.encode(texts, **added)
+        ids = [_without_end(self.tokenizer, own, **added) for own in self.tokenizer.encode(texts, **added)]
         if self._takes_batches is None:  # a class of the user's may take a list for the words of one text
             first = [self.encode_whole(prompt, "").ids for prompt in prompts[:4]]
             self._takes_batches = len(ids) == len(texts) and [*ids[:4]] == first
@@ -210,7 +210,7 @@ def identity_of(tokenizer: Tokenizer) -> list[object]:
 def encode_text(tokenizer: Tokenizer, text: str, place: str, **settings: bool) -> list[int]:
     """Token ids of a text. Raises DataError naming `place`, also for a token without an embedding in the model."""
     try:
-        ids = list(tokenizer.encode(text, **settings))
+        ids = _without_end(tokenizer, tokenizer.encode(text, **settings), **settings)
     except BaseException as error:  # the tokenizers library raises Exception itself, and panics
         if not is_failure(error):
             raise
@@ -224,6 +224,11 @@ def encode_text(tokenizer: Tokenizer, text: str, place: str, **settings: bool) -
             f"the model has {limit:,} embeddings. Leave it out of the row, or use the tokenizer of the model."
         )
     return ids
+
+
+def _without_end(tokenizer: Tokenizer, ids: list[int], *, add_special_tokens: bool = True, **_: bool) -> list[int]:
+    """Tokens of a text without those that the tokenizer puts behind each text (verl.models.tokenizer.num_appended)."""
+    return list(ids[: len(ids) - getattr(tokenizer, "num_appended", 0)] if add_special_tokens else ids)
 
 
 def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template_kwargs: object) -> str:

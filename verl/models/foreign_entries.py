@@ -22,14 +22,18 @@ ADAPTER: Computed = {
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
 }
 
-# generation_config.json: ids of tokens, and what transformers' caches and answers are
+# generation_config.json
 GENERATION: Computed = {
-    **dict.fromkeys("eos_token_id pad_token_id bos_token_id decoder_start_token_id transformers_version".split()),
-    **dict.fromkeys("_from_model_config use_cache max_length max_new_tokens cache_implementation cache_config".split()),
-    **dict.fromkeys("output_attentions output_hidden_states output_scores return_dict_in_generate".split()),
-    **dict.fromkeys("do_sample num_return_sequences chat_format max_window_size".split()),
-    **dict.fromkeys("temperature top_p typical_p num_beams num_beam_groups repetition_penalty".split(), (1,)),
-    **dict.fromkeys("length_penalty encoder_repetition_penalty guidance_scale".split(), (1,)),
+    # read, or set by keys of the run
+    **dict.fromkeys("eos_token_id pad_token_id bos_token_id temperature top_p top_k min_p do_sample".split()),
+    **dict.fromkeys("max_length max_new_tokens num_return_sequences".split()),
+    # about the file, and about caches and answers of transformers' generate
+    **dict.fromkeys("transformers_version _from_model_config trust_remote_code use_cache chat_format".split()),
+    **dict.fromkeys("cache_implementation cache_config return_dict_in_generate max_window_size".split()),
+    **dict.fromkeys("output_attentions output_hidden_states output_scores output_logits".split()),
+    # values that change nothing
+    **dict.fromkeys("typical_p num_beams num_beam_groups repetition_penalty length_penalty".split(), (1,)),
+    **dict.fromkeys("encoder_repetition_penalty guidance_scale".split(), (1,)),
 }
 
 

@@ -36,6 +36,7 @@ from verl.models.tokenizer import (
     embedding_rows,
     eos_token_ids,
     model_type_of,
+    num_appended,
 )
 from verl.models.vision import FAMILIES, attention_of, is_vision_config
 from verl.registry import load_module
@@ -179,7 +180,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
         tokenizer.chat_template = template
     if model.text_tokens:
         count_as_text(tokenizer, model.text_tokens)
-    tokenizer.num_embeddings = num_embeddings
+    tokenizer.num_embeddings, tokenizer.num_appended = num_embeddings, num_appended(tokenizer)
     tokenizer.processor = load_processor(folder, model_type_of(model), tokenizer, model.trust_remote_code)
     if num_embeddings is not None:
         check_token_ids(tokenizer, str(path), num_embeddings)
@@ -196,9 +197,14 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
 def eos_token_ids_of(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """See eos_token_ids; from the files of a model that is not loaded. Raises ModelError."""
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-    file = files.fetch(model.path, weights=False) / "generation_config.json"
-    generation = SimpleNamespace(**(files.read_json_object(file) if file.is_file() else {}))
+    generation = SimpleNamespace(**read_generation(model))
     return eos_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
+
+
+def read_generation(model: ModelConfig) -> dict[str, Any]:
+    """The entries of a model's generation_config.json. Raises ModelError."""
+    file = files.fetch(model.path, weights=False) / "generation_config.json"
+    return files.read_json_object(file) if file.is_file() else {}
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.config import ModelConfig
 from verl.data_proto.tokenizer import Tokenizer
-from verl.errors import ConfigError, ModelError
+from verl.errors import ConfigError, ModelError, is_failure
 from verl.foreign_text import clean, quoted
 from verl.models.folder import fetch, read_json_object
 
@@ -25,6 +25,7 @@ _GAP = 1 << 16  # ids that a vocabulary may leave out, in all
 _MAX_ADDED, _MANY_ADDED = 1 << 18, 20_000  # added tokens; the library takes about a minute for 200,000
 _MAX_RULES = 4 << 20  # characters of a normalizer or another part of rules; the tables of T5's have 0.5 million
 _RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+_PROBE = "a"
 _TEXTLESS_SHARE = 0.1  # of a vocabulary without text; padding to round sizes adds less
 
 
@@ -90,6 +91,24 @@ def check_token_ids(tokenizer: Tokenizer, path: str, num_embeddings: int) -> Non
             "%d tokens of %s have no embedding in the model, the first %s (id %d of %d). A row that has one is refused.",
             len(beyond), path, quoted(beyond[0][1], 40), beyond[0][0], num_embeddings,
         )  # fmt: skip
+
+
+def num_appended(tokenizer: Any) -> int:
+    """Number of tokens that a tokenizer puts behind each text (add_eos_token, a post-processor). A policy would sample after
+    the end of a prompt, and texts that train get their own end. Raises ModelError where control tokens are read as text."""
+    if getattr(tokenizer, "split_special_tokens", False):
+        raise ModelError(
+            "tokenizer_config.json has split_special_tokens=true, so that the control tokens of chat templates are read as "
+            "plain text. Remove that entry."
+        )
+    try:
+        text, whole = tokenizer.encode(_PROBE, add_special_tokens=False), tokenizer.encode(_PROBE)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return 0  # encoding a row reports the cause
+    starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
+    return len(whole) - starts[0] - len(text) if text and starts else 0
 
 
 def eos_token_ids(module: Any, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -18,7 +18,9 @@ from verl.data.pictures import pictures_noted
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError, FewRowsError
-from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
+from verl.foreign_text import quoted
+from verl.models.foreign_entries import GENERATION, uncomputed_entries
+from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer, read_generation
 from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
 from verl.programs.specs import rollout_spec
@@ -60,6 +62,13 @@ def tokenizer_notices(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
             "No token ends a response: the model and its tokenizer have no end-of-sequence token among the model's "
             f"{size:,} tokens, so every response is cut at data.max_response_length. Set eos_token_id in "
             "generation_config.json, or actor_rollout_ref.rollout.stop_token_ids."
+        )
+    entries = read_generation(model)
+    if ignored := uncomputed_entries(entries, GENERATION):
+        listed = ", ".join(f"{name}={quoted(entries[name], 40)}" for name in ignored)
+        notices.append(
+            f"generation_config.json has {listed}, which samples do not follow: keys of actor_rollout_ref.rollout decide, and "
+            "log-probs are the model's."
         )
     return notices
 
