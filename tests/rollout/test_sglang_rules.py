@@ -104,12 +104,12 @@ def test_a_context_of_unknown_length_ends_a_sample_and_not_the_run(make, caplog)
     with running(server.answers) as service:
         (sample,) = make(service, max_model_len=64).generate(make_prompts([56]), GREEDY, step=0)
     assert len(sample.token_ids) == 6
-    assert "prompt 0" not in caplog.text
+    assert "refused" not in caplog.text
     server.context_length = 63
     with running(server.answers) as service:
         (sample,) = make(service, max_model_len=64).generate(make_prompts([56]), GREEDY, step=0)
     assert (len(sample.token_ids), sample.finish_reason) == (5, "length")
-    assert "sample 0 of prompt 0 ends after 5 of 6 tokens: The service at" in caplog.text
+    assert "refused further tokens of 1 samples, which end before their limit of tokens" in caplog.text
 
 
 def test_a_second_run_on_the_same_server(make, load, tmp_path):

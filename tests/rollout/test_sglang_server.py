@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,14 +20,14 @@ from tests.rollout.test_engine_names import write_sources
 from tests.rollout.test_vllm import weights_of
 from tests.runtime.ranks import still_there
 from verl.config import RolloutConfig
-from verl.config.sections.rollout import EngineKwargsConfig
+from verl.config.sections.rollout import EngineKwargsConfig, ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import MissingExtraError, ModelError, WorkerLostError
 from verl.parallel.child_processes import __file__ as ANCESTRY
 from verl.rollout.api import ENGINES
 from verl.rollout.http import client
 from verl.rollout.http.engine import SGLangRollout
-from verl.rollout.http.server import arguments
+from verl.rollout.http.server import _folder_in_memory, arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMS = SamplingParams(n=2, max_new_tokens=2)
@@ -81,9 +82,13 @@ def test_a_server_is_started_takes_weights_and_ends_with_the_engine(make, note, 
     assert not folder.exists()
 
 
-def test_a_server_frees_its_memory_while_something_trains(make, note, load, caplog):
+def test_a_server_frees_its_memory_while_something_trains(make, note, load, caplog, tmp_path):
     """Except where requests that were dropped still run. New weights and generations bring the memory back."""
-    engine = make(engine_kwargs=EngineKwargsConfig(sglang={"enable_memory_saver": True}))
+    engine = make(
+        engine_kwargs=EngineKwargsConfig(sglang={"enable_memory_saver": True}),
+        service=ServiceConfig(weights_dir=str(tmp_path)),
+    )
+    assert Path(engine.server.weights_dir).parent == tmp_path
     assert json.loads(note.read_text())["--enable-memory-saver"] is True
 
     def released():
@@ -102,6 +107,14 @@ def test_a_server_frees_its_memory_while_something_trains(make, note, load, capl
     engine.release()
     assert released()
     assert len(engine.generate(make_prompts([3]), PARAMS, step=0)) == 2
+
+
+def test_weights_are_in_shared_memory_if_it_has_space_for_them(load, monkeypatch):
+    sizes = {"free": 1 << 30}
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(**sizes))
+    assert _folder_in_memory(load("llama"), torch.float32) == "/dev/shm"
+    sizes["free"] = 1 << 16
+    assert _folder_in_memory(load("llama"), torch.float32) is None
 
 
 def test_a_server_that_dies_is_a_lost_process_of_the_run(make, note, load):

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,10 @@ def load_deepspeed(device: torch.device) -> ModuleType:
 
     if device.type == "cpu":
         # `from deepspeed.comm import torch` is PyTorch
-        backend: Any = importlib.import_module("deepspeed.comm.torch")
+        backend = importlib.import_module("deepspeed.comm.torch")
         # A faster all-reduce in shared memory, which is compiled for minutes at the first start, with ninja. It waits without
         # limit for the lock of a build that was killed. gloo sums here.
-        backend.build_shm_op = lambda: None
+        vars(backend)["build_shm_op"] = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     module: ModuleType = deepspeed
     return module

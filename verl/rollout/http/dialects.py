@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl.config import full_key
 from verl.data_proto.samples import SamplingParams
@@ -286,9 +286,9 @@ def require_tempered(dialect: Dialect, client: Client, vocab_size: int) -> None:
         )
 
 
-def _log_prob(dialect: Dialect, client: Client, vocab_size: int, **params: Any) -> float:
+def _log_prob(dialect: Dialect, client: Client, vocab_size: int, temperature: float, top_k: int = -1) -> float:
     """The log-prob of a token that the service samples with these parameters."""
-    sampling = SamplingParams(max_new_tokens=1, **params)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, max_new_tokens=1)
     request = SampleRequest((0,), sampling, [], key=1, num_drawn=0, vocab_size=vocab_size)
     return dialect.sample(client, request).log_probs[0]
 

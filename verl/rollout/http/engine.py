@@ -146,7 +146,7 @@ class HTTPGeneration:
         self._waiting: list[PromptRequest] = []  # one for each sample
         self._asked: dict[SampleKey, PromptRequest] = {}
         self._answers: queue.SimpleQueue[tuple[PromptRequest, Future[SampleReply]]] = queue.SimpleQueue()
-        self._num_requests = 0
+        self._num_requests = self._num_short = 0
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
         self._waiting.extend(one_by_one(self.samples.admit(request)))
@@ -166,6 +166,8 @@ class HTTPGeneration:
                 if self._asked.get(key) is request:  # else it was dropped
                     del self._asked[key]
                     reply, version = answer.result(), self.engine.weight_version
+                    is_short = len(reply.token_ids) < self.samples.limit_of(request)
+                    self._num_short += is_short and reply.finish_reason == "length"
                     ended.append(
                         self.samples.finish(key, reply.token_ids, reply.log_probs, reply.finish_reason, version)
                     )
@@ -180,6 +182,12 @@ class HTTPGeneration:
     def close(self) -> Stats:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.engine.client.cancel()
+        if self._num_short:
+            log.warning(
+                "The service at %s refused further tokens of %d samples, which end before their limit of tokens. Start it for "
+                "longer sequences.",
+                self.engine.client.url, self._num_short,
+            )  # fmt: skip
         num_computed = self.samples.num_prompt_tokens  # as far as is known here
         max_running = min(self._most, self._num_requests)
         return self.samples.stats(num_computed, self.samples.longest_response, max_running)
@@ -227,10 +235,7 @@ def sample_by_rules(
         num_searched = len(tokens)
         try:
             rest = sample(request.after(tokens))
-        except RefusedError as error:
-            log.warning(
-                "%s ends after %d of %d tokens: %s", request.name, num_searched, request.params.max_new_tokens, error
-            )
+        except RefusedError:  # no space for more
             return replace(reply, finish_reason="length")
         reply = replace(rest, token_ids=tokens + rest.token_ids, log_probs=reply.log_probs + rest.log_probs)
 

@@ -8,12 +8,12 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from verl.config import RolloutConfig
 from verl.errors import DeadlineError, ModelError, UnreachableError
+from verl.models.hf_module import HFModule
 from verl.parallel.child_processes import python_command
 from verl.parallel.collectives import free_port
 from verl.rollout.api import WeightTransfer
@@ -37,7 +37,7 @@ class SGLangServer:
     after `transfer.start_timeout_s`.
     """
 
-    def __init__(self, config: RolloutConfig, transfer: WeightTransfer, skeleton: object):
+    def __init__(self, config: RolloutConfig, transfer: WeightTransfer, skeleton: HFModule):
         require_names("sglang", SERVICE, "versions known to work: 0.5.23")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -91,7 +91,7 @@ class SGLangServer:
         return True
 
 
-def _folder_in_memory(skeleton: Any, dtype: torch.dtype) -> str | None:
+def _folder_in_memory(skeleton: HFModule, dtype: torch.dtype) -> str | None:
     """The folder of shared memory, if it has room for the weights; None: the folder of temporary files."""
     num_bytes = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
     has_room = Path(_SHARED_MEMORY).is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
