@@ -48,7 +48,7 @@ def python_of(folder: Path) -> Path:
 
 
 def default_folder(name: str) -> Path:
-    """The folder that VERL_VENV_{NAME} names, or else one that git ignores."""
+    """The folder that VERL_VENV_{NAME} names, or else a folder that git ignores."""
     return Path(os.environ.get(f"VERL_VENV_{name.upper()}") or ROOT / "work" / "benchmarks" / f"venv-{name}")
 
 

@@ -13,7 +13,7 @@ F64 = {"dtype": torch.float64}
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run; defaults are those of the config."""
+    """Of one run; the defaults are the defaults of the config."""
 
     estimator: str
     gamma: float = 1.0
@@ -110,7 +110,7 @@ class Trainer:
 
     path: str
     settings: Settings
-    seen: dict = field(default_factory=dict)
+    noted: dict = field(default_factory=dict)
 
     def __post_init__(self):
         s = self.settings
@@ -121,7 +121,7 @@ class Trainer:
 
     def note(self, **metrics):
         for name, value in metrics.items():
-            self.seen.setdefault(name, []).append(float(value.detach() if torch.is_tensor(value) else value))
+            self.noted.setdefault(name, []).append(float(value.detach() if torch.is_tensor(value) else value))
 
     def update(self, model, loss):
         optimizer = self.optimizers[model]
@@ -155,7 +155,7 @@ class Trainer:
             yield from (range(at, min(at + size, len(rows))) for at in range(0, len(rows), size))
 
     def step(self, rows):
-        self.seen = {}
+        self.noted = {}
         with torch.no_grad():
             old, ref = (
                 chosen(log_softmax(m, rows, self.settings.temperature), rows) for m in (self.actor, self.reference)
@@ -165,7 +165,7 @@ class Trainer:
             self.train_critic([rows[i] for i in at], [values[i] for i in at], [returns[i] for i in at])
         for at in self.mini_batches(rows, 0):
             self.train_actor(*([column[i] for i in at] for column in (rows, old, ref, advantages)))
-        return {name: sum(column) / len(column) for name, column in self.seen.items()}, advantages
+        return {name: sum(column) / len(column) for name, column in self.noted.items()}, advantages
 
     def train_critic(self, rows, values, returns):
         clip, worst, clipped = self.settings.value_clip, [], []

@@ -1,4 +1,4 @@
-"""A small run whose samples are kept, and how far its metrics and weights are from those of another computation."""
+"""A small run whose samples are kept, and the distance of its weights to the weights of another computation."""
 
 import torch
 from safetensors.torch import load_file

@@ -35,6 +35,12 @@ CASES = {
         ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=2"],
     ),
     "messages llama, dft": ("messages", "llama", {"assistant_only_loss": True, "loss_type": "dft"}, ["sft.loss=dft"]),
+    "text llama, packed by TRL": (
+        "text",
+        "llama",
+        {"packing": True, "max_length": 2048, "per_device_train_batch_size": 1},  # all rows in one pack
+        ["data.train_batch_size=40"],
+    ),
     "text qwen2, cosine after a warm-up": (
         "text",
         "qwen2",
