@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config import SCHEMAS, LoadedConfig, PPOConfig, load_config
 from verl.config.active_keys import runs_agents
 from verl.config.command_defaults import Face
+from verl.config.presets import PRESETS
 from verl.data.files import is_data_file
 from verl.data.messages import unfilled
 from verl.data.python_rows import Data, Row, Rows, checked_row, listed_rows, prompt_row, row_as_json
@@ -53,7 +54,6 @@ Reward = Callable[..., Any] | str | os.PathLike[str] | Sequence[Callable[..., An
 Metrics = dict[str, float]
 Callback = Callable[["Trainer", Metrics], Any]
 
-_ALGORITHMS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}  # names whose estimator is called otherwise
 _PROGRAMS = {"sft": "sft", "preference": "preference", "reward_model": "rm"}
 _FILE_KEYS = (("data", "data.train_files"), ("eval_data", "data.val_files"))
 _FOLDER = "trainer.default_local_dir"
@@ -64,11 +64,11 @@ class Trainer(SteppedRun):
 
     model: Hugging Face folder or name. data: rows, a `datasets.Dataset`, or paths of data files. reward: a function (TRL's or
     verl's form, see verl/rewards/functions.py), several, or the path of a file with `compute_score`; without one the
-    built-in scorer of each row's `data_source`. algorithm: an advantage estimator of docs/algorithms.md (default: "grpo") or a
-    function of its form, "ppo" (GAE with a critic), or a program: "sft", "preference", "reward_model". loss: of "preference".
-    output_dir: the run folder, in which the same call resumes after an interruption; without one a new folder below `runs/`.
-    callbacks: called with (trainer, metrics) after each step. config, keys: keys of docs/config.md; `config` may be a list of
-    "key=value" texts. An argument that is not given leaves its key to them. Raises ConfigError and DataError before training.
+    built-in scorer of each row's `data_source`. algorithm: a preset or an advantage estimator of docs/algorithms.md (default:
+    "grpo"), a function of its form, or a program: "sft", "preference", "reward_model". loss: of "preference". output_dir: the
+    run folder, in which the same call resumes after an interruption; without one a new folder below `runs/`. callbacks: called
+    with (trainer, metrics) after each step. config, keys: keys of docs/config.md; `config` may be a list of "key=value" texts.
+    An argument that is not given leaves its key to them. Raises ConfigError and DataError before training.
     """
 
     defaults: Face = "command"
@@ -103,7 +103,8 @@ class Trainer(SteppedRun):
         texts = [config] if isinstance(config, str) else [] if config is None or config is mapping else list(config)
         trees = [with_references(tree) for tree in (mapping, keys)]
         is_rl = self.program_name == "ppo"
-        fallbacks: dict[str, object] = {"data.val_files": [], **({"algorithm.adv_estimator": "grpo"} if is_rl else {})}
+        preset = PRESETS.get(str(name), PRESETS["grpo"]).settings if is_rl else {}
+        fallbacks: dict[str, object] = {"data.val_files": [], **preset}
 
         def load(files: Sequence[object], check: bool = True) -> LoadedConfig[Any]:
             of_files = {n: {key: file} for (n, key), file in zip(_FILE_KEYS, files, strict=True) if file is not None}
@@ -137,7 +138,8 @@ class Trainer(SteppedRun):
         if not isinstance(model, str | os.PathLike):
             hint = "Give the name or the folder of a model; `save_pretrained` of the model and of its tokenizer write a folder."
             raise ConfigError(f"model is a {type(model).__name__}. {hint}")
-        estimator: dict[str, object] = {"algorithm.adv_estimator": _ALGORITHMS.get(str(algorithm), algorithm)}
+        preset = PRESETS.get(str(algorithm))
+        estimator: dict[str, object] = {"algorithm.adv_estimator": preset.estimator if preset else algorithm}
         return {
             "model": {"actor_rollout_ref.model.path" if is_rl else "model.path": os.fspath(model)},
             "algorithm": estimator if is_rl and algorithm is not None else {},

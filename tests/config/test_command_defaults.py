@@ -5,7 +5,10 @@ import pytest
 from verl.cli.arguments import parse
 from verl.compat.commands import RELEASE
 from verl.config import PPO, PREFERENCE, RM, SFT, load_config, with_smaller_batch
+from verl.config.checks import check_config
 from verl.config.command_defaults import DEFAULTS
+from verl.config.presets import PRESETS, settings_of
+from verl.errors import ConfigError
 
 LR, N, BATCH = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.rollout.n", "data.train_batch_size"
 GRPO, LORA = "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=8"
@@ -66,3 +69,19 @@ def test_a_default_batch_has_no_more_rows_than_train():
     assert (smaller.config.data.seed, smaller.origins[BATCH]) == (7, "the number of rows")
     for defaults, override in (("command", [f"{BATCH}=8"]), ("release", [])):
         assert with_smaller_batch(load_config(override, check=False, defaults=defaults), 5) is None
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_the_keys_of_its_algorithm(name):
+    texts = ["actor_rollout_ref.model.path=m", "data.train_files=t.jsonl"]
+    loaded = load_config(texts, check=False, defaults="command", fallbacks=settings_of(name))
+    flat = PPO.flatten(loaded.config)
+    assert {key: flat[key] for key in PRESETS[name].settings} == PRESETS[name].settings
+    assert not [p for p in check_config(loaded) if any(key in p.sentence for key in PRESETS[name].settings)]
+    own = load_config([f"{LR}=1e-3", "algorithm.adv_estimator=opo"], check=False, fallbacks=settings_of(name)).config
+    assert own.algorithm.adv_estimator == "opo"
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ConfigError, match="no preset 'dap'; did you mean 'dapo'"):
+        settings_of("dap")

@@ -17,6 +17,7 @@ from verl.cli.parser import Parser
 from verl.config import PPO, LoadedConfig, PPOConfig, PreferenceConfig, RunConfig, Schema, load_config
 from verl.config.command_defaults import FACES, Face
 from verl.config.diff import settings_of_work
+from verl.config.presets import PRESETS, settings_of
 
 # schema -> the keys that most scripts set, shown by --help
 _COMMON_PPO = (
@@ -49,12 +50,15 @@ class ConfigArguments:
     config_path: str | None
     config_name: str | None
     defaults: Face
+    preset: Mapping[str, object]
     options: argparse.Namespace
 
     def load(self, *, check: bool = True) -> LoadedConfig[Any]:
         """The resolved config; raises ConfigError."""
         names = (self.config_path, self.config_name)
-        return load_config(self.overrides, *names, schema=self.schema, check=check, defaults=self.defaults)
+        return load_config(
+            self.overrides, *names, schema=self.schema, check=check, defaults=self.defaults, fallbacks=self.preset
+        )
 
 
 def parse(
@@ -90,13 +94,16 @@ def parse(
         default=defaults,
         help="release: the defaults of existing releases (docs/differences.md)",
     )
+    if schema is PPO:
+        parser.add_argument("--preset", metavar="NAME", help=f"keys of an algorithm: {', '.join(PRESETS)}")
     for flag, settings in (options or {}).items():
         parser.add_argument(flag, **settings)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.log_dir is not None:
         arguments.overrides.append(f"trainer.log_dir={arguments.log_dir}")
     names = (arguments.config_path, arguments.config_name)
-    return ConfigArguments(schema, arguments.overrides, *names, arguments.defaults, arguments)
+    preset = settings_of(arguments.preset) if schema is PPO and arguments.preset else {}
+    return ConfigArguments(schema, arguments.overrides, *names, arguments.defaults, preset, arguments)
 
 
 def _key_help(schema: Schema[RunConfig]) -> str:

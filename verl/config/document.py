@@ -9,6 +9,7 @@ from pathlib import Path
 
 from verl.config.command_defaults import DEFAULTS
 from verl.config.loaded import scalar
+from verl.config.presets import PRESETS
 from verl.config.roots import SCHEMAS
 from verl.config.schema import Leaf, Schema
 
@@ -151,12 +152,33 @@ def with_defaults(page: str) -> str:
     return _DEFAULTS.sub("\n".join(f"| {' | '.join(line)} |" for line in lines), page)
 
 
+_PRESETS = re.compile("(?<=<!-- presets -->\n).*?(?=\n<!-- end -->)", re.DOTALL)  # their place in docs/algorithms.md
+
+
+def with_presets(page: str) -> str:
+    """docs/algorithms.md with the table of presets."""
+    rows = [
+        (
+            f"`{name}`",
+            f"{preset.idea[0].upper()}{preset.idea[1:]} ([{preset.paper}](https://arxiv.org/abs/{preset.paper}))",
+            ", ".join(f"`{key}={scalar(value)}`" for key, value in preset.settings.items()).replace('"', ""),
+        )
+        for name, preset in PRESETS.items()
+    ]
+    lines = [("preset", "what it does", "keys"), ("---",) * 3, *rows]
+    return _PRESETS.sub("\n".join(f"| {' | '.join(line)} |" for line in lines), page)
+
+
+TABLES = {"differences.md": with_defaults, "algorithms.md": with_presets}  # pages with a generated table
+
+
 def main(argv: list[str]) -> int:
-    """Write docs/config.md to the path in `argv`, and the table of defaults to differences.md beside it."""
-    page, differences = Path(argv[0]), Path(argv[0]).parent / "differences.md"
-    page.write_text(to_markdown(), encoding="utf-8")
-    if differences.is_file():
-        differences.write_text(with_defaults(differences.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write docs/config.md to the path in `argv`, and tables to other pages of its folder."""
+    path = Path(argv[0])
+    path.write_text(to_markdown(), encoding="utf-8")
+    for name, updated in TABLES.items():
+        if (page := path.with_name(name)).is_file():
+            page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -36,12 +36,12 @@ def load_config(
     check: bool = True,
     defaults: Face = "release",
 ) -> LoadedConfig[Any]:
-    """Defaults of `schema`, then the YAML file, then `values` (nested or with dotted keys; a key has one value in all of
-    them), then the overrides, resolved and checked. `defaults`: of existing releases, as for a file that builds on a config of
-    theirs, or of our commands.
+    """Defaults of `schema`, then `fallbacks`, then the YAML file, then `values` (nested or with dotted keys; a key has one
+    value in all of them), then the overrides, resolved and checked. `defaults`: of existing releases, as for a file that
+    builds on a config of theirs, or of our commands.
 
     `arguments` of a Python call have keys that nothing else may give another value: {argument: {key: value}}. `fallbacks`
-    are values of arguments that the call lacks, and give way to every other value. `config_path` and `config_name` are Hydra's
+    are values of arguments that the call lacks, or of a preset. `config_path` and `config_name` are Hydra's
     (a folder and a name), or `config_path` is a YAML file. Raises ConfigError with one sentence per problem, all problems at
     once: an unknown key (with the nearest ones), a value of the wrong type, two values of a key from one source and, unless
     `check` is False, everything that `check_config` calls an error.
@@ -80,7 +80,7 @@ def _user_settings(
         schema, defaults="release" if sources.builds_on_release(schema, config_name, file) else defaults
     )
     if fallbacks:
-        user.add_file("default of the call", dict(fallbacks))
+        user.add_file("preset", dict(fallbacks))
     for path, tree in sources.read_tree(schema, file, user.notices) if file is not None else ():
         user.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
     for values_tree in filter(None, [values] if isinstance(values, Mapping) else values):

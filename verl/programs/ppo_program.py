@@ -260,7 +260,7 @@ class PPOProgram(Program[PPOConfig]):
 
     def fingerprint(self, metrics: Mapping[str, float]) -> object:
         """See Program: the responses. Nothing where all have one reward above 0, since a solved task changes no more."""
-        return self.validator.responses
+        return self.validator.responses if metrics else None
 
     def state_dict(self) -> dict[str, object]:
         """See Program. The ledger is on the disk before the checkpoint, so that no checkpoint knows more than the ledger."""
