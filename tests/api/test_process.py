@@ -165,6 +165,12 @@ def test_a_run_that_nobody_closes_is_closed_with_its_object(tmp_path):
     assert closed == [True]
 
 
+def test_a_trainer_names_its_folder_from_the_root_at_the_call(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = verl.Trainer(tiny_llama, [{"prompt": "a"}], lambda completions: [], output_dir="run")
+    assert str(trainer.folder) == trainer.loaded.config.trainer.default_local_dir == f"{tmp_path}/run"
+
+
 def test_files_are_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("model", "pkg"):

@@ -97,9 +97,8 @@ class RLRunner:
         model = with_adapters(model, peft_config)
         self.ref_model = ref_model
         self.data_collator, self.compute_metrics = data_collator, compute_metrics
-        rank = os.environ.get("RANK", "0")
         self.folder = Path(str(self.args.output_dir)).absolute()
-        self.inputs = self.folder / "inputs" / rank  # each rank of torchrun has its own
+        self.inputs = self.folder / "inputs" / os.environ.get("RANK", "0")  # each rank of torchrun has its own
         is_path = isinstance(model, str | os.PathLike)
         self._path = absolute_path(str(model if is_path else model.config._name_or_path), os.path.isdir)
         self._module: Any = None if is_path else model
