@@ -22,7 +22,7 @@ from verl.runtime.weight_sync import RankWeightSync
 tiny_task, tiny_overrides = runs.tiny_task, runs.tiny_overrides
 MOST_HOPS = 6
 CONTROLLER = tuple(f"verl/{package}/" for package in ("run", "programs", "runtime", "data"))
-LONGEST = 12
+LONGEST = 13
 
 
 def section(title):
