@@ -197,12 +197,11 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
 def eos_token_ids_of(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """See eos_token_ids; from the files of a model that is not loaded. Raises ModelError."""
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-    generation = SimpleNamespace(**read_generation(model))
-    return eos_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
+    parts = SimpleNamespace(config=config, generation_config=SimpleNamespace(**read_generation(model)))
+    return eos_token_ids(parts, tokenizer)
 
 
 def read_generation(model: ModelConfig) -> dict[str, Any]:
-    """The entries of a model's generation_config.json. Raises ModelError."""
     file = files.fetch(model.path, weights=False) / "generation_config.json"
     return files.read_json_object(file) if file.is_file() else {}
 
