@@ -19,7 +19,8 @@ _SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})")
 _BASED = re.compile(r"\s*([0-9A-Za-z]+)\s*_\s*\{?\s*(\d+|\\text\{[a-z]+\})\s*\}?\s*")
 _DOTS = re.compile(r"\\[lc]?dots[cbmio]?|\.\.\.|\u2026")
 _LARGE = re.compile(
-    r"\^\s*\{?\s*\(?-?(\d{5,})|(\d{5,})\s*\)?\s*!|(?:\^|\*\*).*?(?:\^|\*\*).*?(?:\^|\*\*)|!\s*\)?\s*(?:!|\^)|\^[^+,]*!"
+    r"\^\s*\{?\s*\(?-?\d{5,}|\d{5,}\s*\)?\s*!|!\s*\)?\s*[!^]|\^\s*[\w{(]+!"  # a large exponent or factorial, and nested ones
+    r"|\^\s*[{(][^{}()]*\^\s*(?:[{(][^{}()]*\^|[{(]?\s*\d{2})|\*\*\s*\w+\s*\*\*\s*(?:\w+\s*\*\*|\d{2})"
 )
 _RELATIONS = {
     r"\leq": "<=",
