@@ -255,3 +255,12 @@ def test_a_journal_that_is_damaged_is_named_at_the_start(tmp_path, damage, caplo
     assert (words in caplog.text) if words else not caplog.text
     assert damage != "none" or len(copied.sessions()) == 5
     copied.close()
+
+
+def test_a_model_with_another_owner_than_was_saved_is_left_out(tmp_path):
+    facts = {"base_model": "base", "rank": 2, "parts": ["head"], "tenant": "ada", "created": 1.0, "user_metadata": None}
+    checkpoints.Checkpoints(tmp_path, "base").register("m", facts)
+    file = tmp_path / "models/m/model.json"
+    assert checkpoints.Checkpoints(tmp_path, "base").models() == ["m"]
+    file.write_text(file.read_text().replace('"ada"', '"bob"'))
+    assert checkpoints.Checkpoints(tmp_path, "base").models() == []
