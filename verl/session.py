@@ -53,7 +53,8 @@ from verl.tracking.files import has, is_count, read_json
 Row = Mapping[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _STATE, _FORMAT = "session.json", 2  # the first format had no manifest

@@ -17,6 +17,7 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,9 @@ def differs_from_file(obj: object, file: str) -> bool:
 def _other_names(function: types.FunctionType, file: str) -> list[str]:
     """Functions that `function` calls and plain globals that it reads, for which the file has others."""
     try:
-        tree = ast.parse(Path(file).read_bytes())
-        works = [_work(code) for code in _codes_in(compile(tree, file, "exec", dont_inherit=True))]
+        source = Path(file).read_bytes()
+        tree = ast.parse(source)
+        works = [_work(code) for code in _codes_in(InspectLoader.source_to_code(source, file))]
     except (OSError, SyntaxError, ValueError, RecursionError):  # its import says so
         return []
     bound, literals, guarded = _bindings(tree)

@@ -42,7 +42,7 @@ def _model(folder):
 
 
 def _checkpoint(root, model):
-    """A checkpoint with a model, and one with adapters alone."""
+    """A checkpoint with a model, and one with adapters only."""
     module = load_causal_lm(model)
 
     def hf_files(folder):

@@ -7,7 +7,7 @@ from verl.compat.commands import RELEASE
 from verl.config import PPO, PREFERENCE, RM, SFT, load_config, with_smaller_batch
 from verl.config.checks import check_config
 from verl.config.command_defaults import DEFAULTS
-from verl.config.presets import PRESETS, settings_of
+from verl.config.presets import PRESETS, preset_settings
 from verl.errors import ConfigError
 
 LR, N, BATCH = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.rollout.n", "data.train_batch_size"
@@ -74,14 +74,16 @@ def test_a_default_batch_has_no_more_rows_than_train():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_the_keys_of_its_algorithm(name):
     texts = ["actor_rollout_ref.model.path=m", "data.train_files=t.jsonl"]
-    loaded = load_config(texts, check=False, defaults="command", fallbacks=settings_of(name))
+    loaded = load_config(texts, check=False, defaults="command", fallbacks=preset_settings(name))
     flat = PPO.flatten(loaded.config)
     assert {key: flat[key] for key in PRESETS[name].settings} == PRESETS[name].settings
     assert not [p for p in check_config(loaded) if any(key in p.sentence for key in PRESETS[name].settings)]
-    own = load_config([f"{LR}=1e-3", "algorithm.adv_estimator=opo"], check=False, fallbacks=settings_of(name)).config
+    own = load_config(
+        [f"{LR}=1e-3", "algorithm.adv_estimator=opo"], check=False, fallbacks=preset_settings(name)
+    ).config
     assert own.algorithm.adv_estimator == "opo"
 
 
 def test_an_unknown_preset_is_refused():
     with pytest.raises(ConfigError, match="no preset 'dap'; did you mean 'dapo'"):
-        settings_of("dap")
+        preset_settings("dap")

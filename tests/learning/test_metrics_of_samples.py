@@ -1,4 +1,4 @@
-"""Metrics of a step follow from its stored samples, by the standard library alone."""
+"""Metrics of a step follow from its stored samples, by the standard library only."""
 
 import math
 import statistics

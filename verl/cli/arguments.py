@@ -17,7 +17,7 @@ from verl.cli.parser import Parser
 from verl.config import PPO, LoadedConfig, PPOConfig, PreferenceConfig, RunConfig, Schema, load_config
 from verl.config.command_defaults import FACES, Face
 from verl.config.diff import settings_of_work
-from verl.config.presets import PRESETS, settings_of
+from verl.config.presets import PRESETS, preset_settings
 
 # schema -> the keys that most scripts set, shown by --help
 _COMMON_PPO = (
@@ -102,7 +102,7 @@ def parse(
     if arguments.log_dir is not None:
         arguments.overrides.append(f"trainer.log_dir={arguments.log_dir}")
     names = (arguments.config_path, arguments.config_name)
-    preset = settings_of(arguments.preset) if schema is PPO and arguments.preset else {}
+    preset = preset_settings(arguments.preset) if schema is PPO and arguments.preset else {}
     return ConfigArguments(schema, arguments.overrides, *names, arguments.defaults, preset, arguments)
 
 

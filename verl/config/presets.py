@@ -72,7 +72,7 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def settings_of(name: str) -> dict[str, Any]:
+def preset_settings(name: str) -> dict[str, Any]:
     """The keys of the preset `name`. Raises ConfigError."""
     if name not in PRESETS:
         hint = nearest(name, PRESETS) or f"; there are {', '.join(PRESETS)}."

@@ -170,7 +170,8 @@ def absolute_path(value: Any, is_here: Callable[[str], bool]) -> Any:
         return {name: absolute_path(entry, is_here) if name == "path" else entry for name, entry in value.items()}
     if not value or not _is_path(value) or value.startswith("~") or "://" in value:
         return value
-    before, path, after = ("", value, "") if is_here(value) else _REFERENCE.fullmatch(value).groups("")
+    match = None if is_here(value) else _REFERENCE.fullmatch(value)
+    before, path, after = match.groups("") if match else ("", value, "")
     named = os.path.dirname(path) or "." if before else path  # a builder reads a pattern
     return f"{before}{os.path.abspath(path)}{after}" if is_here(named) else value
 

@@ -42,7 +42,7 @@ _read: ContextVar[dict[str, str] | None] = ContextVar("read", default=None)
 @contextmanager
 def pictures_noted(inputs: dict[str, str], key: str) -> Iterator[None]:
     """Add to `inputs` the digest of files and PIL pictures that the block reads, each once, under their number and `key`."""
-    token = _read.set(pictures := {})
+    token = _read.set(pictures := dict[str, str]())
     try:
         yield
     finally:

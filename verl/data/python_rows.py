@@ -66,10 +66,10 @@ def listed_rows(split: str, data: Data) -> Rows:
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
     if hasattr(data, "to_dict") and hasattr(data, "isna"):  # a pandas.DataFrame, which iterates over its columns
-        if twice := [name for name, count in Counter(data.columns).items() if count > 1]:
+        missing = data.isna()  # NaN, which is None in every other kind of rows
+        if twice := [name for name, count in Counter(missing.columns).items() if count > 1]:
             raise DataError(f"The {split} data have several columns {twice[0]!r}; keep one of them.")
-        missing = data.isna().to_dict("records")  # NaN, which is None in every other kind of rows
-        rows = zip(data.to_dict("records"), missing, strict=True)
+        rows = zip(data.to_dict("records"), missing.to_dict("records"), strict=True)
         return [{name: None if gone[name] else value for name, value in row.items()} for row, gone in rows]
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         splits = (

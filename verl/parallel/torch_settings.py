@@ -13,7 +13,12 @@ import torch
 LOADING = threading.RLock()
 os.register_at_fork(after_in_child=LOADING._at_fork_reinit)  # type: ignore[attr-defined]  # its holder stays behind
 
-_runs = {"num_entered": 0, "dtype": torch.float32}  # of all threads, and the default dtype outside of them
+
+class _Runs:
+    """Of all threads, and the default dtype outside of them."""
+
+    num_entered = 0
+    dtype = torch.float32
 
 
 @contextmanager
@@ -41,7 +46,7 @@ def _set_device(device: torch.device) -> None:
 def _enter_dtype(change: int) -> None:
     """The default dtype belongs to all threads: float32 until the last run leaves."""
     with LOADING:
-        if _runs["num_entered"] == 0:
-            _runs["dtype"] = torch.get_default_dtype()
-        _runs["num_entered"] += change
-        torch.set_default_dtype(torch.float32 if _runs["num_entered"] else _runs["dtype"])
+        if _Runs.num_entered == 0:
+            _Runs.dtype = torch.get_default_dtype()
+        _Runs.num_entered += change
+        torch.set_default_dtype(torch.float32 if _Runs.num_entered else _Runs.dtype)
