@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl.algorithms.kl import AdaptiveKLController, apply_kl_penalty
-from verl.data_proto.batch_metrics import data_metrics, span_tokens
+from verl.data_proto.batch_metrics import data_metrics, span_tokens, variety_metrics
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
@@ -96,6 +96,21 @@ def test_rows_without_a_response_change_no_metric_but_those_that_count_them(batc
     assert expected.pop("response/aborted_ratio") == pytest.approx(1 / 3)
     assert all_metrics == pytest.approx(expected)
     assert expected["reward/form/mean"] == 0.75  # the row without a response has no score
+
+
+@pytest.mark.parametrize("num_prompts", [3, 4])
+def test_different_responses_are_counted_without_their_padding(num_prompts):
+    """Ten rows: five times [1, 2], twice [1], twice [3], and one without a response, under prompts of one token."""
+    responses = torch.tensor(
+        [[1, 2, 0], [1, 2, 7]] * 2 + [[1, 2, 0], [1, 0, 0], [1, 2, 2], [3, 0, 0], [3, 1, 0], [1, 2, 0]]
+    )
+    lengths = torch.tensor([2] * 5 + [1] * 4 + [0])
+    prompts = torch.arange(10)[:, None] % num_prompts * torch.tensor([[0, 1]])
+    attention = torch.cat([torch.tensor([[False, True]] * 10), torch.arange(3) < lengths[:, None]], dim=1)
+    columns = {"prompts": prompts, "responses": responses, "attention_mask": attention}
+    metrics = variety_metrics(DataProto.from_dict(columns))
+    assert metrics.pop("response/distinct_ratio") == pytest.approx(3 / 9)
+    assert metrics == ({"response/most_frequent_ratio": pytest.approx(5 / 9)} if num_prompts == 4 else {})
 
 
 def test_half_of_the_episodes_fail():

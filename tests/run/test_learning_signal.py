@@ -5,9 +5,10 @@ import logging
 import pytest
 
 from verl.run.loop import Loop
-from verl.tracking.learning import SignalWatch, StillWatch, TrainedRole
+from verl.tracking.learning import CollapseWatch, SignalWatch, StillWatch, TrainedRole
 
 SILENT = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0, "critic/score/mean": 0.0}
+ACTOR = "actor_rollout_ref.actor"
 LEARNS = {**SILENT, "critic/advantages/max": 0.5}
 
 
@@ -50,6 +51,60 @@ def test_a_signal_in_between_begins_the_count_anew(caplog):
     assert not caplog.records
 
 
+def collapsed(*steps, rewards=(0.0, 1.0)):
+    """A CollapseWatch after `steps`: (share of the most frequent response, mean reward)."""
+    watch = CollapseWatch()
+    for number, (share, mean) in enumerate(steps, 1):
+        scores = dict(zip(("min", "max", "mean"), (*rewards, mean), strict=True))
+        metrics = {f"critic/score/{name}": value for name, value in scores.items()}
+        watch.record(number, metrics if share is None else {**metrics, "response/most_frequent_ratio": share})
+
+
+def test_one_answer_to_nearly_all_prompts_while_the_reward_rises_is_warned_of_once(caplog):
+    collapsed((0.05, 0.02), (0.6, 0.3), (0.8, 0.4), (0.84, 0.52), (0.5, 0.5), *[(0.9, 0.5)] * 4)
+    (record,) = caplog.records
+    assert "Step 4: 84% of the samples are one and the same response" in record.getMessage()
+    assert "(0.02 in the first step, now 0.52): the policy collapses" in record.getMessage()
+    assert "entropy_coeff" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("steps", "rewards"),
+    [
+        ([(0.05, 0.02), *[(0.95, 0.97)] * 4], (0.0, 1.0)),
+        ([(0.05, -0.9), *[(0.95, -0.02)] * 4], (-1.0, 0.0)),
+        ([(None, 0.02), *[(None, 0.5)] * 4], (0.0, 1.0)),
+        ([(0.55, 0.5), *[(0.9, 0.6)] * 4], (0.0, 1.0)),
+        ([(0.8, 0.1), *[(0.9, 0.5)] * 4], (0.0, 1.0)),
+        ([(0.05, 0.5), *[(0.9, 0.5)] * 4], (0.0, 1.0)),
+        ([(0.05, 0.1), (0.9, 0.5), (0.3, 0.5), (0.9, 0.5)], (0.0, 1.0)),
+    ],
+    ids=["solved", "solved, penalties", "few prompts", "yes or no", "from the start", "no rise", "a single step"],
+)
+def test_few_different_responses_with_another_cause_are_no_collapse(caplog, steps, rewards):
+    collapsed(*steps, rewards=rewards)
+    assert not caplog.records
+
+
+HALF_RIGHT = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(str.isalpha, solution_str)) / max(len(solution_str), 1) * (int(ground_truth) % 2 or {else_})
+"""
+
+
+@pytest.mark.parametrize(("else_", "is_said"), [(0, True), (1, False)])
+def test_a_run_says_that_its_policy_collapses(tiny_run, tmp_path, caplog, else_, is_said):
+    """Onto a response that is right for every second prompt, or for all of them."""
+    reward = tmp_path / "half.py"
+    reward.write_text(HALF_RIGHT.format(else_=else_))
+    steps = ["trainer.total_training_steps=18", "data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8"]
+    run = tiny_run(*steps, f"reward.custom_reward_function.path={reward}", f"{ACTOR}.optim.lr=0.02")
+    first, last = run.rows[0], run.rows[-1]
+    assert first["response/distinct_ratio"] > 0.5 > 0.4 > last["response/distinct_ratio"]
+    assert last["critic/score/mean"] > first["critic/score/mean"]
+    assert ("the policy collapses to one answer" in caplog.text) == is_said
+
+
 def test_updates_that_rounding_hides_are_warned_of_once_for_each_role(tiny_run, monkeypatch, caplog):
     """Not those of weight decay in a step without a gradient."""
     shown = iter([(0.1, 0.0), (0.1, 1.0), (0.1, 1.0)])
@@ -66,7 +121,6 @@ def test_updates_that_rounding_hides_are_warned_of_once_for_each_role(tiny_run, 
     assert "Set actor_rollout_ref.actor.fsdp_config.master_rounding=dithered" in said
 
 
-ACTOR = "actor_rollout_ref.actor"
 TAUGHT = {"actor/grad_norm": 1.0, "actor/lr": 1e-6, "critic/advantages/max": 0.5, "critic/advantages/min": -0.5}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl.data_proto.span_column import SpanColumn
-from verl.data_proto.stored_column import blocks
+from verl.data_proto.stored_column import blocks, row_arrays
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_PARTS = 256  # parts of the reward that are averaged, the most frequent ones: the model's text may name some
 
 _BLOCK = 1 << 16  # tokens
+_FEWEST_PROMPTS = 4  # that tell one answer to everything from the one right answer to a prompt
 
 # spans whose time is shown per token: gen works on response tokens, the others on all
 _PER_RESPONSE_TOKEN = ("gen",)
@@ -94,6 +95,23 @@ def data_metrics(
     metrics |= count_metrics(batch, "tool_call_counts", "tool_call_counts")
     metrics |= _episode_times(batch, prompts, responses)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def variety_metrics(batch: DataProto) -> dict[str, float]:
+    """response/distinct_ratio: different responses, as a share of the answered rows. response/most_frequent_ratio: the share of
+    the response that comes most often; left out of a batch of few different prompts. Tool output is part of a response."""
+    rows, columns = RowSets.of(batch), batch.batch
+    if not (num_answered := int(rows.answered.sum())):
+        return {}
+    counts, different_prompts = Counter[int](), set[int]()
+    prompts, responses = row_arrays(columns["prompts"]), row_arrays(columns["responses"])
+    for row in rows.answered.nonzero()[:, 0].tolist():
+        counts[hash(responses[row][: int(rows.responses[row])].tobytes())] += 1
+        different_prompts.add(hash(prompts[row][prompts[row].size - int(rows.prompts[row]) :].tobytes()))
+    metrics = {"response/distinct_ratio": len(counts) / num_answered}
+    if len(different_prompts) >= _FEWEST_PROMPTS:
+        metrics["response/most_frequent_ratio"] = max(counts.values()) / num_answered
+    return metrics
 
 
 def _part_means(batch: DataProto, scored: torch.Tensor) -> dict[str, float]:

@@ -19,7 +19,7 @@ from verl.algorithms.kl import make_kl_controller
 from verl.checkpoint.store import CheckpointWriter
 from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
-from verl.data_proto.batch_metrics import data_metrics, span_tokens
+from verl.data_proto.batch_metrics import data_metrics, span_tokens, variety_metrics
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import observed_rows
@@ -38,7 +38,7 @@ from verl.roles.guards import Guards, RollBack, StepBatch
 from verl.roles.rollout import sampling_params
 from verl.tracking.console import StepMetrics
 from verl.tracking.files import has, is_count, is_number, is_text, maybe
-from verl.tracking.learning import SignalWatch
+from verl.tracking.learning import CollapseWatch, SignalWatch
 from verl.tracking.ledger.file import NAME, write_open
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.records import Offset, OpenSample, SegmentRecord, Snapshot
@@ -107,6 +107,7 @@ def curves_of(scores: Mapping[str, str]) -> Curves:
         "mean reward": {**scores, "val/reward": "held-out, sampled", "val/greedy": "held-out, greedy"},
         "response length (tokens)": {"response_length/mean": ""},
         "turns of an episode": {"num_turns/mean": ""},
+        "different responses (share)": {"response/distinct_ratio": ""},
         "entropy (nats)": {"actor/entropy": ""},
         "distance to the teacher": {"distillation/loss": ""},
         "KL": {
@@ -135,9 +136,9 @@ class PPOProgram(Program[PPOConfig]):
     reads_data = False
     console_metrics: ClassVar[StepMetrics] = {
         "critic/score/mean": ("reward", "{:.3f}"),
-        "actor/pg_loss": ("loss", "{:.3g}"),
         "actor/ppo_kl": ("kl", "{:.1e}"),
         "response_length/mean": ("length", "{:.1f}"),
+        "response/distinct_ratio": ("distinct", "{:.2f}"),
         "num_turns/mean": ("turns", "{:.1f}"),
         "tool_call_counts/mean": ("calls", "{:.1f}"),
         "actor/entropy": ("entropy", "{:.3f}"),
@@ -195,6 +196,7 @@ class PPOProgram(Program[PPOConfig]):
         self.kl_controller = make_kl_controller(**asdict(config.algorithm.kl_ctrl))
         self.guards = Guards(config.trainer.guards, run.folder / "guards.jsonl" if run.is_rank_zero else None)
         self.signal = SignalWatch(config.data.max_response_length, config.actor_rollout_ref.rollout.n)
+        self.collapse = CollapseWatch()
         if sampling_params(config.actor_rollout_ref.rollout, validation=True).temperature == 0:
             self.curves = greedy_curves(self.curves)  # type: ignore[misc]
         if data.validation is not None:
@@ -242,6 +244,7 @@ class PPOProgram(Program[PPOConfig]):
         metrics |= data_metrics(
             batch, max_prompt_length=limits.max_prompt_length, max_response_length=limits.max_response_length
         )
+        metrics |= variety_metrics(batch)
         tokens = span_tokens(batch)
         metrics["training/weight_version"] = self.weight_version
         metrics["training/next_ordinal"] = self.samples.cursor
@@ -306,6 +309,7 @@ class PPOProgram(Program[PPOConfig]):
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         if uses_rewards(self.config):
             self.signal.record(step, metrics)
+            self.collapse.record(step, metrics)
 
     def header(self) -> dict[str, object]:
         group, algorithm, data = self.config.actor_rollout_ref, self.config.algorithm, self.data
@@ -314,12 +318,19 @@ class PPOProgram(Program[PPOConfig]):
         learned = [f"{algorithm.adv_estimator}, {group.actor.policy_loss.loss_mode} loss"] * uses_rewards(self.config)
         if self.config.distillation.enabled:
             learned.append(f"distillation, {self.config.distillation.distillation_loss.loss_mode}")
+        training, held_out = (
+            f"at temperature {t:g}" if (t := sampling_params(group.rollout, validation=of).temperature) else "greedy"
+            for of in (False, True)
+        )
         return {
             "algorithm": "; ".join(learned),
             "roles": ", ".join(["rollout", "reward", *(name for name, role in models.items() if role is not None)]),
             "training prompts": data.train.num_rows if data.train else 0,
             "validation prompts": data.validation.num_rows if data.validation else 0,
             "batch": f"{self.config.data.train_batch_size} prompts x {group.rollout.n} samples",
+            "samples": f"{training} in training, {held_out} in validation"
+            if data.validation
+            else f"{training} in training",
         }
 
     def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:

@@ -11,6 +11,7 @@ log = logging.getLogger(__name__)
 LEAST_VISIBLE = 0.5  # share of the masters' movement that the compute weights show
 _PATIENCE = 3  # steps or validations; one or two without a signal happen to small batches
 _MOSTLY = 0.9
+_NEARLY_ALL = 0.75  # of the samples of a step: the same response
 
 
 def _is_silent(metrics: Mapping[str, float]) -> bool:
@@ -62,6 +63,39 @@ class SignalWatch:
             "All samples of a prompt score the same: read some in samples/ of the run folder, and see whether the prompt asks "
             "for the form that the reward function looks for, and whether the model can solve the task at times."
         )
+
+
+class CollapseWatch:
+    """A warning, once, when one response answers nearly all prompts while the reward rises, though it is not right for all:
+    the policy collapses. `record` each step's metrics; batches of few prompts lack the share and say nothing."""
+
+    def __init__(self) -> None:
+        self._least, self._first, self._before, self._said = 1.0, float("inf"), False, False
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`metrics` of a finished step: the share of its most frequent response, and rewards."""
+        names = ("response/most_frequent_ratio", *(f"critic/score/{part}" for part in ("mean", "min", "max")))
+        if self._said or not set(names) <= metrics.keys():
+            return
+        share, mean, lowest, highest = (metrics[name] for name in names)
+        if self._first == float("inf"):
+            self._first = mean
+        self._least = min(self._least, share)
+        is_right = mean - lowest >= _MOSTLY * (highest - lowest)  # for nearly all prompts: a solved task
+        is_collapsed = share >= _NEARLY_ALL and self._least <= share / 2 and mean > self._first and not is_right
+        self._said = is_collapsed and self._before
+        self._before = is_collapsed
+        if self._said:
+            log.warning(
+                "Step %d: %.0f%% of the samples are one and the same response, whatever the prompt, while the mean reward "
+                "rises (%.3g in the first step, now %.3g): the policy collapses to one answer. Raise "
+                "actor_rollout_ref.actor.entropy_coeff, set actor_rollout_ref.actor.use_kl_loss=True, lower "
+                "actor_rollout_ref.actor.optim.lr, or give that answer less reward; read some in samples/ of the run folder.",
+                step,
+                100 * share,
+                self._first,
+                mean,
+            )
 
 
 @dataclass(frozen=True)
