@@ -1,22 +1,27 @@
 """Home, steps, log, overlaid curves and the live state of runs, without a browser."""
 
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.page.folders import add_step, append, live_run, make_run
+from verl import page
 from verl.page import panels
 from verl.page.pages import Site
 from verl.page.steps import gantt
 from verl.page.tables import log_context, number, polyline, read_log
+from verl.programs.ppo_program import PPOProgram
+from verl.programs.preference import PreferenceOptimization
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """Three runs: two of GRPO, one of fine-tuning."""
     folders = [make_run(tmp_path / name, steps=2) for name in ("one", "other", "tuned")]
-    (folders[2] / "config.yaml").write_text("sft: {}\nmodel:\n  path: org/Small-1B  # given\n")
+    (folders[2] / "config.yaml").write_text("sft:\n  loss: nll\nmodel:\n  path: org/Small-1B  # given\n")
     append(folders[2] / "metrics.jsonl", {"step": 3, "time": 1_700_000_009.0, "train/loss": 0.25})
     monkeypatch.setenv("VERL_PAGE_CACHE", str(tmp_path / "cache"))
     opened = Site(folders)
@@ -121,6 +126,104 @@ def test_curves_of_several_runs_lie_over_each_other(site, query, runs):
     assert context["overlaid"] == runs
     (norms,) = [panel for panel in context["charts"]["panels"] if panel["title"] == "Gradient norm"]
     assert [series["run"] for series in norms["series"]] == list(range(len(runs)))
+
+
+def test_compared_runs_have_links_and_the_given_keys_first(site):
+    html = site.page("/compare", {"a": "one", "b": "tuned"})
+    assert '<h1><a href="/run/one">one</a> and <a href="/run/tuned">tuned</a></h1>' in html
+    first, second = html.split("<summary>Config")[1:]
+    assert "3 given keys differ" in first
+    assert "algorithm.<wbr>adv_<wbr>estimator" in first
+    assert "model.<wbr>path" in first  # of the run of another kind
+    assert "1 other keys differ" in second
+    assert "sft.<wbr>loss" in second
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [("sigmoid", "dpo"), ("ipo", "ipo"), ("[sigmoid, sft]", "dpo, sft"), ("kto", "kto")]
+)
+def test_a_preference_run_has_the_name_of_its_algorithm(site, loss, kind):
+    (site.views["tuned"].run.folder / "config.yaml").write_text(f"preference:\n  loss: {loss}\n")
+    site.views["tuned"].run.refresh(0)
+    assert site.views["tuned"].run.program == kind
+
+
+def test_the_config_opens_with_the_keys_that_were_given(site):
+    assert 'id="only-given" checked' in site.page("/run/one/config")
+    (site.views["other"].run.folder / "config.yaml").write_text("algorithm:\n  adv_estimator: grpo\n")
+    assert 'id="only-given">' in site.page("/run/other/config")  # else the table would be empty
+
+
+def test_the_page_of_a_run_has_one_time_of_a_step(site):
+    html = site.page("/run/one")
+    assert "A step takes 2.0 s (median, without validation and saving)" in html
+    assert html.count("2.0 s") == 1
+
+
+def test_every_phase_of_a_program_has_one_colour_in_chart_and_timeline():
+    static = Path(page.__file__).parent / "static"
+    (text,) = re.findall(r"PHASES = {(.*?)}", (static / "charts.js").read_text())
+    colours = dict(re.findall(r"(\w+): (\d)", text))
+    phases = {phase for kind in (PPOProgram, PreferenceOptimization) for phase, _ in kind.span_phases.values()}
+    assert phases | {"validation", "saving", "other"} == set(colours)
+    assert len(set(colours.values())) == len(colours)
+    in_timeline = dict(re.findall(r"\.ph\.(\w+) { fill: var\(--s(\d)\)", (static / "page.css").read_text()))
+    assert in_timeline == {phase: colour for phase, colour in colours.items() if phase != "other"}
+
+
+class TestCharts:
+    @pytest.fixture
+    def panel(self, site):
+        """The panel of a title after rows of metrics were added; None where there is none."""
+
+        def panel(title, **metrics):
+            run = site.views["one"].run
+            for step in (3, 4):
+                row = {name.replace("__", "/"): value for name, value in metrics.items()}
+                append(run.folder / "metrics.jsonl", {"step": step, "time": 1_700_000_009.0, **row})
+            run.refresh(0)
+            return next((p for p in panels.panels(run, site.views["one"].index) if p.title == title), None)
+
+        return panel
+
+    @pytest.mark.parametrize(("values", "labels"), [((0.0, 0.2), ["to the reference"]), ((0.0, 1e-12), None)])
+    def test_a_kl_that_is_always_0_is_not_drawn(self, panel, values, labels):
+        chart = panel("KL", actor__ppo_kl=values[0], actor__kl_loss=values[1])
+        assert (chart and [line.label for line in chart.lines]) == labels
+
+    def test_a_reward_of_0_is_drawn(self, panel):
+        assert panel("Reward", critic__score__mean=0.0)
+
+    def test_different_responses_are_a_share_in_one_chart(self, site, panel):
+        titles = {"different responses (share)": {"response/distinct_ratio": ""}}
+        (site.views["one"].run.folder / "curves.json").write_text(json.dumps(titles))
+        chart = panel("Different responses", response__distinct_ratio=0.5, response__most_frequent_ratio=0.25)
+        assert (chart.unit, len(chart.lines)) == ("share", 2)
+        assert panel("Different responses (share)") is None
+
+    @pytest.mark.parametrize(
+        ("name", "unit"),
+        [("response_length/clip_ratio", "share"), ("share/gen", "share"), ("train/rewards/accuracies", "share"),
+         ("rollout_corr/ppl_ratio", ""), ("actor/pg_clipfrac_lower", "share"), ("actor/lr", "")],
+    )  # fmt: skip
+    def test_a_metric_that_is_a_share_has_that_unit(self, name, unit):
+        assert panels._unit([name]) == unit
+
+    def test_a_title_of_a_program_ends_with_its_unit(self):
+        spec = panels._declared("response length (tokens)", {"response_length/mean": ""})
+        assert (spec.title, spec.unit) == ("Response length", "tokens")
+        assert panels._declared("token accuracy", {"train/token_accuracy": ""}).unit == "share"
+        assert panels._declared("a\nb (", {"x": ""}).title == "A\nb ("
+
+    def test_phases_of_a_long_run_add_up_to_its_longest_steps(self, site):
+        run = site.views["one"].run
+        run.timeline = [
+            {"step": n, "seconds": 2.0 + (n == 777) * 5, "phases": {"rollout": 1.0, "saving": 1.0 + (n == 777) * 5}}
+            for n in range(1, 5 * panels.MAX_POINTS)
+        ]
+        rollout, saving = panels._aligned(panels._phases(run))["series"]
+        assert None not in rollout["values"] + saving["values"]
+        assert max(map(sum, zip(rollout["values"], saving["values"], strict=True))) == 7.0
 
 
 def test_all_metrics_are_grouped_by_prefix(site):

@@ -170,7 +170,7 @@ def _show_curves(curves: Sequence[Curve], console: Console) -> None:
         table.add_row(
             Text(f"  {curve.meaning}"),
             f"{curve.first:.4g} → {curve.last:.4g}",
-            f"best {curve.best:.4g} at step {curve.best_step}",
+            "" if curve.best is None else f"best {curve.best:.4g} at step {curve.best_step}",
             sparkline(curve.points),
         )
     console.print(table)

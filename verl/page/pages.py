@@ -26,7 +26,7 @@ from verl.page import panels, search, steps, tables
 from verl.page.index import SampleIndex
 from verl.page.plan import plan_context
 from verl.page.reader import RunReader
-from verl.page.text import collapsed, shown, visible, whole_number
+from verl.page.text import breakable, collapsed, shown, visible, whole_number
 from verl.tracking.files import SHOWN_BYTES
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.timeline import duration
@@ -88,7 +88,7 @@ class Site:
                                trim_blocks=True, lstrip_blocks=True, finalize=visible)  # fmt: skip
         self.env.filters.update(
             shown=shown, collapsed=collapsed, duration=duration, number=tables.number, clock=tables.clock, data=_data,
-            polyline=tables.polyline, plain=lambda text: clean(text, 80),
+            polyline=tables.polyline, breakable=breakable, plain=lambda text: clean(text, 80),
             when=lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)),
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,15 +47,24 @@ class _Spec:
     band: tuple[str, str] | None = None
 
 
-_FAILURES = "Scorers that failed"
+_FAILURES, _KL, _AGE = "Scorers that failed", "KL", "Age of the samples"
+_EXCEPTIONAL = (_FAILURES, _KL, _AGE)  # charts without the lines that are 0 throughout, as KL is with one update a step
+_NOTHING = 1e-7
+_SHARE = re.compile(r"share/.*|.*(?:(?<!ppl)_ratio|accurac(?:y|ies)|clipfrac(?:_lower)?)")
+_TITLE = re.compile(r"(.*?)(?: \((.*)\))?")  # of a program's panel: title (unit)
 _SPECS = (
     _Spec(
         "Response length", {"response_length/mean": "mean"}, "tokens", "mean, shortest and longest of a step",
         ("response_length/min", "response_length/max"),
     ),
+    _Spec(
+        "Different responses",
+        {"response/distinct_ratio": "different", "response/most_frequent_ratio": "the most frequent one"},
+        "share", "of the samples of a step; few different ones, and one that leads: the policy collapses",
+    ),
     _Spec("Entropy", {"actor/entropy": "policy", "train/entropy": "training", "val/entropy": "held-out"}, "nats"),
     _Spec(
-        "KL",
+        _KL,
         {"actor/ppo_kl": "to the old policy", "actor/kl_loss": "to the reference",
          "actor/reward_kl_penalty": "penalty in the reward"},
         "nats",
@@ -87,7 +97,7 @@ _SPECS = (
          "perf/cpu_memory_used_gb": "processor"},
         "GB",
     ),
-    _Spec("Age of the samples", {"training/off_policy/trajectory_staleness/mean": "mean",
+    _Spec(_AGE, {"training/off_policy/trajectory_staleness/mean": "mean",
                                  "training/off_policy/trajectory_staleness/max": "largest"}, "weight versions"),
     _Spec(_FAILURES, {"reward/num_defaulted": "samples whose scorer failed"}, "samples"),
 )  # fmt: skip
@@ -95,7 +105,7 @@ _SPECS = (
 
 def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     """The panels of a run that have data, the most important first."""
-    declared = [_Spec(title[:1].upper() + title[1:], names) for title, names in run.curves.items()]
+    declared = [_declared(title, names) for title, names in run.curves.items()]
     files = index.statistics().get("train", [])
     reward = [_reward(run, files)] if run.kind == "rl" else []
     specs = [spec for spec in declared if not (reward and "critic/score/mean" in spec.metrics)]
@@ -103,7 +113,18 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
     shown = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [_signal(files), _plan(run), _phases(run)]
-    return [p for p in shown if p.lines and (p.title != _FAILURES or any(any(line.values) for line in p.lines))]
+    return [p for p in shown if p.lines]
+
+
+def _declared(title: str, metrics: Mapping[str, str]) -> _Spec:
+    """The panel of a program, whose title may end with a unit."""
+    match = _TITLE.fullmatch(title)
+    name, unit = match.groups("") if match else (title, "")
+    return _Spec(name[:1].upper() + name[1:], metrics, unit or _unit(metrics))
+
+
+def _unit(metrics: Iterable[str]) -> str:
+    return "share" if all(map(_SHARE.fullmatch, metrics)) else ""
 
 
 def _panel(run: RunReader, spec: _Spec) -> Panel:
@@ -111,6 +132,7 @@ def _panel(run: RunReader, spec: _Spec) -> Panel:
     lines = [
         ChartLine(spec.metrics[name], series.steps, series.values, "dots" if _is_sparse(run, series) else "line")
         for name, series in known.items()
+        if spec.title not in _EXCEPTIONAL or any(abs(value) > _NOTHING for value in series.values)
     ]
     if spec.band is not None and known and all(name in run.metrics for name in spec.band):
         for name in spec.band:
@@ -148,9 +170,11 @@ def _signal(files: Sequence[sqlite3.Row]) -> Panel:
 
 
 def _phases(run: RunReader) -> Panel:
-    names = list(dict.fromkeys(name for row in run.timeline for name in row["phases"]))
-    steps = [row["step"] for row in run.timeline]
-    lines = [ChartLine(n, steps, [row["phases"].get(n, 0.0) for row in run.timeline], "stack") for n in names]
+    points = thin([row["step"] for row in run.timeline], [row["seconds"] for row in run.timeline])
+    rows = [row for row in run.timeline if row["step"] in points]  # the same steps of all phases, which add up
+    names = list(dict.fromkeys(name for row in rows for name in row["phases"]))
+    steps = [row["step"] for row in rows]
+    lines = [ChartLine(n, steps, [row["phases"].get(n, 0.0) for row in rows], "stack") for n in names]
     return Panel("Seconds of a step by phase", lines, "s", "they add up to the time of the step")
 
 
@@ -166,7 +190,12 @@ def _plan(run: RunReader) -> Panel:
 def all_metrics(run: RunReader) -> list[Panel]:
     """A panel for each metric, by name."""
     return [
-        Panel(name, [ChartLine("", s.steps, s.values)], group=name.partition("/")[0] if "/" in name else "other")
+        Panel(
+            name,
+            [ChartLine("", s.steps, s.values)],
+            _unit([name]),
+            group=name.partition("/")[0] if "/" in name else "other",
+        )
         for name, s in sorted(run.metrics.items())
     ]
 
@@ -234,7 +263,7 @@ def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict
     step = asked if asked in steps else (steps[-1] if steps else None)
     return {
         "overlaid": [view.run.key for view in overlaid], "a": a, "b": b, "pair": [view.run for view in pair],
-        "charts": charts(*overlaid), "keys": different_keys(*pair), "steps": steps, "step": step,
+        "charts": charts(*overlaid), **different_keys(*pair), "steps": steps, "step": step,
         "prompts": same_prompts(*pair, step) if step is not None else [],
     }  # fmt: skip
 
@@ -243,14 +272,18 @@ def _steps(view: View) -> list[int]:
     return view.index.steps("train")
 
 
-def different_keys(one: View, other: View) -> list[tuple[str, str, str]]:
-    """(key, value here, value there) of the keys that differ."""
-    values = [{row.key: row.value for row in RunFolder(view.run.folder).read_keys()} for view in (one, other)]
-    return [
-        (key, values[0].get(key, "–"), values[1].get(key, "–"))
-        for key in sorted(values[0].keys() | values[1].keys())
-        if values[0].get(key) != values[1].get(key) and key not in _HIDDEN
-    ]
+def different_keys(one: View, other: View) -> dict[str, list[tuple[str, str, str]]]:
+    """(key, value here, value there) of the keys that differ: `keys` that one of the runs was given, and `other_keys`."""
+    here, there = ({row.key: row for row in RunFolder(view.run.folder).read_keys()} for view in (one, other))
+    rows: dict[str, list[tuple[str, str, str]]] = {"keys": [], "other_keys": []}
+    for key in sorted(here.keys() | there.keys()):
+        pair = [run[key] if key in run else None for run in (here, there)]
+        values = [row.value if row else "–" for row in pair]
+        if values[0] != values[1] and key not in _HIDDEN:
+            rows["keys" if any(row and row.origin for row in pair) else "other_keys"].append(
+                (key, values[0], values[1])
+            )
+    return rows
 
 
 def charts(*views: View) -> dict[str, object]:

@@ -100,6 +100,7 @@ _TAG = re.compile(r"(?<![\w#&/])#(\w[\w-]{0,39})")
 _RESUME_GAP_S = 0.5  # the timeline has no gaps within one process
 # section that only one kind of run has -> that kind; the first one counts
 KINDS = {"algorithm": "rl", "sft": "sft", "rm": "rm", "preference": "preference"}
+_LOSS_NAMES = {"sigmoid": "dpo"}  # preference.loss -> the name by which the run is known, where it differs
 
 
 class Series:
@@ -292,7 +293,9 @@ class RunReader:
     def program(self) -> str:
         """The kind of the run in a word: its estimator, its preference loss, or sft or rm."""
         chosen = {"rl": "algorithm.adv_estimator", "preference": "preference.loss"}.get(self.kind, "")
-        return clean(self.config_value(chosen, self.kind) if chosen else self.kind)
+        value = self.config_value(chosen, self.kind) if chosen else self.kind
+        names = value if isinstance(value, list) else [value]
+        return clean(", ".join(_LOSS_NAMES.get(str(name), str(name)) for name in names))
 
     @property
     def model(self) -> str:

@@ -94,7 +94,7 @@ def run_context(run: RunReader, index: SampleIndex) -> Row:
 
 _HEADLINES = {
     "rl": ("critic/score/mean", "val/reward", "val/greedy", "response_length/mean", "response_length/clip_ratio",
-           "training/rollout_probs_diff_max", "perf/throughput"),
+           "response/distinct_ratio", "training/rollout_probs_diff_max", "perf/throughput"),
     "sft": ("train/loss", "val/loss", "train/token_accuracy", "val/token_accuracy", "perf/throughput"),
     "preference": ("train/loss", "train/rewards/accuracies", "train/rewards/margins", "val/rewards/accuracies",
                    "perf/throughput"),
@@ -112,6 +112,7 @@ _COLUMNS = {
 _SHORT = {
     "critic/score/mean": "reward", "val/reward": "held-out", "val/greedy": "held-out, greedy",
     "response_length/mean": "length", "response_length/clip_ratio": "responses cut",
+    "response/distinct_ratio": "different responses",
     "training/rollout_probs_diff_max": "sampler vs trainer", "perf/throughput": "tokens/s", "train/loss": "loss",
     "val/loss": "held-out loss", "train/token_accuracy": "accuracy", "val/token_accuracy": "held-out accuracy",
     "train/rewards/accuracies": "ranked as labelled", "train/rewards/margins": "margin",

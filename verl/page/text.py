@@ -49,6 +49,11 @@ def shown(text: object, limit: int = MAX_TEXT) -> Markup:
     return Markup("").join(parts)
 
 
+def breakable(key: object) -> Markup:
+    """A dotted key as HTML, or its `shown` form, that a narrow column breaks between its words."""
+    return Markup(re.sub(r"([._])(?=[^._])", r"\1<wbr>", str(escape(key))))
+
+
 def collapsed(text: object) -> str:
     """A prompt in which a mark that repeats, as of an image, stands once with its count: "<|image_pad|> × 96"."""
     whole = text if isinstance(text, str) else ""

@@ -230,7 +230,7 @@ def _facts(
         "steps": f"{state.step + 1} to {total}" if 0 < state.step < total else f"{total}",
         "validation": _validates(loaded.config.trainer) if data.has_validation else "none: data.val_files is empty",
         "checkpoints": _every(loaded.config.trainer.save_freq)
-        or "only when interrupted; with trainer.save_freq above 0 the trained model is kept",
+        or "none on schedule, one when interrupted; trainer.save_freq=after_each_epoch keeps the trained model",
         "run folder": str(folder.root),
         "notices": loaded.notices,
     }
@@ -269,7 +269,7 @@ def _validates(trainer: TrainerConfig) -> str:
 def _every(freq: int | str) -> str:
     """The steps of trainer.save_freq or test_freq; "" for none."""
     if isinstance(freq, str):
-        return freq.replace("_", " ")
+        return f"{freq.replace('_', ' ')} and at the end"
     if freq > 0:
         return f"every {freq} steps and at the end" if freq > 1 else "every step"
     return ""

@@ -34,6 +34,7 @@ from verl.tracking.logs import add_handler, log_level, once, remove_handler, ter
 from verl.tracking.summary import Summary
 from verl.tracking.timeline import duration
 
+_ONLY_NONZERO = ("actor/ppo_kl",)  # with one update a batch it is 0 in every step
 _MAX_CHARS = 2000  # of a fact
 _MORE_WIDTH = 14  # of "  and 123 more"
 _NUM_RECENT = 20  # steps whose mean time estimates the rest
@@ -147,7 +148,7 @@ class Console:
         shown = [
             (short, form.format(metrics[name]))
             for name, (short, form) in self._metrics.items()
-            if metrics.get(name) is not None
+            if metrics.get(name) is not None and (metrics[name] or name not in _ONLY_NONZERO)
         ]
         if not self.rich.is_terminal:
             self._lines(
@@ -175,6 +176,9 @@ class Console:
     def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
         """Print one line: the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*`. In a
         terminal, metrics that do not fit on the line are counted."""
+        metrics = dict(metrics)
+        if metrics.get("val/reward") == metrics.get("val/greedy"):
+            metrics.pop("val/reward", None)  # a greedy validation, which is named once
         values, core = (
             [(clean(name.removeprefix(prefix)), f"{v:.3f}") for name, v in metrics.items() if name.startswith(prefix)]
             for prefix in ("val/", "val-core/")

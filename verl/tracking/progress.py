@@ -38,19 +38,22 @@ EVENT = has(
     time=lambda value: is_number(value) and 0 <= value < 1e11, event=is_text, cause=is_text, step=maybe(is_count),
     phase=maybe(is_text), **{"from": maybe(is_text)},
 )  # fmt: skip
+# metrics whose lowest or highest value is the best
+_BETTER = re.compile(r"(?!.*(kl|penalty)).*(score|reward|greedy|accurac|margin|loss)")
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (WARNING|ERROR|CRITICAL) ")
 
 
 @dataclass(frozen=True)
 class Curve:
     """One metric over the steps; of a very long run, over evenly spread ones. First and last are means over a tenth of the
-    points each (at least one). The best value is the lowest of a loss, and the highest of other metrics."""
+    points each (at least one). The best value is the lowest of a loss, and the highest of rewards, accuracies and margins;
+    others, such as lengths, have none."""
 
     meaning: str
     first: float
     last: float
-    best: float
-    best_step: int
+    best: float | None
+    best_step: int | None
     points: list[float]
 
 
@@ -114,11 +117,17 @@ def _curves(metrics: Sequence[Json], panels: Curves) -> dict[str, Curve]:
         if points:
             values = [value for _, value in points]
             some = max(len(values) // 10, 1)
-            best_step, best = (min if "loss" in name else max)(points, key=lambda point: point[1])
+            best_step, best = _best(name, points)
             curves[name] = Curve(
                 meaning, statistics.mean(values[:some]), statistics.mean(values[-some:]), best, best_step, values
             )
     return curves
+
+
+def _best(name: str, points: Sequence[tuple[int, float]]) -> tuple[int, float] | tuple[None, None]:
+    if not _BETTER.match(name):
+        return None, None
+    return (min if "loss" in name else max)(points, key=lambda point: point[1])
 
 
 def last_complaints(logs: Path, count: int) -> list[str]:

@@ -9,8 +9,14 @@
   function color(i) { return css("--s" + (i % 8)); }
   const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3]];
   // as in the timeline of a step
-  const PHASES = { rollout: 0, training: 1, reward: 2, communication: 3, validation: 5, saving: 6, other: 7 };
-  function phaseColor(name, number) { return color(name in PHASES ? PHASES[name] : number); }
+  const PHASES = { rollout: 0, training: 1, reward: 2, communication: 3, data: 4, validation: 5, saving: 6, other: 7 };
+  // a phase without a colour of its own takes one that no phase of the chart has
+  function phaseColor(name, names) {
+    if (name in PHASES) return color(PHASES[name]);
+    const taken = names.map((other) => PHASES[other]), free = [...Array(8).keys()].filter((i) => !taken.includes(i));
+    return color(free[names.filter((other) => !(other in PHASES)).indexOf(name)] ?? 7);
+  }
+  const FROM_ZERO = new Set(["tokens", "tokens/s per device", "GB", "s", "samples", "weight versions", "probability"]);
   function faded(hex, alpha) {
     const n = parseInt(hex.slice(1), 16);
     return `rgba(${n >> 16}, ${(n >> 8) & 255}, ${n & 255}, ${alpha})`;
@@ -75,11 +81,11 @@
     const seen = {};
     const series = ordered.map((s) => {
       if (s.style === "band") return { stroke: "transparent", points: { show: false }, spanGaps: true };
-      const c = s.style === "stack" ? phaseColor(s.label, panel.series.indexOf(s)) : color(s.run === null || s.run === undefined ? next++ : s.run);
+      const c = s.style === "stack" ? phaseColor(s.label, panel.series.map((other) => other.label)) : color(s.run === null || s.run === undefined ? next++ : s.run);
       s.color = c;
       const dash = s.run === null || s.run === undefined ? undefined : DASHES[((seen[s.run] = (seen[s.run] ?? -1) + 1) + Math.floor(s.run / 8)) % 4];  // colours repeat after 8 runs
       if (s.style === "dots") return { stroke: c, width: 1, dash: dash || [3, 3], points: { show: true, size: 6, fill: c }, spanGaps: true };
-      if (s.style === "stack") return { stroke: c, width: 1, fill: c, points: { show: panel.x.length < 2 } };
+      if (s.style === "stack") return { stroke: c, width: 0, fill: c, points: { show: false }, paths: uPlot.paths.bars({ size: [0.9, 60] }) };
       return { stroke: c, width: 1.6, dash, points: { show: panel.x.length < 40, size: 4, fill: c }, spanGaps: true };
     });
     const log = isLog(panel);
@@ -87,12 +93,12 @@
     return {
       width, height: 150, padding: [6, 8, 0, 0],
       cursor: { sync: { key: sync, setSeries: false }, points: { size: 6 }, y: false, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (u, low, high) => range(low, high, ordered, log) } },
+      scales: { x: { time: false, range: (u, low, high) => steps(low, high, ordered) }, y: { distr: log ? 3 : 1, range: (u, low, high) => range(low, high, panel, log) } },
       series: [{}, ...series],
       bands: bandAt.length === 2 ? [{ series: [bandAt[1], bandAt[0]], fill: faded(main, 0.15) }] : [],
       axes: [
         { ...axis, size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
-        { ...axis, size: 56, values: (u, splits) => labels(splits) },
+        { ...axis, size: (u, values, i, cycle) => (cycle > 1 ? u.axes[i]._size : 14 + 7 * Math.max(3, ...(values || []).map((v) => v.length))), values: (u, splits) => labels(splits) },
       ],
       hooks: {
         draw: [(u) => drawMarks(u, marks)],
@@ -101,13 +107,20 @@
     };
   }
 
-  function range(low, high, ordered, log) {
+  // bars and a single point have half a step on both sides
+  function steps(low, high, ordered) {
+    const room = low === high || ordered.some((s) => s.style === "stack") ? 0.5 : 0;
+    return low === null ? [0, 1] : [low - room, high + room];
+  }
+
+  // shares from 0 to 1, amounts from 0; of other values at least a tenth of their size, so that a small change looks small
+  function range(low, high, panel, log) {
     if (low === null || high === null) return log ? [0.1, 1] : [0, 1];
     if (log) return [low / 1.2, high * 1.2];
-    if (ordered.some((s) => s.style === "stack")) low = 0;
-    // a range within the rounding of its values has no ticks that differ
     if (low === 0 && high === 0) return [0, 1];
-    const room = (high - low > 1e-9 * Math.abs(high) ? high - low : Math.abs(high) || 1) * 0.06;
+    if (panel.unit === "share" && low >= 0 && high <= 1) return [0, 1.03];
+    if (low >= 0 && (FROM_ZERO.has(panel.unit) || panel.series.some((s) => s.style === "stack"))) return [0, 1.06 * high];
+    const least = 0.1 * Math.max(Math.abs(low), Math.abs(high)), room = Math.max(0.06 * (high - low), (least - (high - low)) / 2);
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
   }
 

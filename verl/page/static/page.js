@@ -99,7 +99,7 @@
       if (sorted.some((row, i) => row !== rows[i])) body.append(...sorted);
     };
     field.addEventListener("input", apply);
-    if (given) given.addEventListener("change", apply);
+    if (given) { given.addEventListener("change", apply); apply(); }
     document.addEventListener("click", (event) => {
       const head = event.target.closest("[data-sorts] th");
       if (!head || !event.target.closest("button")) return;
