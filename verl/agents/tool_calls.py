@@ -172,8 +172,7 @@ def _failed(name: str, why: str) -> ToolResult:
 
 def _plain(metrics: object) -> dict[str, object]:
     """Metrics as JSON can hold them."""
-    values: dict[str, object] = json.loads(json.dumps(metrics, default=str)) if isinstance(metrics, dict) else {}
-    return values
+    return json.loads(json.dumps(metrics, default=str)) if isinstance(metrics, dict) else {}
 
 
 async def on_thread(function: Callable[..., object], /, *args: object, **kwargs: object) -> Any:

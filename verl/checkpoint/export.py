@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import huggingface_hub
 import torch
@@ -73,8 +73,7 @@ def model_card(checkpoint: Path) -> str:
 def _read(file: Path) -> Mapping[str, object]:
     """A JSON object of the run; empty where it cannot be read."""
     try:
-        document: Mapping[str, object] = read_json(file, lambda value: isinstance(value, dict))
-        return document
+        return cast("Mapping[str, object]", read_json(file, lambda value: isinstance(value, dict)))
     except (OSError, ValueError):
         return {}
 

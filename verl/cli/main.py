@@ -14,7 +14,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from verl.errors import SYSTEM_ERRORS, ConfigError, MissingExtraError, VerlError, nearest, os_error_of
 from verl.foreign_text import clean, printable
@@ -137,8 +137,7 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
         module, _, name = VERBS[verb].function.partition(":")
         function: Any = getattr(importlib.import_module(module), name)
         if whole_process and VERBS[verb].supervised:
-            exit_code: int = function(arguments, supervised=True)
-            return exit_code
+            return cast("int", function(arguments, supervised=True))
         return function(arguments) or 0
 
     return run_guarded(verb, run, arguments)

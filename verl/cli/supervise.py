@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from verl.config import TrainerConfig
 from verl.errors import DeadlineError, WorkerLostError
@@ -115,8 +115,7 @@ def _send(writer: int, note: dict[str, str]) -> None:
 def _receive(reader: int) -> dict[str, str] | None:
     os.set_blocking(reader, False)  # a descendant of the child may hold the other end open
     try:
-        note: dict[str, str] = json.loads(os.read(reader, 2 * _MAX_NOTE_BYTES))
-        return note
+        return cast("dict[str, str]", json.loads(os.read(reader, 2 * _MAX_NOTE_BYTES)))
     except (OSError, ValueError):
         return None
 

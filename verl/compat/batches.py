@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -28,8 +28,7 @@ _SETTINGS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_thr
 
 def compute_response_mask(data: DataProto) -> Tensor:
     """The response part of `attention_mask`, [batch, response]."""
-    mask: Tensor = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
-    return mask
+    return cast("Tensor", data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :])
 
 
 def apply_kl_penalty(

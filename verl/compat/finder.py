@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from verl.compat.import_paths import COMMANDS, IMPORT_PATHS
 from verl.parallel.process_settings import imports_stay
@@ -108,5 +108,4 @@ def run(module: str, arguments: Sequence[str]) -> int:
     if module not in COMMANDS:
         return 0
     source, _, function = COMMANDS[module].partition(":")
-    exit_code: int = getattr(importlib.import_module(source), function)(arguments)
-    return exit_code
+    return cast("int", getattr(importlib.import_module(source), function)(arguments))

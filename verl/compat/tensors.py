@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -124,8 +124,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Inverse of `unpad_input`: [count, ...] -> [batch, seqlen, ...], zeros elsewhere."""
     flat = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    padded: torch.Tensor = flat.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
-    return padded
+    return cast("torch.Tensor", flat.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen)))
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------------------

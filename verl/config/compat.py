@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from verl.config.keys import read_yaml
 
@@ -184,8 +184,7 @@ def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
 
 @functools.cache
 def _file() -> dict[str, Any]:
-    tables: dict[str, object] = read_yaml(FILE)
-    return tables
+    return cast("dict[str, object]", read_yaml(FILE))
 
 
 def _aliases(prefix: str, rows: Mapping[str, Any]) -> Iterator[Alias]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ALWAYS = "always"  # the condition of a key that decides whether the other keys of its section are read
 OURS = "only this version has the key, so it asks for something that would not happen"
@@ -148,8 +148,7 @@ def _leaf(default: object, key: Key) -> object:
 
 @functools.cache
 def _inert_keys() -> dict[str, list[dict[str, Any]]]:
-    rows: dict[str, list[dict[str, Any]]] = read_yaml(Path(__file__).parent / "inert_keys.yaml")
-    return rows
+    return cast("dict[str, list[dict[str, Any]]]", read_yaml(Path(__file__).parent / "inert_keys.yaml"))
 
 
 def read_yaml(file: Path) -> Any:

@@ -7,7 +7,7 @@ import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from verl.config.compat import Alias, Compat, load_compat
 from verl.config.keys import ALWAYS, Bounds, Family, Key, Section, is_in_range, with_bound_of_unit
@@ -162,8 +162,7 @@ class Schema(Generic[R]):
 
     def build(self, values: Mapping[str, object]) -> R:
         """The typed tree of a value for every key."""
-        config: R = _fill(self.root(), "", values)
-        return config
+        return cast("R", _fill(self.root(), "", values))
 
     def flatten(self, config: object) -> dict[str, object]:
         """The value of every key; the inverse of `build`."""

@@ -8,7 +8,7 @@ other null is what the row says: in JSON, in Python, and in a JSON text of an ar
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -71,8 +71,7 @@ def prompt_messages(
             f"field {key!r} is a {type(prompt).__name__}, not a text or a list of messages "
             "{role, content}; data.prompt_key names the field with the prompt."
         )
-    messages: Messages = with_system(without_marks(messages_in(prompt, key, images=images)), row, config)
-    return messages
+    return cast("Messages", with_system(without_marks(messages_in(prompt, key, images=images)), row, config))
 
 
 def text_or_messages(row: Mapping[str, object], messages: Messages, prompt_key: str) -> Messages | str:

@@ -15,7 +15,7 @@ import io
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlparse
 
 import numpy as np
@@ -273,8 +273,7 @@ def sampled(num_frames: int, fps: float, rule: Mapping[str, float], step: int) -
     else:
         count = max(rule["min_frames"], min(num_frames / fps * rule["fps"], rule["max_frames"]))
     whole = max(1, int(min(count, num_frames)) // step * step)
-    numbers: list[int] = np.linspace(0, num_frames - 1, whole).round().astype(int).tolist()
-    return numbers
+    return cast("list[int]", np.linspace(0, num_frames - 1, whole).round().astype(int).tolist())
 
 
 def _frames_at(container: Any, numbers: Collection[int], place: str) -> Iterator[Image.Image]:

@@ -173,8 +173,7 @@ class PromptEncoder:
         chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
         settings = at_time_of_run({"add_generation_prompt": True, **self.template_kwargs})
         chats = [_readable(self.tokenizer, messages) for messages in chats]
-        texts: list[str] = self.tokenizer.apply_chat_template(chats, tokenize=False, **settings)
-        return texts
+        return cast("list[str]", self.tokenizer.apply_chat_template(chats, tokenize=False, **settings))
 
     def _encode_many(self, prompts: Sequence[Messages | str], texts: list[str]) -> list[list[int]]:
         """Token ids of texts, the first of which are from `prompts`; empty for a tokenizer that takes one text at a time."""
@@ -240,8 +239,7 @@ def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template
             messages = messages[:-1]
         elif prefix is not None:
             settings |= {"add_generation_prompt": False, CONTINUE: True}
-        text: str = tokenizer.apply_chat_template(_readable(tokenizer, messages), tokenize=False, **settings)
-        return text
+        return cast("str", tokenizer.apply_chat_template(_readable(tokenizer, messages), tokenize=False, **settings))
     except Exception as error:
         # a chat template is a program of the model's authors, which may raise anything
         raise DataError(

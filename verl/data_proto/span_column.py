@@ -12,7 +12,7 @@ A process that answers a call on Ray sends such tensors in this form (verl/paral
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -105,8 +105,7 @@ def sums_of_rows(column: torch.Tensor) -> np.ndarray:
     """float64 [batch]: the sum of each row."""
     if isinstance(column, SpanColumn) and column.is_stored and (sums := _sum(column, [1])) is not None:
         return sums.numpy().astype(np.float64)
-    sums_of_values: np.ndarray = column.numpy().sum(axis=1, dtype="float64")
-    return sums_of_values
+    return cast("np.ndarray", column.numpy().sum(axis=1, dtype="float64"))
 
 
 def _chosen(column: SpanColumn, rows: slice | np.ndarray, is_view: bool = False) -> SpanColumn:

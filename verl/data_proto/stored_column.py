@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, SupportsIndex, TypeVar
+from typing import Any, ClassVar, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import torch
@@ -97,12 +97,10 @@ class LazyColumn(torch.Tensor):
         return np.array(self.numpy(), dtype=dtype, copy=bool(copy) or dtype is not None)
 
     def tolist(self) -> list[Any]:
-        values: list[Any] = self.numpy().tolist()
-        return values
+        return cast("list[Any]", self.numpy().tolist())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        reduced: str | tuple[Any, ...] = self.copied().__reduce_ex__(protocol)
-        return reduced
+        return cast("str | tuple[Any, ...]", self.copied().__reduce_ex__(protocol))
 
     def __deepcopy__(self, memo: object) -> torch.Tensor:
         return self.copied()
@@ -211,8 +209,7 @@ def joined_rows(parts: Sequence[StoredArray], rows: range | np.ndarray) -> np.nd
         used = [block for block in blocks if len(block)]
         return used[0] if len(used) == 1 else np.concatenate(used or blocks)
     if len(parts) == 1:
-        chosen: np.ndarray = parts[0].array[rows]
-        return chosen
+        return cast("np.ndarray", parts[0].array[rows])
     values = np.empty((len(rows), *parts[0].array.shape[1:]), parts[0].array.dtype)
     for part, (start, end) in zip(parts, pairwise(ends), strict=True):
         places = np.flatnonzero((rows >= start) & (rows < end))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ def token_keys(batch: DataProto, mask: torch.Tensor) -> list[torch.Tensor]:
 
 def _row_keys(batch: DataProto) -> torch.Tensor:
     columns = batch.batch
-    keys: torch.Tensor = columns["ordinal"].cpu().long() * _SAMPLES + columns["sample_index"].cpu().long()
-    return keys
+    return cast("torch.Tensor", columns["ordinal"].cpu().long() * _SAMPLES + columns["sample_index"].cpu().long())
 
 
 def token_places(batch: DataProto, keys: Sequence[torch.Tensor]) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -232,5 +232,4 @@ class UntrainedTensors:
 
 def _read(file: Path, name: str) -> torch.Tensor:
     with opened(file) as tensors:
-        tensor: torch.Tensor = tensors.get_tensor(name)
-        return tensor
+        return cast("torch.Tensor", tensors.get_tensor(name))

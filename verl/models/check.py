@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -265,8 +265,7 @@ def _own(module: Any, tokens: tuple[int, ...]) -> torch.Tensor:
     ids = torch.tensor([tokens], device=next(module.parameters()).device)
     if _has_logits(module):
         return own_logits(module, ids)[0].float()
-    states: torch.Tensor = module.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0].float()
-    return states
+    return cast("torch.Tensor", module.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0].float())
 
 
 def _at(module: nn.Module, values: torch.Tensor, response: tuple[int, ...]) -> torch.Tensor:

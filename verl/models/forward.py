@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -64,8 +64,7 @@ def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
         embeddings = decoder.get_input_embeddings()(inputs.input_ids)
         tokens = {"inputs_embeds": embeddings + inputs.noise.to(embeddings)}
     output = decoder(**tokens, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout)
-    hidden: torch.Tensor = output.last_hidden_state[0]
-    return hidden
+    return cast("torch.Tensor", output.last_hidden_state[0])
 
 
 def fused_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -145,8 +145,7 @@ def _llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    divisors: torch.Tensor = (1 / ((1 - smooth) / factor + smooth)).float()
-    return divisors
+    return cast("torch.Tensor", (1 / ((1 - smooth) / factor + smooth)).float())
 
 
 def _tensor_type(tensor: torch.Tensor, name: str) -> gguf.GGMLQuantizationType:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -74,8 +74,7 @@ class ScalarHeadModel(nn.Module):
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden_size] -> [tokens]."""
-        scores: torch.Tensor = self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
-        return scores
+        return cast("torch.Tensor", self.score(hidden.to(self.score.weight.dtype)).squeeze(-1))
 
     def gradient_checkpointing_enable(self, **kwargs: object) -> None:
         self.get_decoder().gradient_checkpointing_enable(**kwargs)

@@ -7,7 +7,7 @@ import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -131,8 +131,7 @@ def _ready(
 
 def load_causal_lm(path: str | Path, **settings: Any) -> HFModule:
     """The causal language model in folder `path`; see load_model."""
-    module: HFModule = load_model(path, "lm", **settings)
-    return module
+    return cast("HFModule", load_model(path, "lm", **settings))
 
 
 def _restore_head(module: ScalarHeadModel, folder: Path) -> None:
@@ -190,8 +189,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
                 f"The tokenizer of {path} has neither a pad nor an end-of-sequence token; add one to its files."
             )
         tokenizer.pad_token = tokenizer.eos_token
-    checked: Tokenizer = tokenizer
-    return checked
+    return cast("Tokenizer", tokenizer)
 
 
 def eos_token_ids_of(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +82,7 @@ class DoRALinear(LoRALinear):
     def _norms(self) -> torch.Tensor:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         adapted = torch.addmm(self.weight.to(wide), self.lora_B.to(wide), self.lora_A.to(wide), alpha=self.scale)
-        norms: torch.Tensor = torch.linalg.vector_norm(adapted, dim=1)
-        return norms
+        return cast("torch.Tensor", torch.linalg.vector_norm(adapted, dim=1))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -381,8 +381,7 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> 
     if config.optimizer_impl == "torch.optim" and config.optimizer in fused:
         arguments["fused"] = True
     try:
-        optimizer: torch.optim.Optimizer = factory(_groups(parameters), **arguments)
-        return optimizer
+        return cast("torch.optim.Optimizer", factory(_groups(parameters), **arguments))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optim.optimizer={config.optimizer} does not accept {arguments}: {error}") from error
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -77,8 +77,7 @@ def _statistic(name: str) -> OutputKind:
 
 
 def _scalar(inputs: HeadInputs) -> torch.Tensor:
-    values: torch.Tensor = inputs.module.value(inputs.hidden)
-    return values
+    return cast("torch.Tensor", inputs.module.value(inputs.hidden))
 
 
 OUTPUTS = Registry(

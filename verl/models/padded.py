@@ -12,7 +12,7 @@ padded on the right, where a causal model does not look.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -28,8 +28,7 @@ KINDS: tuple[ForwardKind, ...] = ("packed", "padded", "logits")
 
 def forward_kind(module: nn.Module) -> ForwardKind:
     """The forward that verl.models.check chose for `module`."""
-    kind: ForwardKind = getattr(module, "forward_kind", "packed")
-    return kind
+    return cast("ForwardKind", getattr(module, "forward_kind", "packed"))
 
 
 def require_packed(module: nn.Module, keys: str) -> None:
@@ -104,8 +103,7 @@ def _logits(output: Any) -> torch.Tensor:
     value = getattr(output, "logits", None)
     if value is None:
         value = output["logits"] if isinstance(output, dict) else output[0]
-    logits: torch.Tensor = value
-    return logits
+    return cast("torch.Tensor", value)
 
 
 def _accepted(model: nn.Module, **settings: object) -> dict[str, Any]:

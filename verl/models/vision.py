@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -252,8 +252,7 @@ def language_states(
         marks = torch.zeros_like(ids, dtype=torch.bool).index_fill_(1, images.index, True)
         deep = {"visual_pos_masks": marks, "deepstack_visual_embeds": list(images.deep)}
     read = {"inputs_embeds": x[None], "position_ids": positions, "layout": layout, "use_cache": False}
-    states: torch.Tensor = language_model_of(module)(**read, **deep).last_hidden_state[0]
-    return states
+    return cast("torch.Tensor", language_model_of(module)(**read, **deep).last_hidden_state[0])
 
 
 @contextmanager

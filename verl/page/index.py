@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from verl.page.summaries import (
     PackedTexts,
@@ -121,8 +121,7 @@ class SampleIndex:
         """This thread's connection."""
         if not hasattr(self._local, "db"):
             self._local.db = self._connect()
-        db: sqlite3.Connection = self._local.db
-        return db
+        return cast("sqlite3.Connection", self._local.db)
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         return self.db.execute(query, values).fetchall()

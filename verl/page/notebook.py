@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from markupsafe import Markup
 
@@ -131,5 +131,4 @@ def _pandas() -> ModuleType:
         import pandas
     except ImportError:
         raise MissingExtraError("A data frame of a run", "pandas", "pandas") from None
-    module: ModuleType = pandas
-    return module
+    return cast("ModuleType", pandas)

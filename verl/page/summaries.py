@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from verl.foreign_text import valid_utf8
 from verl.tracking.files import Json, is_count, is_number
@@ -188,8 +188,7 @@ def trainer_log_probs(row: Json) -> Sequence[Any]:
     """The trainer's log-probs of the response tokens; [] where the row has none."""
     for name in ("train_log_probs", "old_log_probs"):
         if isinstance(row.get(name), list):
-            log_probs: Sequence[Any] = row[name]
-            return log_probs
+            return cast("Sequence[Any]", row[name])
     return []
 
 

@@ -206,10 +206,9 @@ def moved(tensor: torch.Tensor, device: torch.device | str, *, copy: bool = Fals
     pinned memory, which copies several times as fast. With `copy` the result is always a new tensor."""
     tensor = tensor.detach()
     if is_traceable_wrapper_subclass(tensor):  # such as a DTensor, which has a mesh and a part
-        whole: torch.Tensor = transform_subclass(
+        return transform_subclass(
             tensor, lambda _, part: moved(part, device, copy=copy) if isinstance(part, torch.Tensor) else part
         )
-        return whole
     if tensor.device.type == "cuda" and torch.device(device).type == "cpu":
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
     there = to_device(tensor, device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from verl.errors import ConfigError, NameConfigError, nearest
 
@@ -56,8 +56,7 @@ class _Modes(type):
         return cls._members[name]
 
     def __getitem__(cls, name: str) -> Mode:
-        mode: Mode = getattr(cls, name)
-        return mode
+        return cast("Mode", getattr(cls, name))
 
     def __iter__(cls) -> Iterator[Mode]:
         return iter(cls._members.values())

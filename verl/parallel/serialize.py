@@ -14,7 +14,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -256,8 +256,7 @@ def _unpack_spans(packed: dict[str, Any], buffers: Sequence[Any]) -> torch.Tenso
 
 def _unpack_array(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
     data = buffers[packed["b"]].tobytes()
-    values: np.ndarray = np.frombuffer(data, dtype=packed["t"]).reshape(packed["s"]).copy()
-    return values
+    return cast("np.ndarray", np.frombuffer(data, dtype=packed["t"]).reshape(packed["s"]).copy())
 
 
 def _unpack_objects(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
@@ -266,8 +265,7 @@ def _unpack_objects(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np
         objects = [value for text in objects.splitlines() for value in _unpack(json.loads(text), buffers)]
     if "n" in packed:  # rows share objects again
         objects = [objects[number] for number in _unpack_array(packed["n"], buffers).tolist()]
-    values: np.ndarray = object_array(objects).reshape(packed["s"])
-    return values
+    return cast("np.ndarray", object_array(objects).reshape(packed["s"]))
 
 
 def _unpack_batch(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> DataProto:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from verl.config.keys import read_yaml
 from verl.errors import ConfigError, nearest
@@ -139,8 +139,7 @@ class Cluster:
 
 @cache
 def _rows(file: str) -> dict[str, dict[str, object]]:
-    rows: dict[str, dict[str, object]] = read_yaml(_FOLDER / file)
-    return rows
+    return cast("dict[str, dict[str, object]]", read_yaml(_FOLDER / file))
 
 
 def cluster_facts(gpu: str) -> dict[str, Any]:

@@ -215,8 +215,7 @@ class ProgramSpecs:
 
     def specs(self, *, train: bool = True) -> RoleSpecs:
         program = load_object(self.program) if isinstance(self.program, str) else self.program
-        specs: RoleSpecs = program.roles(self.config, train=train)
-        return specs
+        return program.roles(self.config, train=train)
 
     def recipe(self) -> tuple[object, ...]:
         assert not isinstance(self.program, str)

@@ -11,7 +11,7 @@ sample in it trains twice; here a script decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -90,8 +90,7 @@ class ExperienceBuffer:
         """
         if order not in ORDERS:
             raise ConfigError(f"sample(order={order!r}): the orders are {', '.join(ORDERS)}.")
-        sampled: DataProto = self._call("sample", int(count), int(version), order, remove)
-        return sampled
+        return cast("DataProto", self._call("sample", int(count), int(version), order, remove))
 
     def close(self) -> None:
         """End the process, if there is one. May be called again."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -49,8 +49,7 @@ class AsyncPPO(PPO):
     def select(cls, config: PPOConfig) -> type[Program[Any]]:
         """The program of algorithm.program; of PPO this one if rollout.prefetch_num asks for samples ahead of training."""
         if config.algorithm.program != "ppo":
-            program: type[Program[Any]] = PROGRAMS.get(config.algorithm.program)
-            return program
+            return cast("type[Program[Any]]", PROGRAMS.get(config.algorithm.program))
         return cls if config.actor_rollout_ref.rollout.prefetch_num > 0 else PPO
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from verl.config import RunConfig
 from verl.engines.hybrid_3d import CHANGEABLE, check_change, require_3d_hybrid
@@ -71,8 +71,7 @@ def scheduler_of(config: RunConfig) -> PhaseScheduler | None:
             f"trainer.dynamic_config_scheduler={trainer.dynamic_config_scheduler} must name an object with a method "
             "values(step), such as a DynamicConfigScheduler."
         )
-    scheduler: PhaseScheduler = loaded
-    return scheduler
+    return cast("PhaseScheduler", loaded)
 
 
 class Phases:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from verl.parallel.process_settings import imports_stay, keep_freed_memory
 
@@ -165,8 +165,7 @@ class RayRuntime:
         start_s = self.cluster.request.timeout_s
         limit: tuple[float, str] = (start_s, START_LIMIT) if starts else (self.run.call_timeout_s, CALL_LIMIT)
         pending = Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1])
-        results: list[Any] = pending.get()
-        return results
+        return cast("list[Any]", pending.get())
 
     def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
         """A call on the ranks of a group. What several ranks get is stored once, and rows are no longer held here then."""

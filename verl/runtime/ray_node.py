@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -82,8 +82,7 @@ def watch(node: Any) -> None:
 
 def _descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
-        children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
-        return children
+        return cast("list[psutil.Process]", psutil.Process(pid).children(recursive=True))
     return []
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.parallel.dispatch import CallPlan, MethodCall
@@ -177,13 +177,11 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """A method on all ranks with the same arguments; its results in rank order."""
-        results: list[Any] = self.execute_all_async(method_name, *args, **kwargs).get()
-        return results
+        return cast("list[Any]", self.execute_all_async(method_name, *args, **kwargs).get())
 
     def execute_all_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
         plan = CallPlan([MethodCall(args, kwargs)] * self.world_size, list(range(self.world_size)), list)
-        pending: Pending = self._send("", method_name, plan, False)
-        return pending
+        return cast("Pending", self._send("", method_name, plan, False))
 
     def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> Any:
         """A method on the first rank."""
@@ -192,8 +190,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_rank_zero_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
         calls = [MethodCall(args, kwargs), *[None] * (self.world_size - 1)]
         plan = CallPlan(calls, [0], lambda results: results[0])
-        pending: Pending = self._send("", method_name, plan, False)
-        return pending
+        return cast("Pending", self._send("", method_name, plan, False))
 
     def close(self) -> None:
         """End these processes; the pool keeps its places."""

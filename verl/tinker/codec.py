@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zstandard
@@ -178,8 +178,7 @@ def training_result(output: TrainingOutput) -> bytes:
         tensor.data = b"".join(array.astype("<f4").tobytes() for array in arrays)
         tensor.offsets = np.cumsum([0, *(array.size * 4 for array in arrays)]).astype("<i8").tobytes()
         tensor.trailing_shape.extend(trailing)
-    data: bytes = message.SerializeToString()
-    return data
+    return cast("bytes", message.SerializeToString())
 
 
 def sampling_request(request: types.SampleRequest, vocabulary: int, longest: int) -> SamplingRequest:
@@ -252,8 +251,7 @@ def sample_result(output: SampleOutput) -> bytes:
         message.prompt_logprobs = output.prompt_log_probs.astype("<f4").tobytes()
     if output.prompt_top is not None:
         message.topk_prompt_logprobs.CopyFrom(_top(output.prompt_top))
-    data: bytes = message.SerializeToString()
-    return data
+    return cast("bytes", message.SerializeToString())
 
 
 def _top(top: TopTokens) -> wire.TopkLogprobs:

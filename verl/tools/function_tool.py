@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
@@ -24,8 +24,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, schema: o
         tool_name = function if isinstance(function, str) else name
 
         def mark(wrapped: Callable[..., object]) -> Callable[..., Any]:
-            marked: Callable[..., Any] = function_tool(wrapped, name=tool_name, schema=schema)
-            return marked
+            return cast("Callable[..., Any]", function_tool(wrapped, name=tool_name, schema=schema))
 
         return mark
     setattr(function, MARK, FunctionTool(function, name, schema))

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.foreign_text import clean
@@ -81,8 +81,7 @@ class ToolServer:
                 self._connection = None
                 ended.set()
             raise
-        answer: dict[str, Any] = result.model_dump(by_alias=True, mode="json")
-        return answer
+        return cast("dict[str, Any]", result.model_dump(by_alias=True, mode="json"))
 
     async def _connected(self) -> tuple[Any, asyncio.Event]:
         async with self._lock:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -67,8 +67,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> list[str]:
     numbers = _view(values.astype(np.float64), np.isfinite(values)) if is_real else _view(values)
     ends = _view(np.cumsum([0, *map(len, arrays)], dtype=np.int32))
     texts = pa.ListArray.from_arrays(ends, pc.fill_null(pc.cast(numbers, pa.string()), _NULL))
-    joined: list[str] = pc.binary_join(texts, _COMMA).to_pylist()
-    return joined
+    return cast("list[str]", pc.binary_join(texts, _COMMA).to_pylist())
 
 
 def _view(values: np.ndarray, valid: np.ndarray | None = None) -> pa.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -81,5 +81,4 @@ def policy_loss(
         settings["rollout_is_weights"] = rollout_is_weights
     settings["generator"] = generator
     chosen = {k: v for k, v in settings.items() if k in parameters and v is not None}
-    loss_and_metrics: tuple[Tensor, dict[str, Metric]] = loss_fn(**inputs, agg=agg, **chosen)
-    return loss_and_metrics
+    return cast("tuple[Tensor, dict[str, Metric]]", loss_fn(**inputs, agg=agg, **chosen))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verl.cli.report import Line, fail, passed
 from verl.config import FSDPConfig, LoadedConfig, ModelConfig, with_smaller_batch
@@ -39,15 +39,13 @@ class Subject:
     def model(self) -> ModelConfig:
         """The section of the trained model."""
         section = self.config.actor_rollout_ref if self.loaded.schema.name == "ppo" else self.config
-        model: ModelConfig = section.model
-        return model
+        return cast("ModelConfig", section.model)
 
     @property
     def engine(self) -> FSDPConfig:
         """The section of the training engine."""
         config, is_ppo = self.config, self.loaded.schema.name == "ppo"
-        engine: FSDPConfig = config.actor_rollout_ref.actor.fsdp_config if is_ppo else config.engine
-        return engine
+        return cast("FSDPConfig", config.actor_rollout_ref.actor.fsdp_config if is_ppo else config.engine)
 
     @property
     def num_steps(self) -> int | None:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from types import ModuleType
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,7 @@ def load_deepspeed(device: torch.device) -> ModuleType:
         # limit for the lock of a build that was killed. gloo sums here.
         vars(backend)["build_shm_op"] = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    module: ModuleType = deepspeed
-    return module
+    return cast("ModuleType", deepspeed)
 
 
 def start_deepspeed(model: object, optimizer: object, config: Mapping[str, object], device: torch.device) -> object:
@@ -46,8 +46,7 @@ def combined_norm(norms: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all groups of parameters; infinite where one is not finite."""
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
-    norm: torch.Tensor = combine_grad_norm_groups(norms)
-    return norm
+    return cast("torch.Tensor", combine_grad_norm_groups(norms))
 
 
 def _forget_groups() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -72,8 +72,7 @@ class LatentAttention(MegatronModule):
         sequence parallelism for experts."""
         if not self.config.sequence_parallel:
             return x
-        gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
-        return gathered
+        return cast("torch.Tensor", mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True))
 
     def _rotated(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """x [tokens, 1, heads, rope] -> the same; the model's pairs are neighbours, or in two halves."""

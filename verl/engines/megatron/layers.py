@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -101,8 +101,7 @@ class PackedAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         scoring = Scoring(self.config.score_scale, self.config.sliding_windows[self.layer])
         out = packed_seq_params.layout.attend(self.layer, q, k, v, scoring)
-        tokens_first: torch.Tensor = out.flatten(2).transpose(0, 1)
-        return tokens_first
+        return cast("torch.Tensor", out.flatten(2).transpose(0, 1))
 
 
 class Experts(MegatronModule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -193,8 +193,7 @@ class DecoderStage(GPTModel):
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden_size] -> [tokens]."""
-        scores: torch.Tensor = self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
-        return scores
+        return cast("torch.Tensor", self.score(hidden.to(self.score.weight.dtype)).squeeze(-1))
 
     def outputs(
         self, states: torch.Tensor, packed: PackedBatch, names: Sequence[str], temperature: float

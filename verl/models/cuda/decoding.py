@@ -6,7 +6,7 @@ one order per row, whatever the other rows are. Elsewhere torch computes it, wit
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -156,5 +156,4 @@ def attend_new_tokens(
     tokens of a slot but the last so many. Returns [rows, heads, head_dim]; without gradient."""
     heads = norms or (None, None, 0.0)
     prompts = () if shared is None else (prompt_store, *shared.slots, shared.gather, shared.place)
-    result: torch.Tensor = _ATTEND(qkv, cos, sin, *heads, store, *slots, window or 0, scale, *prompts)
-    return result
+    return cast("torch.Tensor", _ATTEND(qkv, cos, sin, *heads, store, *slots, window or 0, scale, *prompts))

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -28,8 +28,7 @@ def kernel(schema: str, by_torch: Callable[..., object], by_triton: str) -> OpOv
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, by_torch, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, _on_gpu(by_torch, by_triton), "CUDA")
-    op: OpOverload = getattr(torch.ops.verl, name).default
-    return op
+    return cast("OpOverload", getattr(torch.ops.verl, name).default)
 
 
 def differentiate(op: OpOverload, backward: Callable[..., object], save: Callable[..., None]) -> None:
@@ -84,5 +83,4 @@ def has_triton() -> bool:
 def load(path: str) -> Callable[..., Any]:
     """The Triton implementation "file:function"; imports triton."""
     file, _, function = path.partition(":")
-    implementation: Callable[..., object] = getattr(importlib.import_module(f"verl.models.cuda.{file}"), function)
-    return implementation
+    return cast("Callable[..., object]", getattr(importlib.import_module(f"verl.models.cuda.{file}"), function))

@@ -6,7 +6,7 @@ temperature, without the cap where softcap is 0. `targets` is int64 [tokens].
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -106,5 +106,4 @@ def target_gradient(
 ) -> torch.Tensor:
     """Gradient with respect to z + bias, in `dtype`. `known` [4, tokens] has top, log_sum, entropy and squared, and `grads`
     [3, tokens] the gradients of log-probs, entropy and squared, zero where there is none."""
-    gradient: torch.Tensor = _GRADIENT(z, bias, targets, known, grads, *transform, dtype)
-    return gradient
+    return cast("torch.Tensor", _GRADIENT(z, bias, targets, known, grads, *transform, dtype))

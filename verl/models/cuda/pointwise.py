@@ -6,6 +6,8 @@ each operation, as the modules of transformers do.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 
@@ -100,22 +102,19 @@ _WRITE_KV = kernel(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis in float32 or wider, times `weight`; differentiable."""
-    result: torch.Tensor = _RMS_NORM(x, weight, eps)
-    return result
+    return cast("torch.Tensor", _RMS_NORM(x, weight, eps))
 
 
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + delta, its RMS norm), all [tokens, hidden]; differentiable."""
-    result: tuple[torch.Tensor, torch.Tensor] = _ADD_NORM(x, delta, weight, eps)
-    return result
+    return cast("tuple[torch.Tensor, torch.Tensor]", _ADD_NORM(x, delta, weight, eps))
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """[tokens, 2 * width] -> silu(first half) * second half; differentiable."""
-    result: torch.Tensor = _SWIGLU(gate_up)
-    return result
+    return cast("torch.Tensor", _SWIGLU(gate_up))
 
 
 def write_kv(
@@ -131,8 +130,7 @@ def write_kv(
 
     Queries and keys are rotated by cos and sin [tokens, head_dim], and normalised before it if `norms` has the weights
     [head_dim] of their RMS norms and eps. Without gradient."""
-    result: torch.Tensor = _WRITE_KV(qkv, cos, sin, *(norms or (None, None, 0.0)), store, places)
-    return result
+    return cast("torch.Tensor", _WRITE_KV(qkv, cos, sin, *(norms or (None, None, 0.0)), store, places))
 
 
 def _save_norm(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.Tensor) -> None:
@@ -159,8 +157,7 @@ def _save_gate(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.T
 
 
 def _gate_gradient(ctx: AutogradContext, grad: torch.Tensor) -> torch.Tensor:
-    gradient: torch.Tensor = _SWIGLU_BACKWARD(grad, *ctx.saved_tensors)
-    return gradient
+    return cast("torch.Tensor", _SWIGLU_BACKWARD(grad, *ctx.saved_tensors))
 
 
 differentiate(_RMS_NORM, _norm_gradients, _save_norm)

@@ -13,7 +13,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.attention
@@ -214,8 +214,7 @@ def varlen_attention(
     """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, ...] -> [1, tokens, heads, value_dim];
     differentiable in all three."""
     tokens_first = [x[0].transpose(0, 1) for x in (q, k, v)]
-    attended: torch.Tensor = _VarlenParts.apply(*tokens_first, plan, scale, kernel).unsqueeze(0)
-    return attended
+    return cast("torch.Tensor", _VarlenParts.apply(*tokens_first, plan, scale, kernel).unsqueeze(0))
 
 
 class _VarlenParts(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -23,8 +23,7 @@ _CHOSEN, _REJECTED = "chosen_rows", "rejected_rows"  # indices, int64: a mask of
 
 def mask_of(columns: Any) -> Tensor:
     """The tokens of completions [batch, response]: the tokens that train, unless prompts train too."""
-    mask: Tensor = columns["completion_mask" if "completion_mask" in columns.keys() else "response_mask"]
-    return mask
+    return cast("Tensor", columns["completion_mask" if "completion_mask" in columns.keys() else "response_mask"])
 
 
 def row_sums(log_probs: Tensor, columns: TensorDict, ld_alpha: float | None) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,8 +82,7 @@ class Sampler(LogitsProcessor, SlotProcessor):
 
     def apply(self, logits: torch.Tensor, *context: object) -> torch.Tensor:
         """See BatchSampler and SlotSampler."""
-        sampled: torch.Tensor = self._sampler.apply(logits, *context)
-        return sampled
+        return cast("torch.Tensor", self._sampler.apply(logits, *context))
 
 
 def runs_in_slots() -> bool:

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,8 +122,7 @@ class WeightReceiver:
     def _verl_read(self, reader: str, bucket: Description) -> Iterator[tuple[str, torch.Tensor]]:
         if reader not in self.verl_readers:
             raise ModelError(f"{reader!r} is not a reader of weights; there are {', '.join(self.verl_readers)}.")
-        weights: Iterator[tuple[str, torch.Tensor]] = load_object(reader)(bucket)
-        return weights
+        return cast("Iterator[tuple[str, torch.Tensor]]", load_object(reader)(bucket))
 
     def _verl_as_in_files(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Joint experts as published files of some families have them: transposed. vLLM transposes them back."""

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.families import SINKS
@@ -83,8 +83,7 @@ def make_sink(name: str, info: RunInfo) -> Sink:
         raise ConfigError(
             f"The tracker {name!r} is not supported yet. Take it out of trainer.logger; {', '.join(supported())} are supported."
         )
-    sink: Sink = SINKS.get(name)(info)
-    return sink
+    return cast("Sink", SINKS.get(name)(info))
 
 
 def supported() -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -202,5 +202,4 @@ def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     scaled = x * root.square_().mul_(1 / x.shape[-1]).add_(norm.eps).rsqrt_()
-    normed: torch.Tensor = scaled.to(x.dtype).mul_(norm.weight)
-    return normed
+    return cast("torch.Tensor", scaled.to(x.dtype).mul_(norm.weight))
