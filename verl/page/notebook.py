@@ -20,6 +20,7 @@ from verl.regular_files import open_regular
 from verl.tracking.files import Row
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.file import connect_read_only, explained
+from verl.tracking.progress import says_nothing
 from verl.tracking.run_folder import require_run_folder
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Run:
             Markup('<td style="padding:4px 12px"><small>{}</small><br>{}<br><b>{:.4g}</b></td>').format(
                 label, _sparkline(run.metrics[name].values), run.metrics[name].last
             )
-            for name, label in names.items() if name in run.metrics
+            for name, label in names.items() if name in run.metrics and not says_nothing(name, run.metrics[name].values)
         ]  # fmt: skip
         return f"{head}<table><tr>{''.join(cells[:8])}</tr></table>"
 

@@ -12,6 +12,7 @@ from verl.page.index import SampleIndex
 from verl.page.reader import RunReader, Series
 from verl.page.text import whole_number
 from verl.tracking.files import Row
+from verl.tracking.progress import says_nothing
 from verl.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -47,9 +48,6 @@ class _Spec:
     band: tuple[str, str] | None = None
 
 
-_FAILURES, _KL, _AGE = "Scorers that failed", "KL", "Age of the samples"
-_EXCEPTIONAL = (_FAILURES, _KL, _AGE)  # charts without the lines that are 0 throughout, as KL is with one update a step
-_NOTHING = 1e-7
 _SHARE = re.compile(r"share/.*|.*(?:(?<!ppl)_ratio|accurac(?:y|ies)|clipfrac(?:_lower)?)")
 _TITLE = re.compile(r"(.*?)(?: \((.*)\))?")  # of a program's panel: title (unit)
 _SPECS = (
@@ -64,7 +62,7 @@ _SPECS = (
     ),
     _Spec("Entropy", {"actor/entropy": "policy", "train/entropy": "training", "val/entropy": "held-out"}, "nats"),
     _Spec(
-        _KL,
+        "KL",
         {"actor/ppo_kl": "to the old policy", "actor/kl_loss": "to the reference",
          "actor/reward_kl_penalty": "penalty in the reward"},
         "nats",
@@ -97,9 +95,9 @@ _SPECS = (
          "perf/cpu_memory_used_gb": "processor"},
         "GB",
     ),
-    _Spec(_AGE, {"training/off_policy/trajectory_staleness/mean": "mean",
+    _Spec("Age of the samples", {"training/off_policy/trajectory_staleness/mean": "mean",
                                  "training/off_policy/trajectory_staleness/max": "largest"}, "weight versions"),
-    _Spec(_FAILURES, {"reward/num_defaulted": "samples whose scorer failed"}, "samples"),
+    _Spec("Scorers that failed", {"reward/num_defaulted": "samples whose scorer failed"}, "samples"),
 )  # fmt: skip
 
 
@@ -132,7 +130,7 @@ def _panel(run: RunReader, spec: _Spec) -> Panel:
     lines = [
         ChartLine(spec.metrics[name], series.steps, series.values, "dots" if _is_sparse(run, series) else "line")
         for name, series in known.items()
-        if spec.title not in _EXCEPTIONAL or any(abs(value) > _NOTHING for value in series.values)
+        if not says_nothing(name, series.values)
     ]
     if spec.band is not None and known and all(name in run.metrics for name in spec.band):
         for name in spec.band:

@@ -38,6 +38,7 @@ from verl.run.state import (
 )
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
+from verl.tracking.console_notebook import NotebookConsole, is_notebook
 from verl.tracking.files import read_metrics, write_atomically
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.summary import Summary
@@ -190,7 +191,9 @@ def _create_repository(trainer: TrainerConfig) -> None:
 
 
 def _console(runtime: Runtime, steps: bool = True) -> Any:
-    return Console(steps=steps) if runtime.is_rank_zero else NullOutput()
+    if not runtime.is_rank_zero:
+        return NullOutput()
+    return NotebookConsole(steps=steps) if is_notebook() else Console(steps=steps)
 
 
 def _tracker(

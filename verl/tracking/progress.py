@@ -40,6 +40,9 @@ EVENT = has(
 )  # fmt: skip
 # metrics whose lowest or highest value is the best
 _BETTER = re.compile(r"(?!.*(kl|penalty)).*(score|reward|greedy|accurac|margin|loss)")
+# metrics about an exception, which are not shown while they are 0: KL is with one update a step
+_EXCEPTION = re.compile(r"ppo_kl|kl_loss|kl_penalty|num_defaulted|staleness")
+_NOTHING = 1e-7
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (WARNING|ERROR|CRITICAL) ")
 
 
@@ -114,7 +117,7 @@ def _curves(metrics: Sequence[Json], panels: Curves) -> dict[str, Curve]:
     named = {name: f"{title}, {label}" if label else title for title, p in panels.items() for name, label in p.items()}
     for name, meaning in named.items():
         points = [(int(row["step"]), float(row[name])) for row in metrics if name in row]
-        if points:
+        if points and not says_nothing(name, [value for _, value in points]):
             values = [value for _, value in points]
             some = max(len(values) // 10, 1)
             best_step, best = _best(name, points)
@@ -122,6 +125,11 @@ def _curves(metrics: Sequence[Json], panels: Curves) -> dict[str, Curve]:
                 meaning, statistics.mean(values[:some]), statistics.mean(values[-some:]), best, best_step, values
             )
     return curves
+
+
+def says_nothing(name: str, values: Sequence[float]) -> bool:
+    """Whether a metric about an exception has been 0 throughout."""
+    return _EXCEPTION.search(name) is not None and all(abs(value) <= _NOTHING for value in values)
 
 
 def _best(name: str, points: Sequence[tuple[int, float]]) -> tuple[int, float] | tuple[None, None]:
