@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import importlib.metadata
 import os
 import re
 from collections.abc import Iterable
@@ -96,15 +97,26 @@ class FolderLostError(CheckpointError):
     """The run folder was removed, replaced or taken by another run while a run was using it."""
 
 
+def install_command(extra: str, package: str) -> str:
+    """The command that installs the packages of an extra, or `package` where it brings none. It names no extra of verl: the
+    index has another project under that name."""
+    try:
+        declared = importlib.metadata.requires("verl") or []
+    except importlib.metadata.PackageNotFoundError:
+        declared = []
+    of_extra = [text.partition(";")[0] for text in declared if text.endswith(f'extra == "{extra}"')]
+    return " ".join(["pip install", *(f"'{requirement}'" for requirement in of_extra or [package])])
+
+
 class MissingExtraError(VerlError):
-    """An optional package is not installed; the message names the extra to install."""
+    """An optional package is not installed; the message names the packages to install."""
 
     exit_code = 7
 
     def __init__(self, what: str, extra: str, package: str, instead: str = ""):
         super().__init__(
-            f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'verl[{extra}]'"
-            f"{f', or {instead}' if instead else ''}"
+            f"{what} needs the package '{package}', which is not installed. Install it with: "
+            f"{install_command(extra, package)}{f', or {instead}' if instead else ''}"
         )
 
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_used_is_refused(tools, tmp_path, monkeypatch):
 def test_without_the_package_the_extra_is_named(tools, monkeypatch):
     file = tools("echo")
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(MissingExtraError, match=r"verl\[mcp\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'mcp>=2'"):
         load_all_tools(file)
     mcp_client._load_servers.cache_clear()
 

@@ -90,4 +90,4 @@ def test_results_are_of_the_model(tasks, tiny_llama, tmp_path, capsys):
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm_eval is installed")
 def test_the_extra_is_named(tiny_llama, capsys):
     assert main(["eval", "--tasks", "arc_easy", str(tiny_llama)]) == 7
-    assert "pip install 'verl[lm-eval]'" in capsys.readouterr().err
+    assert "pip install 'lm_eval[hf]>=0.4.13'" in capsys.readouterr().err

@@ -63,4 +63,4 @@ def test_only_worker_groups_need_ray():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("pip install 'verl[ray]'") == 2, done.stdout
+    assert done.stdout.count("pip install 'ray[default]>=2.50'") == 2, done.stdout

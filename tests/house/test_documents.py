@@ -30,6 +30,7 @@ NO_KEYS = {  # names with dots that begin as a section does
     "reward.num_defaulted": "a metric of benchmarks",
     "rollout.generate": "a span of the timeline",
 }
+TEXTS = (".md", ".py", ".yaml", ".ipynb", ".html", ".sh", ".sbatch")
 PACKAGE_FILE = re.compile(r"`((?:verl|tests|docs|examples|benchmarks)/[\w./-]*\w\.(?:py|md|yaml|sh))`")
 
 
@@ -42,6 +43,20 @@ def commands(text):
     blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S)
     lines = [line.split("#")[0] for block in blocks for line in block.splitlines()]
     return [*lines, *re.findall(r"`([^`\n]+)`", text)]
+
+
+def test_nothing_installs_the_other_project_of_this_name():
+    """On the index `verl` is another project: documents install an extra from a checkout, messages name its packages."""
+    others = [*(ROOT / "docs").glob("*.*"), *(ROOT / "examples").rglob("*.*"), *(ROOT / "verl").rglob("*.*")]
+    texts = {page: page.read_text("utf-8", errors="ignore") for page in {*PAGES, *others} if page.suffix in TEXTS}
+    named = re.compile(r"pip install [^`\n]*?(?<=[ '\"])verl(?=[\[=<>'\"`\s]|$)", re.M)
+    wrong = {f"{page.relative_to(ROOT)}: {match[0]}" for page, text in texts.items() for match in named.finditer(text)}
+    assert not {text for text in wrong if "CHANGELOG" not in text and "lab-notebook" not in text}
+    extras = {
+        name for text in texts.values() for names in re.findall(r"'\.\[([\w,-]+)\]'", text) for name in names.split(",")
+    }
+    assert extras
+    assert extras <= set(re.findall(r"^([\w-]+) = \[", read("pyproject.toml"), re.M))
 
 
 def test_the_features_of_the_seed_documents_are_shown():

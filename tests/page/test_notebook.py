@@ -59,5 +59,5 @@ def test_another_folder_is_refused(tmp_path):
 
 def test_without_pandas(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingExtraError, match=r"verl\[pandas\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'pandas>=2.2'"):
         run.metrics()

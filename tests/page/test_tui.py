@@ -165,5 +165,7 @@ def test_the_extra_is_named(monkeypatch, tmp_path):
 
     monkeypatch.setattr(builtins, "__import__", without_textual)
     monkeypatch.delitem(sys.modules, "verl.page.tui", raising=False)
-    with pytest.raises(MissingExtraError, match=r"verl show --tui needs the package 'textual'.*verl\[tui\]"):
+    with pytest.raises(
+        MissingExtraError, match=r"verl show --tui needs the package 'textual'.*pip install 'textual>=1.0'"
+    ):
         run_show([str(tmp_path), "--tui"])

@@ -133,7 +133,7 @@ def test_a_server_that_does_not_start_says_why(make, note):
 
 
 def test_without_sglang_both_ways_are_named():
-    with pytest.raises(MissingExtraError, match=r"verl\[sglang\]'?, or set actor_rollout_ref.rollout.service.url"):
+    with pytest.raises(MissingExtraError, match=r"sglang<0.6,>=0.5.23', or set actor_rollout_ref.rollout.service.url"):
         SGLangRollout.require_package(RolloutConfig(name="sglang"))
 
 

@@ -27,7 +27,10 @@ def test_without_ray(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     config = load_config(["actor_rollout_ref.model.path=x", "trainer.n_gpus_per_node=2"], check=False).config
-    with pytest.raises(MissingExtraError, match=r"pip install 'verl\[ray\]'"), open_runtime(ProgramSpecs(PPO, config)):
+    with (
+        pytest.raises(MissingExtraError, match=r"pip install 'ray\[default\]>=2.50'"),
+        open_runtime(ProgramSpecs(PPO, config)),
+    ):
         pass
 
 

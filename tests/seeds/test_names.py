@@ -16,7 +16,7 @@ import verl
 from tests import letters_task
 from verl import ExperienceBuffer
 from verl.config import load_config
-from verl.errors import ConfigError, ModelError
+from verl.errors import ConfigError, ModelError, install_command
 from verl.models.forward import computed_by
 from verl.models.load import load_model
 from verl.run.host import train
@@ -149,6 +149,13 @@ def test_the_extras_of_the_documents_exist():
     held = {name: re.findall(r"verl\[([\w,-]+)\]", " ".join(packages)) for name, packages in extras.items()}
     assert {part for names in held.values() for text in names for part in text.split(",")} <= set(extras)
     assert project["requires-python"] == ">=3.10"
+
+
+def test_a_missing_package_is_installed_by_its_name():
+    """The index has another project under verl's name."""
+    assert install_command("gguf", "gguf") == "pip install 'gguf>=0.10' 'accelerate>=1.0'"
+    assert install_command("tinker", "tinker").startswith("pip install 'tinker<0.39,>=0.38' ")
+    assert install_command("page", "starlette") == "pip install 'starlette'"  # in the default set
 
 
 @pytest.mark.seed("E10")

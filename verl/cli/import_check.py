@@ -11,7 +11,7 @@ from pathlib import Path
 from verl.cli.parser import Parser
 from verl.cli.report import Line, Report, fail, info, passed, warn
 from verl.config import PPO, PREFERENCE, RM, SFT, RunConfig, Schema
-from verl.errors import ConfigError, VerlError, nearest
+from verl.errors import ConfigError, VerlError, install_command, nearest
 from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SAMPLE_ARGUMENTS, SIGNATURE
 
 EXTRA = {name: name for name in ("datasets", "pandas", "hydra")}  # package -> the extra of verl that brings it
@@ -83,7 +83,7 @@ def _missing_package(module: str, folder: Path) -> str:
     package = module.split(".")[0]
     if (folder / package).is_dir() or (folder / f"{package}.py").is_file() or importlib.util.find_spec(package):
         return ""
-    fix = f"install it with: pip install 'verl[{EXTRA[package]}]'" if package in EXTRA else "install it"
+    fix = f"install it with: {install_command(EXTRA[package], package)}" if package in EXTRA else "install it"
     return f"{package} is not installed; {fix}"
 
 

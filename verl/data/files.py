@@ -19,7 +19,7 @@ import numpy as np
 
 from verl.data.row_cache import key_of
 from verl.data.tables import ROWS_READ, ArrowRow, ArrowTable, JsonTable, ParquetTable, Rows, Table, mapped_rows
-from verl.errors import DataError
+from verl.errors import DataError, install_command
 from verl.foreign_text import clean
 from verl.models.content import digest_of_text
 from verl.regular_files import require_regular, whole_file
@@ -117,7 +117,8 @@ def open_data_set(name: str) -> Table:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"{path} is not a file, and data sets need the package 'datasets'. Correct it or pip install 'verl[datasets]'."
+            f"{path} is not a file, and data sets need the package 'datasets'. Correct it, or install the package: "
+            f"{install_command('datasets', 'datasets')}"
         ) from error
     datasets.disable_progress_bars()
     try:

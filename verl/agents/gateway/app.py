@@ -54,7 +54,7 @@ class Gateway:
             import starlette.applications
             import uvicorn
         except ImportError:
-            raise MissingExtraError(full_key("rollout.agent.runner"), "agents", "starlette and uvicorn") from None
+            raise MissingExtraError(full_key("rollout.agent.runner"), "agents", "uvicorn") from None
         del starlette
         self.token = secrets.token_urlsafe(24)
         self.sessions: dict[str, EndpointSession] = {}  # of the episodes that run, by the id in their addresses

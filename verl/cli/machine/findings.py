@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from verl.cli.machine.host import Facts, advice
 from verl.cli.machine.requirements import broken_sentence, numbers_of, unmet_sentence
 from verl.cli.report import Line, fail, info, passed, warn
+from verl.errors import install_command
 
 _GIB = 1 << 30
 _MIN_SHARED_MEMORY = 1 * _GIB
@@ -169,5 +170,5 @@ def _engine_names(packages: Facts) -> Iterator[Line]:
             if missing := [name for name, is_there in names.items() if not is_there]:
                 yield warn(
                     f"{package} {packages['optional'][package]} has no {', '.join(missing)}, which verl uses {way}. Install "
-                    f"a version that verl was tried with: pip install 'verl[{package}]'"
+                    f"a version that verl was tried with: {install_command(package, package)}"
                 )

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.errors import RewardError
+from verl.errors import RewardError, install_command
 from verl.rewards.scorers.exact_match import last_answer, same_number
 from verl.rewards.scorers.route import Scorer
 
@@ -71,7 +71,7 @@ def task_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     except ImportError as error:
         raise RewardError(
             "Scoring reasoning_gym rows needs the package 'reasoning-gym', which is not installed. "
-            "Install it with: pip install 'verl[reasoning-gym]'"
+            f"Install it with: {install_command('reasoning-gym', 'reasoning-gym')}"
         ) from error
     if task not in DATASETS:
         raise RewardError(f"reasoning-gym has no task {task!r}; data_source is {PREFIX}<task>.")

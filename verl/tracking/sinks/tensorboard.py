@@ -16,7 +16,7 @@ SHORT_TAGS = {"critic/score/mean": "reward/mean", "actor/pg_loss": "loss/actor",
 
 
 class TensorBoardSink(Sink):
-    package, extra = "tensorboard", "tracking"
+    package = extra = "tensorboard"
 
     def __init__(self, info: RunInfo):
         super().__init__(info)

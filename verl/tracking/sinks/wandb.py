@@ -20,7 +20,7 @@ class WandbSink(Sink):
     """WANDB_MODE has precedence; otherwise online needs an API key (WANDB_API_KEY or ~/.netrc) and a reachable host. Files go
     to WANDB_DIR or the run folder. A resumed run continues the same W&B run."""
 
-    package, extra = "wandb", "tracking"
+    package = extra = "wandb"
 
     def start(self) -> None:
         import wandb
