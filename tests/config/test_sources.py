@@ -265,6 +265,21 @@ def test_names_of_other_trainers_lead_to_keys_that_exist(foreign, ours):
     assert all(PPO.locate(name) for name in named), named
 
 
+@pytest.mark.parametrize(
+    ("spelled", "key"),
+    {
+        "actor_rollout_ref.actor.optim.learning_rate": "actor_rollout_ref.actor.optim.lr",
+        "actor_rollout_ref.actor.learning_rate": "actor_rollout_ref.actor.optim.lr",
+        "critic.optim.learning_rate": "critic.optim.lr",
+        "data.batch_size": "data.train_batch_size",
+        "actor_rollout_ref.rollout.num_generations": "actor_rollout_ref.rollout.n",
+        "trainer.max_steps": "trainer.total_training_steps",
+    }.items(),
+)
+def test_a_name_of_another_trainer_below_a_section_leads_to_the_key_there(spelled, key):
+    assert f"Set {key} instead" in refused(f"{spelled}=1", match="There is no key")
+
+
 def test_two_spellings_that_disagree_are_refused():
     message = refused(
         "custom_reward_function.path=a.py", "reward.custom_reward_function.path=b.py", match="two spellings"

@@ -145,6 +145,16 @@ class Compat:
             path, used = row.new + path[len(row.old) :], row
         return path, used
 
+    def other_name(self, spelled: str, known: Iterable[str]) -> str:
+        """The key for another trainer's name, also below a section of ours: `critic.optim.learning_rate` is critic.optim.lr.
+        "" for any other name."""
+        section, _, last = spelled.rpartition(".")
+        if not section or spelled in self.other_trainers:
+            return self.other_trainers.get(spelled, "")
+        name = self.other_trainers.get(last, "").partition(" ")[0].rpartition(".")[2]
+        below = [key for key in known if name and key.startswith(f"{section}.") and key.endswith(f".{name}")]
+        return next((key for key in below if key == f"{section}.{name}" or len(below) == 1), "")
+
     def without_effect(self, key: str, value: object) -> str | None:
         """The reason why the older key `key` with this value changes nothing; None when it is no such key."""
         return next((row.reason for row in self.removed if row.covers(key, value)), None)

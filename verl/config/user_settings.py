@@ -175,8 +175,8 @@ class UserSettings:
         if path in self.schema.sections:
             below = next(p for p in self.schema.leaves if p.startswith(path + "."))[len(path) + 1 :]
             return f"{spelled} ({source}) is a section, not a key. Set keys below it, such as {spelled}.{below}."
-        if spelled in compat.other_trainers:
-            return f"There is no key {spelled!r} ({source}). Set {compat.other_trainers[spelled]} instead."
+        if name := compat.other_name(spelled, self._known()):
+            return f"There is no key {spelled!r} ({source}). Set {name} instead."
         return f"There is no key {spelled!r} ({source}){clause(self._known(), spelled, path)}"
 
 
