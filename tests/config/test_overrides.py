@@ -209,3 +209,11 @@ def test_an_absurd_key_is_refused_without_a_guess():
 def test_a_section_is_no_key():
     assert "is a section" in refused("actor_rollout_ref.actor=3")
     assert "There is no key" in refused("trainer.total_epochs.foo=3")
+
+
+@pytest.mark.parametrize(
+    "text", ["{% for m in messages %}{{ m['content'] }}{% endfor %}", "{{ bos_token }}", "{# a #}x"]
+)
+def test_a_chat_template_is_a_text_and_no_mapping(text):
+    key = "actor_rollout_ref.model.custom_chat_template"
+    assert parse_override(f"{key}={text}").value == text

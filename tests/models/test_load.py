@@ -301,6 +301,21 @@ def test_tokenizer_of_a_model_section(tiny_folder, tmp_path):
         load_tokenizer(ModelConfig(path=str(folder), custom_chat_template=str(template)))
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}{{ m['text'] }}{% endfor %}", "leaves out the content of a message"),
+        ("{% for m in messages %}{{ m['content'] }}", "is not a Jinja template: .*endfor.*line 1"),
+    ],
+)
+def test_a_wrong_chat_template_is_named_by_its_key(template, words, tiny_folder, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    for value, source in ((template, "model.custom_chat_template"), (str(file), f"model.custom_chat_template={file}")):
+        with pytest.raises(ModelError, match=f"{source} {words}"):
+            load_tokenizer(ModelConfig(path=str(tiny_folder("llama")), custom_chat_template=value))
+
+
 def test_tokenizer_without_pad_token_pads_with_its_end(copy_of):
     folder = copy_of()
     edit_json(folder / "tokenizer_config.json", pad_token=None)

@@ -203,6 +203,7 @@ _INT = re.compile(r"^[+-]?\d+$")
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
 _MAX_DIGITS = 400  # a longer number is beyond the range of every key
 _WORDS = {"null": None, "none": None, "true": True, "false": False}
+_JINJA = ("{%", "{{", "{#")  # a chat template, and never a mapping
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -242,6 +243,8 @@ def parse_value(text: str, place: str) -> object:
         return re.sub(r"\\(['\"\\])", r"\1", text[1:-1])
     if text.startswith("["):
         return [parse_value(part, place) for part in _split(_inside(text, place), ",", place)]
+    if text.startswith(_JINJA):
+        return text
     if text.startswith("{"):
         return dict(_entry(part, place) for part in _split(_inside(text, place), ",", place))
     return _word(text)

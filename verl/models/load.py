@@ -37,10 +37,10 @@ from verl.models.tokenizer import (
     eos_token_ids,
     model_type_of,
     num_appended,
+    set_chat_template,
 )
 from verl.models.vision import FAMILIES, attention_of, is_vision_config
 from verl.registry import load_module
-from verl.regular_files import read_user_text
 
 log = logging.getLogger(__name__)
 
@@ -172,11 +172,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
             load_model_config(path, model.trust_remote_code, None)
         raise ModelError(f"No tokenizer could be loaded from {path}: {files.reason(error)}.") from error
     if model.custom_chat_template:
-        template = model.custom_chat_template
-        if len(template) < 4096 and "{" not in template:
-            fix = "Name a file, or give a Jinja template."
-            template = read_user_text(template, "The file model.custom_chat_template", ModelError, fix=fix)
-        tokenizer.chat_template = template
+        set_chat_template(tokenizer, model.custom_chat_template)
     if model.text_tokens:
         count_as_text(tokenizer, model.text_tokens)
     tokenizer.num_embeddings, tokenizer.num_appended = num_embeddings, num_appended(tokenizer)

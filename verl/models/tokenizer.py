@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from verl.config import ModelConfig
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, is_failure
 from verl.foreign_text import clean, quoted
 from verl.models.folder import fetch, read_json_object
+from verl.regular_files import read_user_text
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +29,32 @@ _MAX_ADDED, _MANY_ADDED = 1 << 18, 20_000  # added tokens; the library takes abo
 _MAX_RULES = 4 << 20  # characters of a normalizer or another part of rules; the tables of T5's have 0.5 million
 _RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
 _PROBE = "a"
+_MESSAGE = "A message that a template writes."
 _TEXTLESS_SHARE = 0.1  # of a vocabulary without text; padding to round sizes adds less
+
+
+def set_chat_template(tokenizer: Any, template: str) -> None:
+    """The chat template of `model.custom_chat_template`, text or a file. Raises ModelError for a template of no use: it
+    is not Jinja, or writes no content of a message."""
+    source, fix = "model.custom_chat_template", "Name a file, or give a Jinja template."
+    if len(template) < 4096 and "{" not in template:
+        source = f"{source}={template}"
+        template = read_user_text(template, "The file model.custom_chat_template", ModelError, fix=fix)
+    tokenizer.chat_template = template
+    texts = []
+    for content in (_MESSAGE, [{"type": "text", "text": _MESSAGE}]):
+        try:
+            texts.append(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"{source} is not a Jinja template: {clean(error)} (line {error.lineno}). {fix}"
+            ) from error
+        except Exception:  # noqa: BLE001 - it may want a system message, or tools; rows have their messages
+            return
+    if not any(_MESSAGE in text for text in texts):
+        raise ModelError(
+            f"{source} leaves out the content of a message. It is written by {{{{ message['content'] }}}}."
+        )
 
 
 def embedding_rows(model: ModelConfig) -> int | None:

@@ -75,7 +75,9 @@ class ModelConfig(Section):
     path: str = used("~/models/deepseek-llm-7b-chat", "folder or hub name of a Hugging Face model", path=True)
     tokenizer_path: str | None = used(None, "folder or hub name of the tokenizer; null: the model's", path=True)
     trust_remote_code: bool = used(False, "run Python code that comes with the model")
-    custom_chat_template: str | None = used(None, "chat template in place of the tokenizer's", path=True)
+    custom_chat_template: str | None = used(
+        None, "chat template in place of the tokenizer's: Jinja text, or a file of it", path=True
+    )
     text_tokens: list[str] = used(
         [], "special tokens that count as text, such as <think>: reward functions, judges and samples see them"
     )
