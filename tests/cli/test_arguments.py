@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl.cli.arguments import COMMON_KEYS, parse
-from verl.config import SCHEMAS
+from verl.cli.arguments import COMMON_KEYS, parse, with_model
+from verl.config import PPO, RM, SCHEMAS, SFT
 from verl.errors import ConfigError
 
 
@@ -73,3 +73,18 @@ def test_help_text(capsys):
     assert "data.train_batch_size=1024" in said
     assert "actor_rollout_ref.rollout" in said
     assert "grpo_smollm2" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "key"), [(PPO, "actor_rollout_ref.model.path"), (SFT, "model.path"), (RM, "model.path")]
+)
+def test_a_command_without_a_model_is_told_to_name_one(program, key, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = parse("train", "", [], schema=program)
+    with pytest.raises(ConfigError, match=rf"^Name a model: {key}=.*The shortest run: {program.command} ") as caught:
+        with_model(arguments.load())
+    shortest = str(caught.value).partition("The shortest run: ")[2].split()
+    loaded = parse(shortest[1], "", shortest[2:], schema=program).load()
+    assert with_model(loaded).settings[key].value == "Qwen/Qwen3-0.6B"
+    (tmp_path / "models/deepseek-llm-7b-chat").mkdir(parents=True)  # of a script that relies on the default
+    assert with_model(arguments.load())

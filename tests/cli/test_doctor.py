@@ -240,7 +240,8 @@ def test_training_with_a_torch_that_is_not_there(tmp_path, content, sentence):
         (tmp_path / "torch-2.1.0.dist-info").mkdir()
         (tmp_path / "torch-2.1.0.dist-info" / "METADATA").write_text(PIP_METADATA)
     done = subprocess.run(
-        [sys.executable, "-m", "verl", "train", "data.train_files=x.jsonl", f"trainer.default_local_dir={tmp_path / 'run'}"],
+        [sys.executable, "-m", "verl", "train", "data.train_files=x.jsonl", "actor_rollout_ref.model.path=x",
+         f"trainer.default_local_dir={tmp_path / 'run'}"],
         capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 7, done.stderr

@@ -18,6 +18,7 @@ from verl.config import PPO, LoadedConfig, PPOConfig, PreferenceConfig, RunConfi
 from verl.config.command_defaults import FACES, Face
 from verl.config.diff import settings_of_work
 from verl.config.presets import PRESETS, preset_settings
+from verl.errors import ConfigError
 
 # schema -> the keys that most scripts set, shown by --help
 _COMMON_PPO = (
@@ -37,6 +38,10 @@ COMMON_KEYS = {
     "sft": [*_ROWS, *_ENGINE, "sft.loss", *_SCHEDULE],
     "preference": [*_ROWS, *_PREFERENCE, *_SCHEDULE],
     "rm": [*_ROWS, *_ENGINE, *_SCHEDULE, "rm.loss", "rm.center_rewards_coefficient"],
+}
+_SHORTEST = {
+    "ppo": "verl train --preset grpo actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.train_files=train.jsonl "
+    "data.val_files=null reward.custom_reward_function.path=my_reward.py"
 }
 _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help
 
@@ -59,6 +64,18 @@ class ConfigArguments:
         return load_config(
             self.overrides, *names, schema=self.schema, check=check, defaults=self.defaults, fallbacks=self.preset
         )
+
+
+def with_model(loaded: LoadedConfig[Any]) -> LoadedConfig[Any]:
+    """`loaded`. Raises ConfigError where nothing names a model and the default of existing releases is no folder here."""
+    key = "actor_rollout_ref.model.path" if loaded.schema is PPO else "model.path"
+    default = loaded.schema.leaves[key].default
+    if loaded.origins[key] == "default" and not Path(str(default)).expanduser().exists():
+        example = _SHORTEST.get(
+            loaded.schema.name, f"{loaded.schema.command} {key}=Qwen/Qwen3-0.6B data.train_files=train.jsonl"
+        )
+        raise ConfigError(f"Name a model: {key}=FOLDER, or a name of the Hugging Face Hub. The shortest run: {example}")
+    return loaded
 
 
 def parse(

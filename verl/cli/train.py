@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.cli.arguments import ConfigArguments, parse, with_run_folder
+from verl.cli.arguments import ConfigArguments, parse, with_model, with_run_folder
 from verl.cli.model_folders import model_folder
 from verl.cli.view import page_of
 from verl.config import PPO, PREFERENCE, RM, SFT, LoadedConfig, RunConfig, Schema
@@ -70,7 +70,7 @@ def _run(
         from verl.cli.check import check
 
         return check(arguments)
-    loaded = with_run_folder(arguments.load())
+    loaded = with_run_folder(with_model(arguments.load()))
     with page_of(loaded, whole_process=supervised):
         return _started(loaded, supervised)
 
@@ -107,7 +107,7 @@ def run_eval(argv: list[str]) -> int:
         from verl.cli.tasks import run_tasks
 
         return run_tasks(argv)
-    loaded = parse("eval", _EVAL, argv).load()
+    loaded = with_model(parse("eval", _EVAL, argv).load())
     with imports_stay():
         from verl.run.host import evaluate
 
@@ -134,7 +134,7 @@ def run_generate(argv: list[str]) -> int:
             arguments.overrides.append(f"actor_rollout_ref.model.path={escape_path(str(folder))}")
         if options.prompt:
             return _print_responses(options.prompt, arguments)
-        loaded = arguments.load()
+        loaded = with_model(arguments.load())
         with imports_stay():
             from verl.programs.generate import generate
 
@@ -151,7 +151,7 @@ def _print_responses(prompts: list[str], arguments: ConfigArguments) -> int:
         rows, samples = Path(folder, "prompts.jsonl"), Path(folder, "samples.jsonl")
         rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
         arguments.overrides += [f"data.val_files={rows}", f"trainer.default_local_dir={folder}/run"]
-        if generate(arguments.load(), samples):
+        if generate(with_model(arguments.load()), samples):
             responses = [json.loads(line)["response"] for line in samples.read_text(encoding="utf-8").splitlines()]
             print("\n\n".join(map(printable, responses)))
     return 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.cli.arguments import with_model
 from verl.cli.checklist import Subject
 from verl.cli.report import Line, fail, info, passed, warn
 from verl.config import ModelConfig
@@ -22,6 +23,7 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
     from verl.engines.sharding import wrapped_classes
     from verl.models.load import load_external
 
+    with_model(subject.loaded)
     model = subject.model
     load_external(model.external_lib)
     module, subject.policy = _skeleton(model)
