@@ -6,9 +6,11 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 
+from verl.config import PPO
 from verl.errors import ConfigError, MissingExtraError
 from verl.tracking.sinks.api import SINKS, Guard, RunInfo, make_sink, supported
 
@@ -181,6 +183,12 @@ def test_missing_package_is_said_at_once(name, info, monkeypatch):
 def test_tracker_that_is_not_there_yet(name, info):
     with pytest.raises(ConfigError, match=f"{name}.*not supported yet.*console, file, tensorboard, wandb"):
         make_sink(name, info)
+
+
+def test_the_key_and_the_page_list_every_tracker():
+    meaning = PPO.leaves["trainer.logger"].key.meaning
+    page = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text("utf-8")
+    assert not [name for name in supported() if name not in meaning or f"{name}]`" not in page and name != "console"]
 
 
 def test_unknown_tracker_names_the_nearest(info):

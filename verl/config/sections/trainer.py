@@ -138,7 +138,11 @@ class TrainerConfig(Section):
     experiment_name: str = used("gsm8k", "name of the run, for trackers and the run folder")
     total_epochs: int = used(30, "passes over the training rows", when="ends_by_epochs", ge=1)
     total_training_steps: int | None = used(None, "stop after this many steps; null: total_epochs decides", ge=1)
-    logger: list[str] = used(["console", "file"], "where metrics go", family=Family("tracker", SINKS))
+    logger: list[str] = used(
+        ["console", "file"],
+        "where metrics go: a list of console, file, tensorboard, wandb, mlflow, swanlab, trackio (docs/trackers.md)",
+        family=Family("tracker", SINKS),
+    )
     default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder", path=True)
     log_dir: str | None = used(
         None,
