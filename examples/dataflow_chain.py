@@ -5,7 +5,7 @@ python examples/dataflow_chain.py
 Checkpoints, resuming, guards, the ledger of samples, metrics and the console work as in every program.
 """
 
-import runpy
+import json
 from pathlib import Path
 
 from verl import Controller
@@ -13,6 +13,12 @@ from verl.programs.ppo import PPO
 from verl.tracking.ledger.records import keys_of
 
 HERE = Path("outputs/dataflow_chain")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """The share of characters that are digits, and a bonus when the first is the right one."""
+    share = sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+    return 0.5 * share + 0.5 * solution_str.startswith(ground_truth)
 
 
 class Chained(PPO):
@@ -63,9 +69,12 @@ if __name__ == "__main__":
     from verl.models.tiny import make_tiny_model
     from verl.run.host import train
 
-    example = runpy.run_path(str(Path(__file__).with_name("01_first_grpo_run.py")))
     HERE.mkdir(parents=True, exist_ok=True)
-    example["write_rows"](HERE / "train.jsonl", range(160))
+    rows = [
+        {"prompt": f"Say {n % 10}.", "data_source": "digits", "reward_model": {"ground_truth": str(n % 10)}}
+        for n in range(160)
+    ]
+    (HERE / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={make_tiny_model(HERE / 'model')}",
@@ -76,7 +85,7 @@ if __name__ == "__main__":
         "data.max_response_length=4",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.actor.optim.lr=0.003",
-        f"reward.custom_reward_function.path={Path(__file__).with_name('01_first_grpo_run.py')}",
+        f"reward.custom_reward_function.path={__file__}",
         "trainer.total_training_steps=15",
         f"trainer.default_local_dir={HERE}/run",
         "trainer.resume_mode=disable",

@@ -68,7 +68,32 @@ def test_example_runs(script, start, tmp_path):
         assert (run / "summary.json").exists()
 
 
+def test_the_dataflow_as_a_chain_learns(tmp_path):
+    code, said = forked(EXAMPLES / "dataflow_chain.py", tmp_path)
+    assert code == 0, said[-4500:]
+    rows = (tmp_path / "outputs/dataflow_chain/run/metrics.jsonl").read_text().splitlines()
+    rewards = [json.loads(row)["critic/score/mean"] for row in rows]
+    assert len(rewards) == 15
+    assert rewards[-1] > rewards[0] + 0.1
+
+
 ROOT = Path(__file__).parents[2]
+RUN_BY = {  # what of examples/ runs in which test, besides the numbered files
+    "agents": "tests/examples/test_examples.py",
+    "data_preprocess": "tests/examples/test_examples.py",
+    "dataflow_chain.py": "tests/examples/test_examples.py",
+    "ppo_simple.py": "tests/runtime/test_example.py",
+    "recipes": "tests/run/test_recipes.py",
+    "shapes": "Makefile",  # the main jobs on pictures,
+}
+
+
+def test_every_example_has_a_test_that_runs_it():
+    names = {file.relative_to(EXAMPLES).parts[0] for file in EXAMPLES.rglob("*.py")}
+    assert names - {script.name for script in SCRIPTS} == set(RUN_BY)
+    assert not [name for name, test in RUN_BY.items() if name not in (ROOT / test).read_text()]
+
+
 AGENTS = ROOT / "examples/agents"
 LINES = {"tool.py": 30, "environment.py": 40}
 
