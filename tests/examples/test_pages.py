@@ -37,6 +37,8 @@ OUTPUT = {
 SLOW = {
     *("images", "export", "distillation", "reward-models", "rejection-sampling", "agents"),
     *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python", "own-loop"),
+    "trackers",
+    "from-base-to-answers",
     "which-gpu",  # the same command as on the page of the planner
 }
 EXPECTED = {
@@ -59,6 +61,8 @@ EXPECTED = {
     "rejection-sampling",
     "reward-models",
     "images",
+    "trackers",
+    "from-base-to-answers",
     *OUTPUT,
 }
 TINY = {
