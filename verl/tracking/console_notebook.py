@@ -123,7 +123,7 @@ class NotebookConsole(Console):
                 self._handle.update(content, raw=True)
 
     def html(self) -> str:
-        """What the display shows now."""
+        """The content of the display."""
         left = self._left()
         state = f"step {self._done} of {self._total} · {self._state}" + (
             f" · {left} left" * (self._done < self._total) if left else ""
