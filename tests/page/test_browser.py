@@ -132,6 +132,35 @@ def test_charts_are_smoothed_grouped_and_saved(tab):
     assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
 
 
+def test_axes_show_small_changes_as_small_and_one_step_as_one_step(browser, tmp_path, monkeypatch):
+    """Shares from 0 to 1, amounts from 0, other values at least a tenth of their size; bars and single points in the middle."""
+    folder = make_run(tmp_path / "run", steps=1)
+    values = {"response/distinct_ratio": 0.993, "perf/cpu_memory_used_gb": 3.0, "actor/entropy": 0.693145}
+    append(folder / "metrics.jsonl", {"step": 1, "time": 1_700_000_003.0, **values})
+    monkeypatch.setenv("VERL_PAGE_CACHE", str(tmp_path / "cache"))
+    page = start_page(folder, "127.0.0.1", 0)
+    try:
+        with watched_tab(browser, page) as tab:
+            tab.set_viewport_size({"width": 1280, "height": 3000})
+            tab.goto(f"{tab.base}/run/run")
+            tab.wait_for_selector(".chart.wide canvas")
+            plots = tab.evaluate(
+                """uPlot.sync("verl-steps").plots.map(({ root, axes, scales: { x, y } }) => [
+                    root.closest(".chart").dataset.title, x.min, x.max, y.min, y.max, axes[1]._size,
+                    Math.max(...axes[1]._values.map((v) => v.length))])"""
+            )
+    finally:
+        page.close()
+    axes = {title: axis for title, *axis in plots}
+    assert axes["Different responses"][2:4] == [0, 1.03]
+    assert axes["Memory"][2:4] == [0, pytest.approx(3.18)]
+    assert axes["Entropy"][3] - axes["Entropy"][2] == pytest.approx(0.0693145)
+    for title in ("Different responses", "Seconds of a step by phase"):
+        assert axes[title][:2] == [0.5, 1.5], title
+    for title, axis in axes.items():
+        assert axis[4] >= 7 * axis[5], f"{title}: a label of {axis[5]} characters in {axis[4]} pixels"
+
+
 def test_a_step_arrives_by_itself(tab, run_folder):
     tab.goto(f"{tab.base}/run/run")
     tab.wait_for_timeout(800)

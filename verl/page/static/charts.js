@@ -93,7 +93,7 @@
     return {
       width, height: 150, padding: [6, 8, 0, 0],
       cursor: { sync: { key: sync, setSeries: false }, points: { size: 6 }, y: false, drag: { x: true, y: false } },
-      scales: { x: { time: false, range: (u, low, high) => steps(low, high, ordered) }, y: { distr: log ? 3 : 1, range: (u, low, high) => range(low, high, panel, log) } },
+      scales: { x: { time: false, range: (u, low, high) => steps(low, high, panel.x, ordered) }, y: { distr: log ? 3 : 1, range: (u, low, high) => range(low, high, panel, log) } },
       series: [{}, ...series],
       bands: bandAt.length === 2 ? [{ series: [bandAt[1], bandAt[0]], fill: faded(main, 0.15) }] : [],
       axes: [
@@ -107,9 +107,10 @@
     };
   }
 
-  // bars and a single point have half a step on both sides
-  function steps(low, high, ordered) {
-    const room = low === high || ordered.some((s) => s.style === "stack") ? 0.5 : 0;
+  // bars and a single point, for which uPlot would begin at 0, have half a step on both sides
+  function steps(low, high, x, ordered) {
+    if (x.length === 1) return [x[0] - 0.5, x[0] + 0.5];
+    const room = ordered.some((s) => s.style === "stack") ? 0.5 : 0;
     return low === null ? [0, 1] : [low - room, high + room];
   }
 
