@@ -296,13 +296,15 @@ def generate(
 def _reward_keys(reward: Reward) -> dict[str, object]:
     if isinstance(reward, str | os.PathLike):
         return {"reward.custom_reward_function.path": os.fspath(reward)}
-    references = [reference_to(function) for function in _functions(reward)]
+    functions = _functions(reward)
+    references = [reference_to(function) for function in functions]
     keys: dict[str, object] = {
         "reward.custom_reward_function.path": FUNCTION_LIST,
-        "reward.custom_reward_function.name": "score_lists",
+        "reward.custom_reward_function.name": "score_sample",
         "reward.custom_reward_function.reward_kwargs": {"functions": references},
-        "reward.reward_manager.name": "batch",
     }
+    if any("solution_str" not in reward_parameters(function) for function in functions):
+        keys |= {"reward.custom_reward_function.name": "score_lists", "reward.reward_manager.name": "batch"}
     return keys | {"reward.debug": True} if any(map(is_in_process, references)) else keys
 
 

@@ -16,9 +16,11 @@ import verl
 import verl.api
 from tests.api.functions import compute_score, length, starts
 from verl.api import _reward_keys
+from verl.data_proto.samples import ScoreRequest
 from verl.errors import ConfigError, DataError, InterruptedRun, RewardError
 from verl.registry import is_in_process, load_object, reference_to
 from verl.rewards.functions import RewardFunctionSpec, score_lists
+from verl.rewards.managers.build import build_pool
 
 ROWS = [{"prompt": f"Say {n % 10}.", "answer": str(n % 10)} for n in range(16)]
 DATA = {"data.train_batch_size": 8, "data.max_prompt_length": 64, "data.max_response_length": 4}
@@ -88,6 +90,16 @@ def test_a_reward_function_that_returns_too_few_is_named():
 
 def one_number(completions):
     return [1.0]
+
+
+def test_a_function_of_verls_form_fails_for_one_sample(tiny_llama, tmp_path):
+    def halves(data_source, solution_str, ground_truth, extra_info):
+        return float(solution_str) / 2
+
+    trainer = verl.Trainer(tiny_llama, [{"prompt": "a"}] * 2, halves, output_dir=tmp_path, config=DATA)
+    pool = build_pool(trainer.loaded.config.reward)
+    scores = pool.score_all([ScoreRequest(key, "d", key, None) for key in ("1", "x", "3")])
+    assert [(score.score, bool(score.error)) for score in scores] == [(0.5, False), (0.0, True), (1.5, False)]
 
 
 def test_references_lead_back_to_their_objects():

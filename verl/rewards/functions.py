@@ -221,6 +221,18 @@ def score_lists(
     return [_sum(list(results), row, weights or [1.0] * len(results)) for row in rows]
 
 
+def score_sample(
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: Mapping[str, object],
+    *,
+    functions: Sequence[str],
+) -> dict[str, object]:
+    """`score_lists` of one sample: a function that scores samples fails, and has its limits, for each of them."""
+    return score_lists([data_source], [solution_str], [ground_truth], [extra_info], functions=functions)[0]
+
+
 def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) -> dict[str, object]:
     if len(names) == 1:
         value = values[0]
