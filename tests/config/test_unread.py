@@ -176,6 +176,10 @@ def test_validation_samples_where_a_temperature_is_set():
     assert "temperature" in loaded.origins[f"{ROLLOUT}.val_kwargs.do_sample"]
 
 
+def test_a_temperature_of_0_decodes_greedily():
+    assert load(f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.n=1").config.actor_rollout_ref.rollout.temperature == 0
+
+
 def test_missing_features_are_said_once():
     message = refused(f"{ROLLOUT}.name=trtllm", match="not available in this version")
     assert f"{ROLLOUT}.name=native" in message

@@ -204,8 +204,8 @@ class RolloutConfig(Section):
     name: str = used("native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1, le=1_000_000)
     temperature: float = used(
-        1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, ge=0
-    )
+        1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, neutral=(0.0,), ge=0
+    )  # fmt: skip
     top_p: float = used(1.0, "smallest set of tokens of this probability", when="samples", strict=_SAMPLED, gt=0, le=1)
     top_k: int = used(
         -1, "only the k likeliest tokens; -1: all", when="samples", strict=_SAMPLED, neutral=(0,), ge=1, also=(-1,)
