@@ -57,7 +57,7 @@ SECTIONS = {
     "service": Section("tests.tinker.requests:cases", 2_000, "requests of a hostile tenant beside another"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),
     "tokenizers": Section("tests.models.damaged_tokenizers:cases", 2_000, "damaged tokenizer.json"),
-    "foreign-entries": Section("tests.models.foreign_entries:cases", 5_000, "entries of adapters and tokenizers"),
+    "foreign-entries": Section("tests.models.foreign_entries:cases", 5_000, "entries of adapters"),
     "gguf": Section("tests.models.damaged_gguf:cases", 2_000, "damaged GGUF files"),
     "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),
     "urls": Section("tests.page.hostile_urls:cases", 2_000, "odd URLs of pages, odd values of times and sizes"),

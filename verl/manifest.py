@@ -27,7 +27,7 @@ import numpy as np
 
 from verl.errors import CheckpointError
 from verl.parallel import digests
-from verl.regular_files import read_text, sync_file, sync_folder, whole_file
+from verl.regular_files import make_folder, read_text, sync_file, sync_folder, whole_file
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
@@ -120,14 +120,6 @@ def put_in_place(temporary: Path, final: Path) -> None:
     """Give a complete folder or file its name, which is free or an empty folder's, for good."""
     rename(temporary, final)
     sync_folder(final.parent)
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it, for good; nothing where it is there."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync_folder(folder.parent)
 
 
 @contextlib.contextmanager

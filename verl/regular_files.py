@@ -108,6 +108,14 @@ def sync_folder(path: Path) -> bool:
     return True
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, for good; nothing where it is there."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary name next to `path`, which becomes `path`, synced, when the block ends without an error."""

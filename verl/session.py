@@ -37,12 +37,13 @@ from verl.data_proto.token_ids import are_whole, num_embeddings, token_ids, toke
 from verl.data_proto.trajectory import padded, response_lengths, token_columns
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.foreign_text import quoted
-from verl.manifest import MANIFEST, FileRecord, find_damage, is_there, make_folder, put_in_place, seal
+from verl.manifest import MANIFEST, FileRecord, find_damage, is_there, put_in_place, seal
 from verl.models.load import load_tokenizer
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import ProgramSpecs
 from verl.programs.ppo_roles import ppo_roles
 from verl.registry import reference_to, with_references
+from verl.regular_files import make_folder
 from verl.roles.api import Objective, RoleSpecs
 from verl.roles.objectives.function import LossFunction
 from verl.roles.rollout import greedy, sampling_params

@@ -120,5 +120,5 @@ def test_wrong_classes_are_refused(tmp_path):
     for name, words in (("Plain", "with __iter__"), ("Fails", "cannot be made: KeyError"), ("None_", "has no")):
         with pytest.raises(ConfigError, match=words):
             load_sampler(str(file), name, [1], None)
-    with pytest.raises(ConfigError, match="fewer than data.train_batch_size"):
+    with pytest.raises(ConfigError, match="data.train_batch_size=2 is more than the 1 rows that train"):
         SamplerOrder(lambda: Backwards(1), 1, batch_size=2)

@@ -182,7 +182,7 @@ async def recovered(caller):
 
 
 async def life(rng, bench, folder, count, reference):
-    """`count` hostile requests of ada in turn with steps of bob, whose results are `reference` (None: bob alone)."""
+    """`count` hostile requests of ada in turn with steps of bob, whose results are `reference` (None: only of bob)."""
     service = make_service(bench, folder)
     transport = httpx.ASGITransport(application(service), raise_app_exceptions=False)
     try:
@@ -205,15 +205,19 @@ async def life(rng, bench, folder, count, reference):
         await asyncio.to_thread(service.close)
 
 
-def cases(rng, count, folder, bench=None):
+def cases(rng, count, folder):
     """(kind, outcome) of `count` requests, in lives of a service of 50."""
     from verl.cli.serve import serving_config
     from verl.models.tiny import make_tiny_model
     from verl.tinker.workbench import Workbench
 
-    if bench is None:
-        settings = ["actor_rollout_ref.actor.fsdp_config.dtype=float32"]
-        bench = Workbench(serving_config(str(make_tiny_model(folder / "model", "llama")), settings, rank=8))
+    settings = ["actor_rollout_ref.actor.fsdp_config.dtype=float32"]
+    config = serving_config(str(make_tiny_model(folder / "model", "llama")), settings, rank=8)
+    yield from lives(Workbench(config), rng, count, folder)
+
+
+def lives(bench, rng, count, folder):
+    """The cases of a service with `bench`."""
     reference = asyncio.run(life(rng, bench, folder / "reference", 0, None))
     for number in range(max(1, count // 50)):
         yield from asyncio.run(life(rng, bench, folder / f"life_{number}", min(count, 50), reference))

@@ -14,7 +14,7 @@ pytest.importorskip("tinker", reason="the extra tinker is not installed")
 from tinker.proto import tinker_public_pb2 as wire  # noqa: E402
 
 from tests.tinker.data import datum  # noqa: E402
-from tests.tinker.requests import KEYS, Caller, cases, make_service  # noqa: E402
+from tests.tinker.requests import KEYS, Caller, lives, make_service  # noqa: E402
 from tests.tinker.test_tenants import rows, sample  # noqa: E402
 from verl.tinker import checkpoints, model_routes  # noqa: E402
 from verl.tinker.app import application  # noqa: E402
@@ -25,7 +25,7 @@ from verl.tinker.tenants import Tenants  # noqa: E402
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_sequence_of_requests(bench, tmp_path, seed):
-    outcomes = list(cases(random.Random(seed), 100, tmp_path, bench))
+    outcomes = list(lives(bench, random.Random(seed), 100, tmp_path))
     assert {"2xx", "4xx"} == {what for _, what in outcomes}
 
 

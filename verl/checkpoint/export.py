@@ -22,11 +22,12 @@ from verl.config.loaded import scalar
 from verl.engines.api import whole
 from verl.errors import CheckpointError, ConfigError, UnreachableError, VerlError
 from verl.foreign_text import clean
-from verl.manifest import MANIFEST, find_damage, make_folder, new_folder
+from verl.manifest import MANIFEST, find_damage, new_folder
 from verl.models.gguf_file import rounded_dtype, write_gguf
 from verl.models.intact import require_intact
 from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
+from verl.regular_files import make_folder
 from verl.tracking.files import read_json, write_atomically
 from verl.tracking.run_folder import RunFolder
 

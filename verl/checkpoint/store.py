@@ -29,8 +29,8 @@ from verl.checkpoint.files import read_document, remove_tree, write_json
 from verl.checkpoint.retention import LATEST, Retention, candidates, clean_up, newest_complete, set_aside_later, step_of
 from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.errors import SYSTEM_ERRORS, CheckpointError
-from verl.manifest import FileRecord, find_damage, is_there, make_folder, rename, seal
-from verl.regular_files import sync_folder
+from verl.manifest import FileRecord, find_damage, is_there, rename, seal
+from verl.regular_files import make_folder, sync_folder
 from verl.tracking.files import replacing
 
 __all__ = ["CheckpointStore", "CheckpointWriter", "RoleCheckpoint", "candidates", "newest_complete", "read_role"]

@@ -13,7 +13,7 @@ from verl.config import LoadedConfig, PPOConfig
 from verl.data.files import write_parquet
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
-from verl.manifest import make_folder, put_in_place
+from verl.manifest import put_in_place
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import ProgramSpecs
 from verl.programs.collect import VALIDATION_STEP, generate_samples
@@ -21,7 +21,7 @@ from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_roles import PPORoles
 from verl.registry import reference_to
-from verl.regular_files import kind_of, sync_file
+from verl.regular_files import kind_of, make_folder, sync_file
 from verl.rewards.functions import FUNCTION_LIST, no_reward
 from verl.roles.rollout import sampling_params
 from verl.runtime.api import open_runtime

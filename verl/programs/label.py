@@ -21,8 +21,8 @@ from verl.data.files import read_rows, write_parquet
 from verl.data.messages import CHAT_COLUMNS, messages_in, unfilled, without_marks
 from verl.data.schema import at
 from verl.errors import DataError
-from verl.manifest import make_folder
 from verl.parallel.device import resolve_device
+from verl.regular_files import make_folder
 from verl.roles.judges import build_judge
 from verl.roles.reward_model import conversation_text
 from verl.roles.verdicts import (

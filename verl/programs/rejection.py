@@ -28,12 +28,12 @@ from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
-from verl.manifest import make_folder
 from verl.programs.api import RunContext
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_program import curves_of
 from verl.programs.ppo_roles import mini_batches
+from verl.regular_files import make_folder
 from verl.roles.api import Roles, RoleSpecs
 from verl.roles.guards import RollBack, SkipBatch, StepBatch
 from verl.roles.objectives.nll import TokenObjective

@@ -18,8 +18,8 @@ from pathlib import Path
 from verl.config.sources import read_limited
 from verl.errors import ConfigError
 from verl.foreign_text import clean, quoted
-from verl.manifest import make_folder
 from verl.models.content import digest_of_files, digest_of_text
+from verl.regular_files import make_folder
 from verl.rewards.model_score import grade_of
 from verl.tracking.files import append_rows, has, is_text, read_json_rows
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.errors import CheckpointError
-from verl.manifest import make_folder
+from verl.regular_files import make_folder
 from verl.tinker.records import RefusedRequest
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ import yaml
 from verl.config.keys import yaml_loader
 from verl.errors import CheckpointError, ConfigError, FolderLostError
 from verl.foreign_text import clean
-from verl.manifest import make_folder
+from verl.regular_files import make_folder
 from verl.tracking.files import (
     Json,
     each,
