@@ -137,6 +137,9 @@ def test_compared_runs_have_links_and_the_given_keys_first(site):
     assert "model.<wbr>path" in first  # of the run of another kind
     assert "1 other keys differ" in second
     assert "sft.<wbr>loss" in second
+    same = site.page("/compare", {"a": "one", "b": "other"})
+    assert "Both runs were given the same keys" in same
+    assert "other keys" not in same
 
 
 @pytest.mark.parametrize(
