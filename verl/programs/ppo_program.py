@@ -136,6 +136,7 @@ class PPOProgram(Program[PPOConfig]):
     reads_data = False
     console_metrics: ClassVar[StepMetrics] = {
         "critic/score/mean": ("reward", "{:.3f}"),
+        "actor/pg_loss": ("loss", "{:.3g}"),
         "actor/ppo_kl": ("kl", "{:.1e}"),
         "response_length/mean": ("length", "{:.1f}"),
         "response/distinct_ratio": ("distinct", "{:.2f}"),

@@ -34,7 +34,6 @@ from verl.tracking.logs import add_handler, log_level, once, remove_handler, ter
 from verl.tracking.summary import Summary
 from verl.tracking.timeline import duration
 
-_ONLY_NONZERO = ("actor/ppo_kl",)  # with one update a batch it is 0 in every step
 _MAX_CHARS = 2000  # of a fact
 _MORE_WIDTH = 14  # of "  and 123 more"
 _NUM_RECENT = 20  # steps whose mean time estimates the rest
@@ -148,7 +147,7 @@ class Console:
         shown = [
             (short, form.format(metrics[name]))
             for name, (short, form) in self._metrics.items()
-            if metrics.get(name) is not None and (metrics[name] or name not in _ONLY_NONZERO)
+            if metrics.get(name) is not None
         ]
         if not self.rich.is_terminal:
             self._lines(
