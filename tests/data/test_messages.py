@@ -25,7 +25,7 @@ from verl.data.preferences.scored import StepDataset
 from verl.data.prompts import PromptEncoder
 from verl.data.python_rows import listed_rows, prompt_row
 from verl.data_proto.proto import DataProto
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.programs import label, ppo_data, rejection
 from verl.rewards.scorers.route import check_truth
 from verl.session import Session
@@ -227,6 +227,39 @@ def test_an_empty_beginning_is_a_new_turn(tokenizer, tmp_path):
     assert ids_of(tokenizer, written(tmp_path, "jsonl", row), **keys) == ids_of(
         tokenizer, written(tmp_path, "jsonl", {"prompt": BEGUN[:1]})
     )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"add_generation_prompt": True}, "sets 'add_generation_prompt'.* the program sets it"),
+        ({"tokenize": False}, "sets 'tokenize'"),
+        ({"messages": []}, "sets 'messages'"),
+        ({"tokenizer": "x"}, "sets 'tokenizer'"),
+        ({"continue_final_message": "false"}, "continue_final_message in .* true or false, but it is 'false'"),
+    ],
+)
+def test_arguments_of_the_template_that_a_program_sets(tokenizer, tmp_path, kwargs, match):
+    row, answer = {"prompt": BEGUN[:1], "chat_template_kwargs": kwargs}, [{"role": "assistant", "content": "4"}]
+    with pytest.raises(DataError, match=match):
+        of_rl(tokenizer, written(tmp_path, "jsonl", row))
+    with pytest.raises(DataError, match=match):
+        example_of({**row, "completion": answer}, SFTDataConfig())
+    with pytest.raises(ConfigError, match=match):
+        PromptEncoder(tokenizer, DataConfig(apply_chat_template_kwargs=kwargs))
+    with pytest.raises(ConfigError, match=match):
+        example_of({"messages": [*BEGUN]}, SFTDataConfig(apply_chat_template_kwargs=kwargs))
+
+
+def test_rows_that_train_have_whole_answers():
+    answers = [[{"role": "assistant", "content": text}] for text in (" 4", " 5")]
+    row = {"prompt": BEGUN, "chat_template_kwargs": {"continue_final_message": True}}
+    with pytest.raises(DataError, match="Move this message to the beginning of the completion"):
+        example_of({**row, "completion": answers[0]}, SFTDataConfig())
+    with pytest.raises(DataError, match="Move this message to the beginning of the completion"):
+        preference_of({**row, "chosen": answers[0], "rejected": answers[1]}, PreferenceDataConfig())
+    example_of({**row, "prompt": BEGUN[:1], "completion": answers[0]}, SFTDataConfig())
+    example_of({"messages": BEGUN, **row["chat_template_kwargs"]}, SFTDataConfig())
 
 
 def test_a_start_and_verl_check_name_a_row_that_no_program_could_be_scored_against(tokenizer, tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 
 from verl.data.schema import Messages, check_plain, message_of, no_media
 from verl.data.tables import ArrowRow, parse_json
-from verl.errors import DataError, nearest
+from verl.errors import ConfigError, DataError, VerlError, nearest
 from verl.foreign_text import clean, quoted
 
 if TYPE_CHECKING:
@@ -42,6 +42,17 @@ CHAT_COLUMNS = (
     "chat_template_kwargs",
     "enable_thinking",
 )  # beside the messages, by their usual names
+CONTINUE = "continue_final_message"  # argument of the chat template: the last message is the beginning of the answer
+_SET_BY_PROGRAMS = {
+    "add_generation_prompt",
+    "conversation",
+    "first",
+    "messages",
+    "place",
+    "self",
+    "tokenize",
+    "tokenizer",
+}
 MARKS = ("loss_mask", "train", "weight")  # of a message, 0 or 1: whether it trains; weight is OpenAI's
 
 
@@ -98,7 +109,19 @@ def template_kwargs_of(row: Mapping[str, object], settings: TextDataConfig) -> d
     """`data.apply_chat_template_kwargs`, and the row's arguments without its tools. Raises DataError naming the field."""
     default = settings.enable_thinking_default
     by_default = {} if default is None else {"enable_thinking": default}
-    return {**settings.apply_chat_template_kwargs, **by_default, **_own_kwargs(row, settings)}
+    kwargs = checked_kwargs(settings.apply_chat_template_kwargs, "data.apply_chat_template_kwargs", ConfigError)
+    return {**kwargs, **by_default, **_own_kwargs(row, settings)}
+
+
+def checked_kwargs(kwargs: Mapping[str, object], name: str, fault: type[VerlError] = DataError) -> Mapping[str, object]:
+    """Arguments of the chat template without a name that the program sets itself. Raises `fault`, which names the field."""
+    if taken := sorted(_SET_BY_PROGRAMS & kwargs.keys()):
+        raise fault(
+            f"{name} sets {taken[0]!r}, which is no argument for the chat template: the program sets it. Remove it."
+        )
+    if not isinstance(kwargs.get(CONTINUE, False), bool | None):
+        raise fault(f"{CONTINUE} in {name} must be true or false, but it is {quoted(kwargs[CONTINUE], 80)}.")
+    return kwargs
 
 
 def _own_kwargs(row: Mapping[str, object], config: DataConfig | TextDataConfig) -> dict[str, object]:
@@ -108,7 +131,7 @@ def _own_kwargs(row: Mapping[str, object], config: DataConfig | TextDataConfig) 
     thinking = row.get(key)
     if not isinstance(thinking, bool | np.bool_ | None):
         raise DataError(f"field {key!r} must be true or false, but it is {quoted(thinking, 80)}.")
-    written = {name: value for name, value in (kwargs or {}).items() if value is not None}
+    written = {n: v for n, v in checked_kwargs(kwargs or {}, "field 'chat_template_kwargs'").items() if v is not None}
     return {**written, **({} if thinking is None else {"enable_thinking": bool(thinking)})}
 
 

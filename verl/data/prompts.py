@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from verl.data.images import image_encoder
+from verl.data.messages import CONTINUE, checked_kwargs
 from verl.data.row_cache import digest_of_tokenizer
 from verl.data.schema import Messages
 from verl.data_proto.media import Media
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 
-CONTINUE = "continue_final_message"  # argument of the chat template
 NOTHING: Mapping[str, object] = MappingProxyType({})
 _ADDED = 8  # tokens that a tokenizer may add to a text
 
@@ -52,7 +52,8 @@ class PromptEncoder:
         self.truncation = config.truncation
         self._takes_batches: bool | None = None  # not known yet
         self._has_noted = False
-        self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
+        kwargs = config.apply_chat_template_kwargs or {}
+        self.template_kwargs = dict(checked_kwargs(kwargs, "data.apply_chat_template_kwargs", ConfigError))
         self.images = image_encoder(tokenizer, config)
         if config.tool_config_path or config.function_tool_path:  # only runs with agents read it
             tools = load_all_tools(config.tool_config_path, config.function_tool_path)
@@ -257,6 +258,15 @@ def answer_prefix(messages: Messages, template_kwargs: Mapping[str, object]) -> 
         return None
     content = last.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
+
+
+def require_whole_answers(prompt: Messages | str, template_kwargs: Mapping[str, object]) -> None:
+    """Raises DataError for a row that trains on an answer which its prompt begins."""
+    if not isinstance(prompt, str) and answer_prefix(prompt, template_kwargs) is not None:
+        raise DataError(
+            f"the prompt ends with a message of the assistant that {CONTINUE} continues, and rows that train have whole "
+            "answers. Move this message to the beginning of the completion's first message."
+        )
 
 
 def _readable(tokenizer: Tokenizer, messages: Messages) -> Messages:

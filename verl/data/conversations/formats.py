@@ -21,6 +21,7 @@ from verl.data.messages import (
     with_system,
     without_marks,
 )
+from verl.data.prompts import require_whole_answers
 from verl.data.schema import Messages
 from verl.errors import DataError
 from verl.foreign_text import quoted
@@ -88,6 +89,8 @@ def example_of(row: Mapping[str, object], settings: SFTDataConfig, *, images: bo
     elif row_format != "text":
         completion = with_system(completion, row, settings)
     marked = [*(prompt if isinstance(prompt, list) else ()), *(completion if isinstance(completion, list) else ())]
+    kwargs = template_kwargs_of(row, settings)
+    require_whole_answers(prompt, kwargs)
     trains = tuple(_says_it_trains(message, number) for number, message in enumerate(marked))
     sources: list[Any] = []
     if images:
@@ -101,7 +104,7 @@ def example_of(row: Mapping[str, object], settings: SFTDataConfig, *, images: bo
         without_marks(completion),
         trains,
         tools_in(row.get(settings.tools_key), settings.tools_key),
-        template_kwargs_of(row, settings),
+        kwargs,
         sources,
     )
 

@@ -20,6 +20,7 @@ from verl.data.messages import (
     unfilled,
     with_system,
 )
+from verl.data.prompts import require_whole_answers
 from verl.data.schema import Messages, check_plain, number_in
 from verl.data_proto.token_ids import num_common
 from verl.errors import DataError
@@ -63,6 +64,8 @@ def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, 
             f"({named((settings.label_key,))}); it has {named(sorted(has))}. Rename its columns, or name them by "
             "data.chosen_key and data.rejected_key, or data.completion_key and data.label_key."
         )
+    kwargs = template_kwargs_of(row, settings)
+    require_whole_answers(prompt, kwargs)
     if len(completions) == 2 and completions[0] == completions[1]:
         raise DataError(
             f"fields {settings.chosen_key!r} and {settings.rejected_key!r} are equal, so that there is nothing to prefer; "
@@ -79,7 +82,7 @@ def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, 
         label,
         0.0 if (margin := row.get(settings.margin_key)) is None else number_in(margin, settings.margin_key),
         tools_in(row.get(settings.tools_key), settings.tools_key),
-        template_kwargs_of(row, settings),
+        kwargs,
         sources,
     )
 
