@@ -152,6 +152,8 @@ def test_a_run_that_training_bounds_needs_no_devices_for_generation():
     ("phases", "metrics", "changes", "words"),
     [
         ({"rollout": 8.0, "training": 2.0}, {}, {"trainer": {"n_gpus_per_node": 1}}, "more devices"),
+        ({"rollout": 8.0, "training": 2.0}, {}, {"trainer": {"n_gpus_per_node": 1}}, "take turns"),
+        ({"communication": 6.0, "training": 2.0}, {}, {"trainer": {"n_gpus_per_node": 1}}, "the network"),
         ({"training": 9.0}, {"actor__reused_activations_ratio": 1.0}, {}, "Activations are computed twice"),
         (
             {"training": 9.0},
@@ -160,7 +162,7 @@ def test_a_run_that_training_bounds_needs_no_devices_for_generation():
             "bypass",
         ),
     ],
-    ids=["one device", "activations of the sampler", "samples ahead"],
+    ids=["one device", "one device, ahead", "one device, transfers", "activations of the sampler", "samples ahead"],
 )
 def test_advice_that_a_fact_makes_false_is_left_out(phases, metrics, changes, words):
     def advice(config, **more):
@@ -169,6 +171,12 @@ def test_advice_that_a_fact_makes_false_is_left_out(phases, metrics, changes, wo
     cause = {name: value for name, value in metrics.items() if not name.startswith("actor")}
     assert words in advice(CONFIG, **cause)
     assert words not in advice(CONFIG | changes, **metrics)
+
+
+def test_samples_ahead_hide_the_wait_for_scores_on_one_device():
+    config = CONFIG | {"trainer": {"n_gpus_per_node": 1}}
+    advice = find_bottleneck(rows_of({"rollout": 5.0, "reward": 3.0, "training": 2.0}), metrics_of(), config).advice
+    assert "saves at most 30% of a step, in which it waits for scores" in " ".join(advice)
 
 
 def test_the_expected_seconds_of_a_step(tmp_path):

@@ -176,13 +176,14 @@ def advise(facts: _Facts) -> list[str]:
 
 
 def _rollout(facts: _Facts) -> Iterator[str]:
-    waited = facts.shares.get("reward", 0.0) + facts.shares.get("rollout", 0.0)
+    several = facts.num_devices > 1  # on one device generation and training take turns: only scores come meanwhile
+    waited = facts.shares.get("reward", 0.0) + several * facts.shares.get("rollout", 0.0)
     hidden = min(waited, facts.shares.get("training", 0.0) + facts.shares.get("reward", 0.0))
     if not facts.key(f"{_ROLLOUT}.prefetch_num", 0) and hidden >= _MIN_SHARE:
         yield (
             f"Generation, scoring and training take turns. With {_ROLLOUT}.prefetch_num=1 the next samples are generated "
-            f"during training (saves at most {hidden:.0%} of a step with separate rollout devices; on one device the reward's "
-            "waits)."
+            f"ahead (saves at most {hidden:.0%} of a step"
+            f"{' with separate rollout devices' if several else ', in which it waits for scores'})."
         )
     slots, running = facts.key(f"{_ROLLOUT}.max_num_seqs", 0), facts.metric("rollout/max_running")
     samples = facts.key("data.train_batch_size", 0) * facts.key(f"{_ROLLOUT}.n", 1)
@@ -210,7 +211,7 @@ def _rollout(facts: _Facts) -> Iterator[str]:
             f"{cut:.0%} of the responses reach data.max_response_length and are cut. To make them shorter, change the prompt "
             "or penalise length (reward.reward_manager.name=dapo, reward_kwargs.overlong_buffer_cfg)."
         )
-    if facts.num_devices > 1 and facts.shares.get("training", 0.0) <= facts.shares.get("rollout", 0.0):
+    if several and facts.shares.get("training", 0.0) <= facts.shares.get("rollout", 0.0):
         yield f"Use more devices for generation: trainer.n_gpus_per_node, or {_ROLLOUT}.nnodes for separate devices."
 
 
@@ -256,8 +257,8 @@ def _reward(facts: _Facts) -> Iterator[str]:
 
 def _communication(facts: _Facts) -> Iterator[str]:
     yield (
-        "Transfers of weights and results are slow. Let rollout share the actor's devices (trainer.placement), train more "
-        "per step (data.train_batch_size), or check the network between the devices."
+        "Transfers of weights and results are slow. Train more per step (data.train_batch_size)"
+        f"{facts.if_several(', let rollout share the devices of the actor (trainer.placement), or check the network')}."
     )
 
 
