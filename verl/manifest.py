@@ -225,7 +225,8 @@ def manifest_above(folder: Path) -> tuple[Path, str] | None:
         except (OSError, ValueError):
             return (root, part) if root == folder else None
         try:
-            files = json.loads(text)["files"] if _OURS in text else {}
+            document = json.loads(text)  # fails where a manifest was cut, whoever wrote it
+            files = document["files"] if _OURS in text else {}
             if any(name.startswith(part) for name in files):
                 return root, part
         except (ValueError, KeyError, TypeError, RecursionError):  # `find_damage` says what is wrong with it

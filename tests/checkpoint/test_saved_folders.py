@@ -87,3 +87,12 @@ def test_a_manifest_of_another_program_is_ignored(tiny_llama, tmp_path):
     out = export(tiny_llama, tmp_path / "out")
     (out / MANIFEST).write_text('{"files": {"config.json": 3}, "version": 1}')
     assert export(out, tmp_path / "again").is_dir()
+
+
+def test_a_manifest_that_was_cut_anywhere_is_damage(tiny_llama, tmp_path):
+    manifest = export(tiny_llama, tmp_path / "out") / MANIFEST
+    text = manifest.read_text()
+    for length in (0, 1, 8, 40, 100, len(text) - 1):  # the first digest is behind the 60th character
+        manifest.write_text(text[:length])
+        with pytest.raises(ModelError, match=r"manifest\.json (cannot be read|was changed)"):
+            export(manifest.parent, tmp_path / "again")
