@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 from typing import Literal
 
+from verl.rewards.scorers.math_forms import MAGNITUDES
 from verl.rewards.scorers.route import Scorer
 
 LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releases look for the answer
@@ -20,7 +21,9 @@ _NUMBER = re.compile(
     rf"\s*([+-]?)\s*([+-]?)((?:{_GROUPED})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{{1,2}})|/([0-9]{{1,9}}))?"
 )
 _MAX_LENGTH = 200  # characters of an answer
-_SIGNS = str.maketrans("\u2212", "-", "$€£¥*_`")
+_MAGNITUDE = re.compile(rf"\s*-?({'|'.join(MAGNITUDES)}|k)s?\b", re.IGNORECASE)
+_PART = re.compile(r"\band\b.*\b(?:half|quarters?|thirds?)\b")  # "18 and a half"
+_SIGNS = str.maketrans("\u2212", "-", '$€£¥*_`"\u200b')
 
 
 def extract_solution(
@@ -66,7 +69,7 @@ def value_of(text: str) -> Fraction | None:
     None without a number, and for a second number: "18 or 20", "18-20", "2^5", "12:30"."""
     if len(text) > _MAX_LENGTH:
         return None
-    *computed, last = _BOX.sub(r"\1", text).translate(_SIGNS).split("=")
+    *computed, last = _BOX.sub(r"\1", text).replace(r"\$", "").translate(_SIGNS).strip(" \t\r()[]").split("=")
     values = [value for side in computed if (value := _number(side)) is not None]
     value = _number(_LABEL.sub("", last, count=1))
     if not all(map(_COMPUTED.fullmatch, computed)) or any(other != value for other in values):
@@ -76,12 +79,15 @@ def value_of(text: str) -> Fraction | None:
 
 def _number(text: str) -> Fraction | None:
     match = _NUMBER.match(text)
-    if match is None or any(c.isdigit() for c in text[match.end() :]) or text[match.end() :].lstrip()[:1] in ("^", "/"):
+    rest = "" if match is None else text[match.end() :]
+    if match is None or any(c.isnumeric() for c in rest) or rest.lstrip()[:1] in ("^", "/") or _PART.search(rest):
         return None
     first, second, digits, exponent, denominator = match.groups()
     if denominator is not None and not int(denominator):
         return None
     value = Fraction(re.sub(r"[^0-9.]", "", digits)) * Fraction(10) ** int(exponent or 0) / int(denominator or 1)
+    if magnitude := _MAGNITUDE.match(rest):
+        value *= MAGNITUDES.get(magnitude[1].lower(), 1000)
     return -value if (first == "-") != (second == "-") else value
 
 

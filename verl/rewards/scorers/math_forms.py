@@ -12,6 +12,23 @@ if TYPE_CHECKING:
 MAX_POWER = 10_000  # exponents and factorials that are computed; answers with larger ones are compared as text
 RELATIVE_TOLERANCE = 1e-9
 
+MAGNITUDES = {
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+_MAGNITUDE = re.compile(
+    rf"(\d(?:[\d,]*\d)?(?:\.\d+)?)(?:\\[,;: ]|[\s~])*(?:\\(?:text|textbf|mathrm|mbox)\s*\{{)?\s*({'|'.join(MAGNITUDES)})s?\b"
+)
+_UNICODE = str.maketrans(
+    {
+        "\u200b": "", "\ufeff": "", "\u00b7": r"\cdot ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ",
+        "\u00b2": "^2", "\u00b3": "^3", "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}",
+    }
+)  # fmt: skip
 _NUMBER_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{\s*([+-]?\$?\d[\d.,]*)(?:\\[,;: ]|[\s~])*([^{}\d]*)\}")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
 _REPEATING = re.compile(r"(\d{0,15})\.(\d{0,15})\\overline\s*\{(\d{1,15})\}|(\d{0,15})\.(\d{0,15})\\overline\s*(\d)")
@@ -39,10 +56,19 @@ _IS_INTERVAL = re.compile(r"[(\[].*[)\]]", re.DOTALL)
 
 
 def rewritten(text: str) -> str:
-    """`text` with numbers out of \\text{}, repeating decimals as fractions, and 1e3 as a product."""
+    """`text` with numbers out of \\text{}, repeating decimals as fractions, 1e3 as a product, signs of Unicode as LaTeX, and
+    5 million as a number."""
+    text = text.translate(_UNICODE)
+    text = _MAGNITUDE.sub(_multiplied, text) if _MAGNITUDE.search(text) else text
     text = _NUMBER_IN_TEXT.sub(r"\1\\text{ \2}", text.strip())
     text = _REPEATING.sub(_fraction, text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text) if _SCIENTIFIC.fullmatch(text) else text
+
+
+def _multiplied(match: re.Match[str]) -> str:
+    value = Fraction(match[1].replace(",", "")) * MAGNITUDES[match[2]]
+    number = str(value) if value.denominator == 1 else match[1]
+    return number + (r"\text{" if "{" in match[0] else "")
 
 
 def _fraction(match: re.Match[str]) -> str:
