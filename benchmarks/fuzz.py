@@ -51,9 +51,7 @@ SECTIONS = {
     "process-states": Section("tests.api.process_states:cases", 100, "runs in processes with other settings of torch"),
     "steps": Section("tests.run.hostile_steps:cases", 200, "training steps beside one hostile sample, timed"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
-    "saved-folders": Section(
-        "tests.checkpoint.saved_folders:cases", 1_000, "damaged sessions, exports, files of the service"
-    ),
+    "saved-folders": Section("tests.checkpoint.saved_folders:cases", 1_000, "damaged sessions, exports, services"),
     "service": Section("tests.tinker.requests:cases", 2_000, "requests of a hostile tenant beside another"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),
     "tokenizers": Section("tests.models.damaged_tokenizers:cases", 2_000, "damaged tokenizer.json"),
@@ -78,9 +76,8 @@ def main(argv: list[str] | None = None) -> dict[str, Counter]:
     if unknown := sorted(set(options.sections) - set(SECTIONS)):
         parser.error(f"there is no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
     logging.getLogger("verl").setLevel(logging.CRITICAL)  # each damaged checkpoint is a warning
-    return {
-        name: run(name, options.count or SECTIONS[name].count, options.seed) for name in options.sections or SECTIONS
-    }
+    names = options.sections or SECTIONS
+    return {name: run(name, options.count or SECTIONS[name].count, options.seed) for name in names}
 
 
 def run(name: str, count: int | None, seed: int) -> Counter:

@@ -92,32 +92,26 @@ def _table(numbers: range) -> pyarrow.Table:
     return pyarrow.table(columns)
 
 
-def assigned(keys: Mapping[str, object]) -> list[str]:
-    return [f"{key}={value}" for key, value in keys.items()]
-
-
 def overrides(model: Path, folder: Path, rows: Path) -> list[str]:
     """Keys of a run of two small steps on the file `rows`."""
     (folder / "reward.py").write_text(REWARD)
-    return assigned(
-        {
-            "algorithm.adv_estimator": "grpo", "actor_rollout_ref.model.path": model, "actor_rollout_ref.rollout.n": 2,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 8, "data.train_files": rows, "data.val_files": "[]",
-            "data.train_batch_size": 8, "data.max_prompt_length": 256, "data.max_response_length": 8,
-            "reward.custom_reward_function.path": folder / "reward.py", "reward.num_workers": 1, "trainer.device": "cpu",
-            "trainer.page.enable": False, "trainer.logger": "[file]", "trainer.val_before_train": False,
-            "trainer.total_training_steps": 2,
-        }
-    )  # fmt: skip
+    keys = {
+        "algorithm.adv_estimator": "grpo", "actor_rollout_ref.model.path": model, "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8, "data.train_files": rows, "data.val_files": "[]",
+        "data.train_batch_size": 8, "data.max_prompt_length": 256, "data.max_response_length": 8,
+        "reward.custom_reward_function.path": folder / "reward.py", "reward.num_workers": 1, "trainer.device": "cpu",
+        "trainer.page.enable": False, "trainer.logger": "[file]", "trainer.val_before_train": False,
+        "trainer.total_training_steps": 2,
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in keys.items()]
 
 
 def measure(run: Path, changes: Sequence[str], cache: Path) -> tuple[float, float]:
     """Start `verl train` in the new folder `run`: seconds to the end of the first step, GB of memory."""
     command = [sys.executable, "-m", "verl", "train", *changes, f"trainer.default_local_dir={run}"]
     started, memory = time.time(), 0
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, env={**os.environ, "VERL_DATA_CACHE": str(cache)}
-    ) as process:
+    environment = {**os.environ, "VERL_DATA_CACHE": str(cache)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
         while process.poll() is None:
             memory = max(memory, shared_bytes(process.pid))
             if time.time() - started > _RUN_LIMIT_S:
@@ -156,10 +150,8 @@ class Costs:
 
     def table(self) -> str:
         """A Markdown table with a row for each quantity."""
-        lines = [
-            f"| | {' | '.join(f'{size:,}' for size in self.sizes)} | exponent |",
-            "|---|" + "---|" * (len(self.sizes) + 1),
-        ]
+        head = f"| | {' | '.join(f'{size:,}' for size in self.sizes)} | exponent |"
+        lines = [head, "|---|" + "---|" * (len(self.sizes) + 1)]
         for name, row in self.rows.items():
             slope = f"{exponent(self.sizes, row):.2f}" if len(row) > 1 else ""
             lines.append(f"| {name} | {' | '.join(f'{cost:.3g}' for cost in row)} | {slope} |")
@@ -320,9 +312,8 @@ def measure_tails(sizes: Sequence[int], folder: Path, path: Path | None = None) 
             mixes[f"{parts} parts"] = continued[f"kept, {parts} parts"] = [
                 Part(at, min(end, n) - at, 0.0, n <= end) for at, end in cuts for n in lengths.tolist() if n > at
             ]
-        rounds = [
-            [*map(cost_of_token, mixes.values()), *map(cost_with_keys, continued.values())] for _ in range(num_rounds)
-        ]
+        works = [(cost_of_token, mixes), (cost_with_keys, continued)]
+        rounds = [[work(parts) for work, kind in works for parts in kind.values()] for _ in range(num_rounds)]
         bound, *least = np.min(rounds, axis=0).tolist()
         row = {}
         for name, (seconds, steps, computed) in zip([*mixes, *continued][1:], least, strict=True):

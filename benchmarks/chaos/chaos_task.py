@@ -177,15 +177,10 @@ def make_task(
     rows, keys = (_prompts if PROGRAMS[program].has_ledger else _pairs)(folder, model, dtype, program)
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = (
-        f"data.train_files={folder}/train.jsonl",
-        f"data.train_batch_size={PROMPTS}",
-        "trainer.logger=[file]",
-        "trainer.val_before_train=False",
-        f"{_STEPS}{steps}",
-        f"trainer.save_freq={SAVE_FREQ}",
-        "trainer.max_restarts=10",
+        f"data.train_files={folder}/train.jsonl", f"data.train_batch_size={PROMPTS}", "trainer.logger=[file]",
+        "trainer.val_before_train=False", f"{_STEPS}{steps}", f"trainer.save_freq={SAVE_FREQ}", "trainer.max_restarts=10",
         "trainer.restart_backoff_s=0.05",
-    )
+    )  # fmt: skip
     return Task(folder, Path(model), (*keys, *common), steps, PROGRAMS[program])
 
 

@@ -239,9 +239,8 @@ def forward_flops(module: Any, shape: Shape) -> float:
 def decode_bytes(module: Any, rows: int, prompts: int, shape: Shape) -> float:
     """Bytes that a step reads half way through the responses."""
     config = module.config
-    per_token = (
-        2 * config.num_hidden_layers * config.num_key_value_heads * config.hidden_size / config.num_attention_heads
-    )
+    head_dim = config.hidden_size / config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     weights = matrix_weights(module) + config.vocab_size * config.hidden_size
     stored = rows * shape.response_tokens / 2 + prompts * shape.prompt_tokens
     return (weights + per_token * stored) * next(module.parameters()).element_size()

@@ -24,14 +24,8 @@ from report import Report
 from workload import Workload
 
 # the loss of ours: a mean of tokens, no reference, advantages by the standard deviation
-EQUAL = {
-    "loss_type": "dapo",
-    "beta": 0.0,
-    "scale_rewards": "group",
-    "weight_decay": 0.0,
-    "gradient_checkpointing": False,
-}
-TRL_FORMS = {"equal": TRLForm(16, EQUAL, MALLOC)}
+EQUAL = {"loss_type": "dapo", "beta": 0.0, "scale_rewards": "group", "weight_decay": 0.0}
+TRL_FORMS = {"equal": TRLForm(16, {**EQUAL, "gradient_checkpointing": False}, MALLOC)}
 _MEAN_OF = 3  # steps
 
 

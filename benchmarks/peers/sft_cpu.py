@@ -78,9 +78,8 @@ def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows = [row_of(*sample_word(rng, *options.letters), "train", i) for i in range(count)]
     system = [{"role": "system", "content": "Count each letter. " * options.preamble}] if options.preamble else []
     pairs = [{"prompt": system + row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
-    return (
-        [{**pair, "images": row["images"]} for pair, row in zip(pairs, rows, strict=True)] if options.images else pairs
-    )
+    media = [{"images": row["images"]} if options.images else {} for row in rows]
+    return [pair | images for pair, images in zip(pairs, media, strict=True)]
 
 
 def alternate(peers: list[Peer], rounds: int, limit_s: float) -> dict[str, list[dict[str, Any]]]:
