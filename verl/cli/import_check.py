@@ -38,7 +38,8 @@ def examine_file(file: Path) -> Iterator[Line]:
             if "RayPPOTrainer" in bases:
                 yield from _trainer_class(node)
             if bases & _WORKERS:
-                yield _worker_class(node)
+                unused = f"line {node.lineno}: {node.name} would not be used"
+                yield fail(f"{unused}: engines compute here, not workers of a script")
 
 
 def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
@@ -157,10 +158,6 @@ def _own_attributes(node: ast.ClassDef) -> tuple[set[str], dict[str, int]]:
             else:
                 own.add(item.attr)
     return own, read
-
-
-def _worker_class(node: ast.ClassDef) -> Line:
-    return fail(f"line {node.lineno}: {node.name} would not be used: engines compute here, not workers of a script")
 
 
 def _last_name(node: ast.expr) -> str:

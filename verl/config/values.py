@@ -36,7 +36,7 @@ def convert(value: object, annotation: object, text: str | None = None) -> objec
             return None
         raise Misfit(expected(annotation))
     for option in options:  # an exact type first, so that a text key that may also be a number keeps numbers
-        if option is not type(None) and _is_exactly(value, option):
+        if option is not type(None) and type(value) is (typing.get_origin(option) or option):
             return _convert_one(value, option, text)
     for option in options:
         try:
@@ -66,10 +66,6 @@ def _options(annotation: object) -> tuple[Any, ...]:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return typing.get_args(annotation)
     return (annotation,)
-
-
-def _is_exactly(value: object, option: object) -> bool:
-    return type(value) is (typing.get_origin(option) or option)
 
 
 def _convert_one(value: object, option: object, text: str | None) -> object:

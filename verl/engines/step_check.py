@@ -30,7 +30,7 @@ def whole_batch_metrics(
             peaks[i] = math.inf if math.isnan(value) else value
             sums[i, 2] = float(peaks[i] > -math.inf)
             continue
-        weight = _weight(metrics[name]) if kind == "mean" else 1.0
+        weight = sum(float(weight) for _, weight in metrics[name].observations) if kind == "mean" else 1.0
         if weight:
             sums[i] = torch.tensor([value * weight, weight, 1.0])
     sums, peaks = over_ranks(sums), over_ranks(peaks, dist.ReduceOp.MAX)
@@ -39,10 +39,6 @@ def whole_batch_metrics(
         if count:
             whole[name] = {"max": peak, "mean": total / weight if weight else 0.0, "sum": total}[kind]
     return whole
-
-
-def _weight(metric: Metric) -> float:
-    return sum(float(weight) for _, weight in metric.observations)
 
 
 @dataclass

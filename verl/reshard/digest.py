@@ -71,7 +71,7 @@ def _spread(
 def _digest(label: str, dtype: torch.dtype, chunks: Iterator[torch.Tensor]) -> bytes:
     hasher = xxhash.xxh3_128(f"{label} {dtype}".encode())
     for chunk in chunks:
-        hasher.update(_bytes(chunk))
+        hasher.update(chunk.contiguous().view(-1).cpu().view(torch.uint8).numpy().data)
     return hasher.digest()
 
 
@@ -119,7 +119,3 @@ def _chunks(tensors: Sequence[torch.Tensor], most: int, *, by_rows: bool = False
 
 def _is_on_host(values: torch.Tensor) -> bool:
     return values.device.type == "cpu"
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    return values.contiguous().view(-1).cpu().view(torch.uint8).numpy().data
