@@ -15,7 +15,6 @@ is left out of lists and named in the log, so the files of one tenant do not mat
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -36,7 +35,7 @@ from verl.errors import CheckpointError
 from verl.manifest import MANIFEST, find_damage, new_folder, put_in_place, read_sealed, record_of, sealed
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
-from verl.regular_files import make_folder, read_text, sync_folder, whole_file
+from verl.regular_files import make_folder, sync_folder, whole_file
 from verl.tinker.records import RefusedRequest
 from verl.tracking.files import has, is_count, is_number, is_text, write_atomically
 
@@ -314,8 +313,6 @@ def _expiry(folder: Path) -> float | None:
     file = folder / _EXPIRES
     if not file.exists():
         return None
-    with contextlib.suppress(OSError, ValueError):
-        return float(read_text(file))  # before there were digests
     try:
         expires = read_sealed(file)["time"]
         return float(expires) if is_number(expires) else None
