@@ -52,6 +52,20 @@ def test_a_model_without_a_template_cannot_chat(tiny_llama, monkeypatch, tmp_pat
     assert "has no chat template. Use `verl generate" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--max-tokens=0", "--temperature=-1", "--temperature=nan", "--temperature=inf"])
+def test_a_chat_refuses_numbers_that_no_sampling_has(tiny_llama, capsys, option):
+    assert main(["chat", str(tiny_llama), option]) == 2
+    assert f"argument {option.partition('=')[0]}: it is" in capsys.readouterr().err
+
+
+def test_a_chat_goes_on_after_lines_that_the_model_cannot_read(tiny_llama, monkeypatch, capsys):
+    typed(monkeypatch, "h\udcff", "x" * 5000, "Hi.", "/clear", "Hi.")
+    assert main(["chat", str(tiny_llama), "--max-tokens=4", "--device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("/clear begins a new one") == 2
+    assert out.count("\n") == 5
+
+
 def test_generate_prints_the_responses_to_prompts(tiny_llama, capsys):
     settings = ["data.max_response_length=4", "actor_rollout_ref.rollout.n=2"]
     assert main(["generate", str(tiny_llama), "--prompt", "Hi.", "--prompt=2?", *settings]) == 0

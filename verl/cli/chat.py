@@ -9,10 +9,11 @@ from typing import Any
 from verl.cli.model_folders import model_folder
 from verl.cli.parser import Parser
 from verl.errors import ModelError
-from verl.foreign_text import printable
+from verl.foreign_text import printable, valid_utf8
 
 _ABOUT = "Chat with a model: a folder, a name of the Hub, a run, or a checkpoint. /clear begins anew; Ctrl-D ends."
 _END = ("/exit", "/quit")
+MAX_TEMPERATURE = 1e6
 
 
 def run_chat(argv: list[str]) -> int:
@@ -24,6 +25,12 @@ def run_chat(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest token (default: 0.7)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     arguments = parser.parse_args(argv)
+    if arguments.max_tokens < 1:
+        parser.error(f"argument --max-tokens: it is at least 1, but it is {arguments.max_tokens}.")
+    if not 0 <= arguments.temperature <= MAX_TEMPERATURE:
+        parser.error(
+            f"argument --temperature: it is between 0 and {MAX_TEMPERATURE:g}, but it is {arguments.temperature}."
+        )
     with model_folder(arguments.model) as folder:
         chat = Chat(folder, arguments.device, arguments.max_tokens, arguments.temperature)
     start = [{"role": "system", "content": arguments.system}] if arguments.system else []
@@ -40,7 +47,7 @@ def run_chat(argv: list[str]) -> int:
 def _asked() -> str | None:
     """A line of the terminal; None at its end."""
     try:
-        text = input("> ").strip()
+        text = valid_utf8(input("> ").strip())
     except (EOFError, KeyboardInterrupt):
         print()
         return None
@@ -55,6 +62,7 @@ class Chat:
         from transformers import AutoModelForCausalLM
 
         from verl.models.load import load_tokenizer
+        from verl.models.quiet import quiet
         from verl.parallel.device import resolve_device
 
         self._tokenizer: Any = load_tokenizer(folder)
@@ -64,21 +72,31 @@ class Chat:
             )
         self._device = resolve_device(device)
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        with quiet():
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
         self._model = model.to(self._device).eval()
         sampled = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        self._settings = {"max_new_tokens": max_tokens, "pad_token_id": self._tokenizer.pad_token_id, **sampled}
+        self._max_tokens = max_tokens
+        self._settings = {"pad_token_id": self._tokenizer.pad_token_id, **sampled}
 
     def answer(self, messages: Sequence[dict[str, str]]) -> str:
         """The answer to `messages`. Ctrl-C ends it early."""
         import torch
 
         ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        most = (
+            getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+            or len(ids) + self._max_tokens
+        )
+        if len(ids) >= most:
+            print(f"The conversation has {len(ids)} tokens, and the model reads {most}. /clear begins a new one.")
+            return ""
         prompt = torch.tensor([ids], device=self._device)
         texts: list[str] = []
         streamer, mask = _streamer(self._tokenizer, texts), torch.ones_like(prompt)
+        settings = {**self._settings, "max_new_tokens": min(self._max_tokens, most - len(ids))}
         try:
-            self._model.generate(prompt, attention_mask=mask, streamer=streamer, **self._settings)
+            self._model.generate(prompt, attention_mask=mask, streamer=streamer, **settings)
         except KeyboardInterrupt:
             print()
         return "".join(texts).strip()
