@@ -221,6 +221,11 @@ between steps. Other models generate step by step with their own modules: Gemma 
 caps), gpt-oss (attention sinks, experts with biases), and models whose rotation depends on the length or turns only a part
 of a head.
 
+With `rope_parameters` of type `dynamic` or `longrope` (Phi-3 and Phi-4 with long contexts), rows beyond a length have other
+rotary frequencies: `max_position_embeddings` tokens, or `original_max_position_embeddings` (4096 in Phi). A batch would turn
+all its rows as its longest. So sequences beyond that length are an error, before training where lengths are known. For longer
+ones, give `model.override_config.rope_parameters` the `long_factor` as `short_factor` too: it then acts at every length.
+
 `python -m tests.run.families docs/families.md` writes this page from every causal language model class of transformers
 {transformers.__version__}, built tiny with random weights. A family passes if its log-probs equal transformers' to
 {TOLERANCE:g}, twice in a row, and if two GRPO steps run in float32 and in bfloat16, both with bfloat16 instructions and

@@ -21,6 +21,7 @@ from verl.models.forward import packed_outputs
 from verl.models.heads import ScalarHeadModel, TokenValueModel
 from verl.models.load import load_model, load_model_config
 from verl.models.packing import Reads, pack_rows
+from verl.models.rope import row_limits
 from verl.parallel.balance import pack_by_tokens
 
 Tokens = tuple[int, ...]
@@ -155,13 +156,13 @@ def _columns(members: Sequence[tuple[int, int]], sequences: Sequence[Tokens]) ->
 
 
 def _require_fit(module: ScalarHeadModel, sequences: Sequence[Tokens]) -> None:
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    limits = row_limits(module.config.get_text_config())
     for number, tokens in enumerate(sequences):
         if not tokens:
             raise ModelError(f"Sequence {number} of the batch is empty; a reward model needs at least one token.")
-        if limit is not None and len(tokens) > limit:
-            raise ModelError(
-                f"Sequence {number} of the batch has {len(tokens)} of the reward model's tokens, more than its "
-                f"max_position_embeddings ({limit}). Lower data.max_response_length, or use a reward model for longer "
-                "texts."
-            )
+        for limit, name in limits:
+            if len(tokens) > limit:
+                raise ModelError(
+                    f"Sequence {number} of the batch has {len(tokens)} of the reward model's tokens, more than {name} "
+                    f"({limit}). Lower data.max_response_length, or use a reward model for longer texts."
+                )

@@ -28,7 +28,8 @@ from verl.models.padded import ForwardKind
 from verl.models.processor import load_processor
 from verl.models.quiet import loading, parse_config, quiet
 from verl.models.randomness import turn_off
-from verl.models.rope import check_rope
+from verl.models.rope import check_rope, guard_rotations
+from verl.models.routing import balancing_share
 from verl.models.tokenizer import (
     check_token_ids,
     check_tokenizer_file,
@@ -120,6 +121,8 @@ def _ready(
         log.info(
             "Dropout is off, whatever config.json says (%s): log-probs with dropout differ from the sampler's.", shown
         )
+    if share := balancing_share(module.config):
+        log.warning("output_router_logits of config.json has no effect: no loss has the term of %s.", share)
     module.to(device)
     _require_finite(module, path)
     choose_forward(module, attention)
@@ -371,6 +374,7 @@ def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         except ValueError as error:
             log.warning("Activations are kept, not computed again: %s.", files.reason(error))
+    guard_rotations(module)
     return turn_off(module)
 
 

@@ -196,3 +196,10 @@ def by_row(groups: Sequence[Sequence[PackedRow]], record: np.ndarray) -> Mapping
             rows[row.index] = np.concatenate([prompt, record[start : start + row.num_inputs]])
             start += row.num_inputs
     return rows
+
+
+def balancing_share(config: PreTrainedConfig) -> str:
+    """The term that transformers adds to a loss for balanced experts, with its weight; "" where it adds none."""
+    config = config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", 0)
+    return f"router_aux_loss_coef={weight}" if weight and getattr(config, "output_router_logits", False) else ""

@@ -31,7 +31,9 @@ from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.token_values import add_token_columns
 from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import MicroBatching
-from verl.models.load import load_tokenizer
+from verl.errors import DataError
+from verl.models.load import load_model_config, load_tokenizer
+from verl.models.rope import fixed_rotation, rotation_problem
 from verl.parallel.placement import Placement
 from verl.programs.api import Program, RunContext, StepResult
 from verl.programs.specs import run_spec
@@ -133,6 +135,9 @@ class GivenRowsProgram(Program[G]):
             loaded.train = ConversationLoader(rows, data.train_batch_size, seed=seed, shuffle=data.shuffle)
             loaded.num_steps_per_epoch = loaded.train.num_steps_per_epoch
             loaded.num_steps = trainer.total_training_steps or trainer.total_epochs * loaded.num_steps_per_epoch
+        for dataset in (loaded.train.dataset if loaded.train else None, loaded.validation):
+            for summary in dataset.summaries if dataset is not None else ():
+                _require_lengths(config, summary.longest, summary.longest_place)
         return loaded
 
     @classmethod
@@ -235,6 +240,23 @@ class GivenRowsProgram(Program[G]):
             if rows is not None:
                 facts[name] = " ".join(sentence for summary in rows.summaries for sentence in summary.sentences())
         return facts
+
+
+def _require_lengths(config: GivenRowsConfig, longest: int, place: str) -> None:
+    """Raise DataError for rows whose length changes the rotations of others; warn of rows beyond the model's positions."""
+    model = config.model
+    hf = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
+    length, fixed = min(longest, config.data.max_length or longest), fixed_rotation(hf)
+    if fixed is not None and length > fixed:
+        raise DataError(f"{place}: a sequence has {length} tokens. {rotation_problem(hf)}")
+    if length > (positions := getattr(hf, "max_position_embeddings", None) or length):
+        log.warning(
+            "The longest sequence has %d tokens (%s), more than max_position_embeddings of the model (%d): positions behind "
+            "those are new to the model. data.max_length with data.truncation cuts sequences.",
+            length,
+            place,
+            positions,
+        )
 
 
 def model_spec(

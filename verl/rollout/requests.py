@@ -16,6 +16,7 @@ from verl.data_proto.samples import Completion, FinishReason, PromptRequest, Sam
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.hf_module import HFModule
+from verl.models.rope import row_limits
 from verl.rollout.uniforms import sample_keys
 
 _MARGIN = 8  # tokens decoded beyond the longest stop string, for tokenizers that treat the start of a text differently
@@ -38,10 +39,10 @@ class OpenSamples:
 
     def __init__(self, params: SamplingParams, module: HFModule, max_model_len: int | None, *, keep: bool):
         _check_params(params)
-        positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-        limits = ((max_model_len, "rollout.max_model_len"), (positions, "the model's max_position_embeddings"))
         self.params, self.keep = params, keep
-        self._limits = [(limit, name) for limit, name in limits if limit is not None]
+        self._limits = row_limits(module.config.get_text_config())
+        if max_model_len is not None:
+            self._limits.insert(0, (max_model_len, "rollout.max_model_len"))
         self.longest_sequence = min((limit for limit, _ in self._limits), default=1 << 20)  # tokens
         self._vocab_size = vocab_size(module)
         self._started_at = time.perf_counter()

@@ -24,6 +24,7 @@ from verl.errors import NumericsError
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.load import load_tokenizer
 from verl.models.optim import AdamStep
+from verl.models.rope import row_limits
 from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import resolve_device
 from verl.rollout.native.engine import NativeRollout
@@ -55,8 +56,8 @@ class Workbench:
         self.vocabulary = vocab_size(module)
         model = module.config.get_text_config()
         self.architecture = str(model.model_type)
-        limits = (sections.rollout.max_model_len, getattr(model, "max_position_embeddings", None))
-        self.longest = min((limit for limit in limits if limit is not None), default=1 << 20)
+        limits = [limit for limit, _ in row_limits(model)]
+        self.longest = min([sections.rollout.max_model_len or 1 << 20, *limits])
 
     def forward_backward(self, adapter: Adapter, request: TrainingRequest) -> TrainingOutput:
         """The sum of the loss over all rows, and the log-probs of their targets; adds the gradient to the adapter's unless

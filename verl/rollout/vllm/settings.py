@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from verl.config import RolloutConfig, full_key
 from verl.errors import ConfigError
+from verl.models.rope import row_limits
 from verl.models.vision import is_vision_model
 from verl.parallel.device import visible_devices
 from verl.parallel.memory import available_memory
@@ -83,8 +84,7 @@ def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
     """Tokens of prompt and response together, as far as the model goes."""
     response = max(config.response_length, config.val_kwargs.max_new_tokens or 0)
     length = config.max_model_len or config.prompt_length + response
-    positions = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
-    return min(length, positions or length)
+    return min([length, *(limit for limit, _ in row_limits(skeleton.config.get_text_config()))])
 
 
 def _environment(transfer: WeightTransfer, num_devices: int) -> dict[str, str]:
