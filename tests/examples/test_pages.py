@@ -66,7 +66,8 @@ EXPECTED = {
     *OUTPUT,
 }
 TINY = {
-    "train": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "train": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32 "
+    "algorithm.filter_groups.max_num_gen_batches=0",  # a random model is seldom right
     "rejection": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
     "rm": "engine.dtype=float32",
     "sft": "engine.dtype=float32",
@@ -134,13 +135,9 @@ def run(kind, code, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [slow(p, when=p.stem in SLOW) for p in PAGES], ids=lambda page: page.stem)
-def test_the_snippets_of_a_page_run(page, folder):
+def run_page(page, folder):
+    """The output of its blocks."""
     output = ""
-    if page.stem == "images":
-        from tests.vision_families import vision_folder  # skips where transformers is older
-
-        vision_folder(folder / "model", "qwen2_vl")
     for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")):
         saved = re.match(r"# save as (\S+)\n", code)
         if saved:
@@ -151,5 +148,23 @@ def test_the_snippets_of_a_page_run(page, folder):
             continue  # the plain client is not installed
         else:
             output += run(kind, code, folder)
+    return output
+
+
+@pytest.mark.parametrize("page", [slow(p, when=p.stem in SLOW) for p in PAGES], ids=lambda page: page.stem)
+def test_the_snippets_of_a_page_run(page, folder):
+    if page.stem == "images":
+        from tests.vision_families import vision_folder  # skips where transformers is older
+
+        vision_folder(folder / "model", "qwen2_vl")
+    output = run_page(page, folder)
     for expected in OUTPUT.get(page.stem, ()):
         assert expected in output
+
+
+@pytest.mark.slow
+def test_pages_run_in_one_folder_one_after_the_other(folder):
+    for name in ("first-run", "data", "sft", "preferences", "reward-models", "python"):
+        said = run_page(ROOT / "docs" / f"{name}.md", folder)
+        assert "occur in the training rows too" not in said
+        assert "another content" not in said
