@@ -53,8 +53,7 @@ def examine_folder(folder: Path) -> FolderReport:
     report = FolderReport(folder, file_system_of(there))
     _judge_kind(report)
     # with the host's name: processes of other hosts that see the same folder cannot be looked up here
-    host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:64]
-    prefix = f".probe-{host}-"
+    prefix = f".probe-{_host()}-"
     probe = there / f"{prefix}{os.getpid()}"
     try:
         for left in there.glob(".probe-*"):
@@ -78,6 +77,10 @@ def examine_folder(folder: Path) -> FolderReport:
         except OSError as error:
             report.notices.append(f"{probe} could not be removed ({error.strerror})")
     return report
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:64]
 
 
 def _judge_kind(report: FolderReport) -> None:
