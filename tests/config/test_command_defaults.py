@@ -56,6 +56,10 @@ def test_a_file_that_builds_on_a_config_of_existing_releases_keeps_their_default
     for name, lines, epochs in (
         ("own", "data: {seed: 1}", 1),
         ("theirs", "defaults: [ppo_trainer, _self_]\ndata: {seed: 1}", 30),
+        ("above", "defaults: [theirs, _self_]\ndata: {seed: 2}", 30),
+        ("top", "defaults: [own, {model_engine: dp}, above]\ntrainer: {test_freq: 1}", 30),
+        ("on_own", "defaults: [own]", 1),
+        ("only", "defaults: [ppo_trainer]", 30),
     ):
         (tmp_path / f"{name}.yaml").write_text(lines)
         assert values(PPO, config_path=str(tmp_path), config_name=name)["trainer.total_epochs"] == epochs
@@ -82,6 +86,14 @@ def test_a_preset_sets_the_keys_of_its_algorithm(name):
         [f"{LR}=1e-3", "algorithm.adv_estimator=opo"], check=False, fallbacks=preset_settings(name)
     ).config
     assert own.algorithm.adv_estimator == "opo"
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "cispo"])
+def test_a_clip_ratio_of_the_user_goes_before_the_range_of_a_preset(name):
+    for other, expected in (([], (None, None)), (["actor_rollout_ref.actor.clip_ratio_high=0.5"], (None, 0.5))):
+        keys = ["actor_rollout_ref.actor.clip_ratio=0.1", *other]
+        actor = load_config(keys, check=False, fallbacks=preset_settings(name)).config.actor_rollout_ref.actor
+        assert (actor.clip_ratio_low, actor.clip_ratio_high) == expected
 
 
 def test_an_unknown_preset_is_refused():

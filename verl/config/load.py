@@ -12,6 +12,7 @@ from verl.config.checks import check_config
 from verl.config.command_defaults import BATCH, ORIGIN, Face, command_defaults
 from verl.config.derived_defaults import COMPOSED_FOLDER
 from verl.config.loaded import LoadedConfig
+from verl.config.presets import BRIEFER
 from verl.config.roots import PPO, RunConfig
 from verl.config.schema import Derived, Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
@@ -86,6 +87,8 @@ def _user_settings(
     for values_tree in filter(None, [values] if isinstance(values, Mapping) else values):
         user.add_file("Python", dict(values_tree))
     user.add_overrides(overrides)
+    of_user = {setting.path for setting in user.settings if setting.source != "preset"}
+    user.settings = [s for s in user.settings if s.source != "preset" or BRIEFER.get(s.path) not in of_user]
     return user
 
 

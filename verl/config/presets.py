@@ -72,6 +72,10 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
+# key of a preset -> key of the user's that says it more briefly, and goes before it
+BRIEFER = {_LOW: f"{_ACTOR}.clip_ratio", _HIGH: f"{_ACTOR}.clip_ratio"}
+
+
 def preset_settings(name: str) -> dict[str, Any]:
     """The keys of the preset `name`. Raises ConfigError."""
     if name not in PRESETS:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from verl.config.keys import yaml_loader
 from verl.config.schema import Schema
@@ -63,10 +64,12 @@ def find(schema: Schema[object], config_path: str | None, config_name: str | Non
 
 
 def builds_on_release(schema: Schema[object], config_name: str | None, file: Path | None) -> bool:
-    """Whether `config_name`, or the defaults list of `file`, names a config of existing releases."""
-    entries = _parse(file).get("defaults") if file is not None else None
-    names = [(config_name or "").removesuffix(".yaml"), *(entries if isinstance(entries, list) else ())]
-    return any(name in schema.config_names for name in names if isinstance(name, str))
+    """Whether `config_name`, or a defaults list of `file` or of files that it includes, names a config of existing releases."""
+    if (config_name or "").removesuffix(".yaml") in schema.config_names:
+        return True
+    files = () if file is None else (path for path, _ in read_tree(schema, file, []))
+    names = (name for path in files for name in _entries(path, _parse(path)) if isinstance(name, str))
+    return any(name in schema.config_names for name in names)
 
 
 def _is_of_package(config_path: str) -> bool:
@@ -102,9 +105,7 @@ def read_tree(
     own = {k: v for k, v in tree.items() if k not in ("defaults", "hydra")}
     if tree.get("hydra"):
         notices.append(f"hydra: in {file} has no effect: outputs go to trainer.default_local_dir.")
-    entries = tree.get("defaults") or ["_self_"]
-    if not isinstance(entries, list):
-        raise ConfigError(f"defaults: in {file} is not a list.")
+    entries = _entries(file, tree)
     if "_self_" not in entries:
         entries = [*entries, "_self_"]
     for entry in entries:
@@ -122,6 +123,14 @@ def read_tree(
             yield from read_tree(schema, included, notices, (*above, file))
         elif entry and not (isinstance(entry, str) and entry in schema.config_names):
             notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies in its folder.")
+
+
+def _entries(file: Path, tree: Mapping[str, object]) -> list[Any]:
+    """The defaults list of a file: names, and choices of groups."""
+    entries = tree.get("defaults") or ["_self_"]
+    if not isinstance(entries, list):
+        raise ConfigError(f"defaults: in {file} is not a list.")
+    return entries
 
 
 def _parse(file: Path) -> dict[str, object]:

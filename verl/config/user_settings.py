@@ -53,7 +53,7 @@ class UserSettings:
     num_rows: int | None = None  # rows that train, once they are counted
 
     def add_file(self, source: str, tree: Mapping[str, object]) -> None:
-        for spelled, value in self._flatten(tree, ""):
+        for spelled, value in self._flatten(tree, "") if tree else ():  # a file may have nothing but a defaults list
             self._add(spelled, value, source, None)
 
     def add_overrides(self, arguments: Sequence[str]) -> None:
