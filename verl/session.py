@@ -19,7 +19,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -35,8 +35,8 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import are_whole, num_embeddings, token_ids, token_mask
 from verl.data_proto.trajectory import padded, response_lengths, token_columns
-from verl.errors import CheckpointError, ConfigError, DataError
-from verl.foreign_text import quoted
+from verl.errors import SYSTEM_ERRORS, CheckpointError, ConfigError, DataError
+from verl.foreign_text import clean, quoted
 from verl.manifest import MANIFEST, FileRecord, find_damage, is_there, put_in_place, seal
 from verl.models.load import load_tokenizer
 from verl.parallel.torch_settings import run_settings
@@ -223,9 +223,14 @@ class Session:
         if self._runtime.broadcast(path.exists()):
             raise CheckpointError(f"{path} exists already. Choose a new folder for each checkpoint.")
         temporary = Path(self._runtime.broadcast(str(path.with_name(f".{path.name}.tmp-{os.getpid()}"))))
-        self._on_rank_zero(functools.partial(_make_empty, temporary))
-        records = next(part for part in self._policy.save(str(temporary / "actor")) if part is not None)
-        self._on_rank_zero(functools.partial(self._complete, temporary, path, records))
+        try:
+            self._on_rank_zero(functools.partial(_make_empty, temporary))
+            records = next(part for part in self._policy.save(str(temporary / "actor")) if part is not None)
+            self._on_rank_zero(functools.partial(self._complete, temporary, path, records))
+        except (OSError, CheckpointError) as error:
+            with suppress(OSError):
+                remove_tree(temporary)
+            raise CheckpointError(_sentence(error)) from error
         return path
 
     def _complete(self, temporary: Path, path: Path, records: Mapping[str, FileRecord]) -> None:
@@ -241,7 +246,7 @@ class Session:
             try:
                 act()
             except (OSError, CheckpointError) as error:
-                failure = f"{error}"
+                failure = _sentence(error)
         if failure := self._runtime.broadcast(failure):
             raise CheckpointError(failure)
 
@@ -313,6 +318,14 @@ class Session:
         if hidden := sorted(columns.keys() & values.keys()):
             raise DataError(f"{hidden[0]} is a column that the session makes itself. Give the value another name.")
         return DataProto.from_dict({**columns, **values})
+
+
+def _sentence(error: OSError | CheckpointError) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    place = f" {clean(error.filename)}" if error.filename else ""
+    advice = SYSTEM_ERRORS.get(error.errno or 0, "Check the disk")
+    return f"Reading or writing{place} failed: {error.strerror or error}. {advice}, and call it again."
 
 
 def _make_empty(folder: Path) -> None:

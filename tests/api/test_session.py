@@ -1,5 +1,6 @@
 """`verl.Session`: loops that users write themselves, in one process, under torchrun and on Ray."""
 
+import errno
 import json
 import math
 import subprocess
@@ -79,6 +80,23 @@ def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
     (folder / "session.json").write_text('{"num_prompts": 2')
     with pytest.raises(CheckpointError, match="no checkpoint of a session"):
         session.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "failed: No space left. Free some space"),
+        (OSError("odd"), "odd. Check"),
+    ],
+)
+def test_a_save_that_the_disk_refuses_leaves_nothing(session, tmp_path, monkeypatch, error, words):
+    def refuse(path):
+        raise error
+
+    monkeypatch.setattr(session._policy, "save", refuse)
+    with pytest.raises(CheckpointError, match=words):
+        session.save(tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
