@@ -185,6 +185,10 @@ def test_boundaries(boundary, tmp_path):
         boundary(foreign_text(rng)[1], rng, tmp_path)
 
 
+class PanicException(BaseException):  # the name of those of Rust libraries
+    pass
+
+
 @pytest.mark.parametrize(
     ("error", "number"),
     [
@@ -192,6 +196,10 @@ def test_boundaries(boundary, tmp_path):
         (Exception("No space left on device (os error 28)"), 28),
         (ValueError("No space left on device (os error 28)"), None),
         (Exception("another"), None),
+        (RuntimeError("can't start new thread"), 11),
+        (RuntimeError("another"), None),
+        (PanicException("no pool: ThreadPoolBuildError { kind: GlobalPoolAlreadyInitialized }"), 11),
+        (PanicException("index out of bounds"), None),
     ],
 )
 def test_errors_of_the_system_in_texts_of_libraries(error, number):

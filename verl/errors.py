@@ -190,11 +190,19 @@ SYSTEM_ERRORS = {
 
 _IN_TEXT = re.compile(r"\(os error (\d{1,3})\)|\bOs \{ code: (\d{1,3})\b")
 
+_NO_THREAD = {
+    "RuntimeError": ("can't start new thread",),
+    "PanicException": ("ThreadPoolBuildError", "failed to spawn"),
+}
+
 
 def os_error_of(error: BaseException) -> OSError | None:
-    """The operating system's error that `error` is, or that its text reports: tokenizers and safetensors raise others."""
+    """The operating system's error that `error` is, or that its text reports: tokenizers and safetensors raise others, and
+    Python and tokenizers have no number for a thread that does not start."""
     if isinstance(error, OSError):
         return error
+    if any(words in str(error) for words in _NO_THREAD.get(type(error).__name__, ())):
+        return OSError(errno.EAGAIN, "a thread could not be started")
     of_library = type(error) is Exception or type(error).__module__.startswith("safetensors")
     match = _IN_TEXT.search(str(error)) if of_library else None
     if match is None:

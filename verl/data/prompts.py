@@ -16,7 +16,7 @@ from verl.data.schema import Messages
 from verl.data_proto.media import Media
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
-from verl.errors import ConfigError, DataError, is_failure
+from verl.errors import ConfigError, DataError, is_failure, os_error_of
 from verl.foreign_text import clean, quoted
 from verl.tools.tool_registry import load_all_tools
 
@@ -214,6 +214,8 @@ def encode_text(tokenizer: Tokenizer, text: str, place: str, **settings: bool) -
     except BaseException as error:  # the tokenizers library raises Exception itself, and panics
         if not is_failure(error):
             raise
+        if no_thread := os_error_of(error):
+            raise no_thread from error
         raise DataError(
             f"{place}: the tokenizer cannot read the text ({type(error).__name__}: {clean(error)})."
         ) from error
