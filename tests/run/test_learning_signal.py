@@ -156,9 +156,10 @@ def test_a_rate_that_moves_no_weight_is_warned_of_at_the_third_equal_validation(
         ("aaaa", {**TAUGHT, **SILENT}),  # no signal
         ("aaaa", {**TAUGHT, "actor/grad_norm": 0.0}),
         ("aaaa", {**TAUGHT, "actor/visible_update_ratio": 0.1}),  # rounding
+        ("aaaa", {**TAUGHT, "response/most_frequent_ratio": 0.9}),  # a collapse
         ("aaaa", {}),  # skipped steps
     ],
-    ids=["changing", "unknown", "no signal", "no gradient", "rounding", "skipped"],
+    ids=["changing", "unknown", "no signal", "no gradient", "rounding", "collapse", "skipped"],
 )
 def test_equal_validations_with_another_cause_do_not_blame_the_rate(caplog, fingerprints, metrics):
     validated(*fingerprints, metrics=metrics)

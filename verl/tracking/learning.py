@@ -126,6 +126,9 @@ class StillWatch:
         name = self._role.name
         rate, norm = (metrics.get(f"{name}/{n}", metrics.get(f"train/{n}", 0.0)) for n in ("lr", "grad_norm"))
         is_hidden = metrics.get(f"{name}/visible_update_ratio", 1.0) < LEAST_VISIBLE  # another warning's cause
+        is_hidden |= (
+            metrics.get("response/most_frequent_ratio", 0.0) >= _NEARLY_ALL
+        )  # a collapse, so that rates are high
         self._steps += 1
         self._taught += norm > 0 and not is_hidden and not _is_silent(metrics)
         self._rate = max(self._rate, rate)
