@@ -262,6 +262,14 @@ def test_rows_that_train_have_whole_answers():
     example_of({"messages": BEGUN, **row["chat_template_kwargs"]}, SFTDataConfig())
 
 
+def test_pairs_of_answers_that_a_prompt_begins_are_whole(tmp_path):
+    row = {"prompt": BEGUN, "responses": [" 4", " 5"], "chat_template_kwargs": {"continue_final_message": True}}
+    (candidate,) = label.read_candidates(str(written(tmp_path, "parquet", row)), "prompt", "responses")
+    pair = preference_of(candidate.row(0, 1, 1.0), PreferenceDataConfig())
+    assert pair.prompt == BEGUN[:1]
+    assert [messages[0]["content"] for messages in pair.completions] == ["The answer is 4", "The answer is 5"]
+
+
 def test_a_start_and_verl_check_name_a_row_that_no_program_could_be_scored_against(tokenizer, tmp_path):
     truth = json.dumps({"inputs": ["1", "2"], "outputs": ["1"]})
     row = {"prompt": "Add one.", "data_source": "apps", "reward_model": {"ground_truth": truth}}

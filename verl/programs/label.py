@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from verl.config import RewardModelConfig
+from verl.config.sections.data import PreferenceDataConfig
 from verl.config.sections.reward import JudgeServiceConfig, RewardModelRolloutConfig
 from verl.data.files import read_rows, write_parquet
-from verl.data.messages import CHAT_COLUMNS, messages_in, unfilled, without_marks
+from verl.data.messages import CHAT_COLUMNS, messages_in, template_kwargs_of, unfilled, without_marks
+from verl.data.prompts import answer_prefix
 from verl.data.schema import at
 from verl.errors import DataError
 from verl.parallel.device import resolve_device
@@ -105,6 +107,9 @@ def read_candidates(file: str, prompt_key: str, responses_key: str) -> Iterator[
                     f"field {responses_key!r} must be a list of texts, as `verl generate --output FILE.parquet` writes "
                     f"it, but it is {responses!r:.80}."
                 )
+            kwargs = template_kwargs_of(row, PreferenceDataConfig())
+        if not isinstance(prompt, str) and (begun := answer_prefix(prompt, kwargs)) is not None:
+            prompt, responses = prompt[:-1], [begun + response for response in responses]  # rows that train are whole
         unique = tuple(dict.fromkeys(responses))
         if len(unique) > 1:
             yield Candidates(prompt, unique, {n: row[n] for n in CHAT_COLUMNS if row.get(n) is not None})
