@@ -225,7 +225,7 @@ def manifest_above(folder: Path) -> tuple[Path, str] | None:
         except (OSError, ValueError):
             return (root, part) if root == folder else None
         try:
-            document = json.loads(text)  # fails where a manifest was cut, whoever wrote it
+            document = json.loads(text)  # fails where a manifest was cut, of any program
             files = document["files"] if _OURS in text else {}
             if any(name.startswith(part) for name in files):
                 return root, part

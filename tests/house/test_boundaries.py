@@ -88,6 +88,7 @@ BROUGHT_BY = {  # module -> the declared package that needs it itself
     "tokenizers": "transformers",
     "mcp_types": "mcp",
     "httpx2": "mcp",
+    "ipython": "the notebook, whose kernel it is",
     "sympy": "torch",
     "triton": "torch",  # where it computes on GPUs
     "peft": "the user, whose model is one of it",
