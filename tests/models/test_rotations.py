@@ -85,18 +85,21 @@ def test_sequences_beyond_the_change_are_refused_before_training(folder, tmp_pat
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "' + "a" * 40 + '"}\n')
 
-    def load(**settings):
-        keys = {"data.train_batch_size": 1, "data.max_length": 64, "data.truncation": "right", **settings}
-        overrides = [
-            f"model.path={folder}",
-            f"data.train_files={file}",
-            f"trainer.default_local_dir={tmp_path / 'run'}",
-        ]
-        return SFT.load_data(load_config([*overrides, *(f"{k}={v}" for k, v in keys.items())], schema=SCHEMA).config)
-
     with pytest.raises(DataError, match=r"rows.jsonl, row 0 .*: a sequence has 41 tokens. Rows of more than 16 tokens"):
-        load()
-    assert len(load(**{"data.max_length": 16}).train.dataset) == 1
+        load_rows(folder, file, max_length=64)
+    assert len(load_rows(folder, file, max_length=16)) == 1
+
+
+def test_sequences_beyond_the_positions_are_a_warning(tmp_path, caplog):
+    """Rotations of the usual kind reach further than a model was trained."""
+    folder, file = make_tiny_model(tmp_path / "m", max_position_embeddings=16), tmp_path / "rows.jsonl"
+    file.write_text('{"text": "' + "a" * 40 + '"}\n')
+    with caplog.at_level(logging.WARNING):
+        load_rows(folder, file, max_length=16)
+        assert "max_position_embeddings" not in caplog.text
+        load_rows(folder, file, max_length=64)
+    assert "The longest sequence has 41 tokens" in caplog.text
+    assert "max_position_embeddings of the model (16)" in caplog.text
 
 
 def test_one_factor_for_all_lengths_makes_packs_equal_to_single_rows(tmp_path):
