@@ -200,8 +200,10 @@ def files_of(kind):
 
 def every_file(rng, folder, changes=(flip,)):
     """(kind, outcome) of each change of each file of each kind."""
-    listener = _Listener()
-    logging.getLogger("verl").addHandler(listener)
+    listener, logger = _Listener(), logging.getLogger("verl")
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.WARNING)  # benchmarks/fuzz.py silences it
     folders, close = kinds(folder)
     try:
         for name, kind in folders.items():
@@ -211,7 +213,8 @@ def every_file(rng, folder, changes=(flip,)):
             kind.load()
     finally:
         close()
-        logging.getLogger("verl").removeHandler(listener)
+        logger.removeHandler(listener)
+        logger.setLevel(level)
 
 
 def cases(rng, count, folder):
