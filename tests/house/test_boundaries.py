@@ -91,7 +91,6 @@ BROUGHT_BY = {  # module -> the declared package that needs it itself
     "ipython": "the notebook, whose kernel it is",
     "sympy": "torch",
     "triton": "torch",  # where it computes on GPUs
-    "ipython": "the notebook that shows a run",
     "peft": "the user, whose model is one of it",
 }
 

@@ -198,7 +198,7 @@ def by_row(groups: Sequence[Sequence[PackedRow]], record: np.ndarray) -> Mapping
     return rows
 
 
-def balancing_share(config: PreTrainedConfig) -> str:
+def balancing_share(config: Any) -> str:
     """The term that transformers adds to a loss for balanced experts, with its weight; "" where it adds none."""
     config = config.get_text_config()
     weight = getattr(config, "router_aux_loss_coef", 0)
