@@ -93,10 +93,10 @@ class Trainer(SteppedRun):
             reward = list(reward)
         self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
         name = algorithm if isinstance(algorithm, str | None) else reference_to(algorithm)
+        name = name.lower() if name is not None and name.lower() in PRESETS else name
         self.program_name = _PROGRAMS.get(str(name), "ppo")
-        rows = listed_rows("train", data)
+        rows, functions = listed_rows("train", data), _functions(reward)
         eval_rows = None if eval_data is None else rows if eval_data is data else listed_rows("val", eval_data)
-        functions = _functions(reward)
         arguments = self._arguments(model, reward, name, loss)
         arguments |= {} if output_dir is None else {"output_dir": {_FOLDER: os.fspath(output_dir)}}
         mapping = config if isinstance(config, Mapping) else {}
@@ -123,8 +123,8 @@ class Trainer(SteppedRun):
         media = (first.config.data.image_key, first.config.data.video_key)
         files = [None if r is None else self._files(s, r, media) for s, r in (("train", rows), ("val", eval_rows))]
         super().__init__(load(files), self.program_name)
-        root = self.loaded.config
-        if isinstance(root, PPOConfig) and not runs_agents(root) and not root.data.custom_cls.path:  # which add columns
+        root = self.loaded.config  # agents and classes of rows add columns
+        if isinstance(root, PPOConfig) and not (runs_agents(root) or root.data.custom_cls.path):
             _require_columns(functions, rows, media)
         self._stop = False
 

@@ -135,3 +135,9 @@ def test_arguments_of_a_session(monkeypatch):
         verl.Session("model", config={"actor_rollout_ref.model.path": "other"})
     assert with_defaults(verl.Session) == {"config"}
     assert inspect.signature(verl.Session.sample).parameters["n"].default is None  # rollout.n, see test_session.py
+
+
+def test_presets_are_named_as_papers_write_them(tiny_llama, tmp_path):
+    for name in ("DAPO", "dapo"):
+        trainer = verl.Trainer(tiny_llama, ROWS, length, algorithm=name, output_dir=tmp_path / name)
+        assert trainer.loaded.config.algorithm.filter_groups.enable
