@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
+import signal
 import time
 
 import torch
@@ -99,11 +100,12 @@ def settings():
 
 @contextlib.contextmanager
 def restored():
-    """Bring back what callbacks leave."""
-    folder = os.getcwd()
+    """Bring back what callbacks leave. Inside, SIGTERM has no handler of Ray, which other tests leave."""
+    folder, handler = os.getcwd(), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, handler)
         os.chdir(folder)
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)

@@ -20,7 +20,12 @@ class Supervised:
 
     def __init__(self, folder, kind, *changes, **popen):
         self.folder = folder
-        settings = [f"trainer.default_local_dir={folder}", "trainer.restart_backoff_s=0.02", *changes]
+        settings = [
+            "actor_rollout_ref.model.path=m",
+            f"trainer.default_local_dir={folder}",
+            "trainer.restart_backoff_s=0.02",
+            *changes,
+        ]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(

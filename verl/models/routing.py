@@ -198,8 +198,8 @@ def by_row(groups: Sequence[Sequence[PackedRow]], record: np.ndarray) -> Mapping
     return rows
 
 
-def balancing_share(config: Any) -> str:
+def balancing_share(root: Any) -> str:
     """The term that transformers adds to a loss for balanced experts, with its weight; "" where it adds none."""
-    config = config.get_text_config()
+    config = root.get_text_config()
     weight = getattr(config, "router_aux_loss_coef", 0)
     return f"router_aux_loss_coef={weight}" if weight and getattr(config, "output_router_logits", False) else ""
