@@ -68,6 +68,7 @@ def test_example_runs(script, start, tmp_path):
         assert (run / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_the_dataflow_as_a_chain_learns(tmp_path):
     code, said = forked(EXAMPLES / "dataflow_chain.py", tmp_path)
     assert code == 0, said[-4500:]

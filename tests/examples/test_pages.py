@@ -35,7 +35,7 @@ OUTPUT = {
 }
 # several training runs each
 SLOW = {
-    *("images", "export", "distillation", "reward-models", "rejection-sampling", "agents"),
+    *("generate", "images", "export", "distillation", "reward-models", "rejection-sampling", "agents"),
     *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python", "own-loop"),
     "trackers",
     "from-base-to-answers",
