@@ -23,7 +23,11 @@ def values(schema, *overrides, defaults="command", **sources):
     ("schema", "overrides", "expected"),
     [
         (PPO, (), {N: 1, LR: 1e-6, BATCH: 16, "actor_rollout_ref.actor.ppo_mini_batch_size": 16}),
-        (PPO, (GRPO,), {N: 8, "trainer.total_epochs": 1, "trainer.save_freq": "after_each_epoch"}),
+        (
+            PPO,
+            (GRPO,),
+            {N: 8, "data.val_files": [], "trainer.total_epochs": 1, "trainer.save_freq": "after_each_epoch"},
+        ),
         (PPO, (GRPO, f"{N}=1", "trainer.save_freq=-1"), {N: 1, "trainer.save_freq": -1}),
         (PPO, (LORA,), {LR: 1e-5}),
         (PPO, (LORA, f"{LR}=0.1"), {LR: 0.1}),

@@ -42,6 +42,7 @@ _SCHEDULE = (
 DEFAULTS: Mapping[str, tuple[Default, ...]] = {
     "ppo": (
         Default(BATCH, 16),
+        Default("data.val_files", []),
         Default("actor_rollout_ref.rollout.n", 8, _GROUPS),
         Default("actor_rollout_ref.actor.optim.lr", 1e-5, _LORA),
         *_SCHEDULE,
