@@ -42,6 +42,15 @@ def test_a_run_that_can_start(verl, overrides):
         assert sentence in said
 
 
+def test_the_first_prompt_that_fits_is_shown_with_the_columns_of_its_row(verl, overrides, task):
+    long = [{"role": "user", "content": "long " * 99}]
+    rows = [make_row(0, prompt=long), *(make_row(i, system=f"Be {i}.") for i in range(1, 9))]
+    files = {"data.train_files": write_rows(task / "mixed.jsonl", rows), "data.filter_overlong_prompts": True}
+    said = verl.ends(0, "check", *overrides(files))
+    assert "1 training prompts exceed data.max_prompt_length=64: left out" in said
+    assert "<|im_start|>system\\nBe 1.<|im_end|>" in said
+
+
 def test_rows_for_only_a_teacher_need_no_reference_answer(verl, overrides, task, tiny_llama):
     (task / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(8)))
     code, said = verl(

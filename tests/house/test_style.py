@@ -11,7 +11,7 @@ from tests.house.source import PACKAGE, ROOT, files, imports, nodes, relative, t
 MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # a change that raises one says why in its commit
-MAX_TOTAL_LINES = {"verl": 99_075, "tests": 79_366, "benchmarks": 6_000}
+MAX_TOTAL_LINES = {"verl": 99_079, "tests": 79_375, "benchmarks": 6_000}
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
 

@@ -96,19 +96,19 @@ def _teachers(subject: Subject) -> Line:
     from verl.programs.distillation import check_teachers
 
     data = subject.config.data
-    rows = _load(subject, data.train_files, data.train_max_samples, checked=True)
+    rows = _load(subject, data.train_files, data.train_max_samples)
     check_teachers(subject.config, subject.tokenizer, rows)
     return passed("every row has its teacher and the columns that distillation reads")
 
 
-def _load(subject: Subject, files: Any, max_samples: int, *, checked: bool) -> PromptRows:
+def _load(subject: Subject, files: Any, max_samples: int) -> PromptRows:
+    """The rows that a run reads, which an earlier check has examined."""
     from verl.data.dataset import load_dataset
     from verl.programs.ppo_data import scoring_of
 
     scored = scoring_of(subject.config)
-    return load_dataset(
-        files, subject.tokenizer, subject.config.data, max_samples=max_samples, scored=scored, checked=checked
-    )
+    config = subject.config.data
+    return load_dataset(files, subject.tokenizer, config, max_samples=max_samples, scored=scored, checked=True)
 
 
 def check_template(subject: Subject) -> Iterator[Line]:
@@ -116,13 +116,17 @@ def check_template(subject: Subject) -> Iterator[Line]:
     from verl.data.prompts import PromptEncoder
     from verl.programs.ppo_data import tokenizer_notices
 
-    files = subject.config.data.train_files or subject.config.data.val_files
+    config = subject.config.data
+    files, most = config.train_files, config.train_max_samples
+    if not files:
+        files, most = config.val_files, config.val_max_samples
     if subject.tokenizer is None or subject.data is None or not subject.data.ok or not files:
         yield skip("not checked without usable rows")
         return
-    rows = _load(subject, files, 1, checked=False)
-    row, encoder = rows[0], PromptEncoder(subject.tokenizer, subject.config.data)
-    ids = encoder.encode_row(rows.prompt(row), rows.place(0), rows.images(row)).ids
+    rows = _load(subject, files, most)
+    row, encoder = rows[0], PromptEncoder(subject.tokenizer, config)
+    kwargs = row.get("template_kwargs", {})
+    ids = encoder.encode_row(rows.prompt(row), rows.place(0), rows.images(row), kwargs).ids
     text = subject.tokenizer.decode(ids)
     for sentence in tokenizer_notices(subject.config, subject.tokenizer):
         yield warn(sentence)
@@ -165,7 +169,7 @@ def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
     config = subject.config.data
     for files, most in ((config.train_files, config.train_max_samples), (config.val_files, config.val_max_samples)):
         if files:
-            rows = _load(subject, files, most, checked=True)
+            rows = _load(subject, files, most)
             for number in range(len(rows)):
                 row = rows[number]
                 if rows.scored or row["reward_model"] != UNSCORED:
