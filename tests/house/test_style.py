@@ -6,12 +6,22 @@ import subprocess
 
 import pytest
 
+from tests.house import line_ceilings
 from tests.house.source import PACKAGE, ROOT, files, imports, nodes, relative, tree
 
 MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
-# a change that raises one says why in its commit
-MAX_TOTAL_LINES = {"verl": 99_079, "tests": 79_375, "benchmarks": 6_000}
+# lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
+MAX_LINES = {
+    "core": 81_251,
+    "compat": 5_549,
+    "page": 3_568,
+    "planner": 3_128,
+    "tinker": 3_197,
+    "clusters": 2_386,
+    "tests": 79_481,
+    "benchmarks": 5_997,
+}
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
 
@@ -61,12 +71,25 @@ def test_files_are_short():
     assert not long, f"more than {MAX_FILE_LINES} lines; move a part into another file: {long}"
 
 
-@pytest.mark.parametrize("folder", MAX_TOTAL_LINES)
-def test_a_folder_stays_below_its_ceiling(folder):
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py"))
-    assert lines <= MAX_TOTAL_LINES[folder], (
-        f"{folder} has {lines} lines: remove some, or raise the ceiling with a reason"
-    )
+@pytest.mark.parametrize("part", MAX_LINES)
+def test_a_part_stays_below_its_ceiling(part):
+    lines = line_ceilings.counts()[part]
+    assert lines <= MAX_LINES[part], f"{part} has {lines} lines: remove some, or raise the ceiling with a reason"
+
+
+def test_every_rise_of_a_ceiling_has_a_reason():
+    """History of the table; a tree without git has none."""
+    try:
+        assert not line_ceilings.unexplained_rises(), "say `Capability: why` in the body of the commit"
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+
+
+def test_a_ceiling_falls_to_its_count_and_rises_only_when_told():
+    text = 'MAX_LINES = {\n    "core": 1_200,\n    "tests": 900,\n}\n'
+    count = {"core": 1100, "tests": 1000}
+    assert line_ceilings.moved(text, count, may_rise=False) == text.replace("1_200", "1_100")
+    assert line_ceilings.moved(text, count, may_rise=True) == text.replace("1_200", "1_100").replace("900", "1_000")
 
 
 def test_no_conflict_of_a_merge_is_left():
