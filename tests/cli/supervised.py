@@ -53,6 +53,9 @@ class Work:
             self.die(self.attempt + 1, signal.SIGSEGV)
         return 0
 
+    def is_asked_early(self):
+        self.die(0, signal.SIGTERM)
+
     def always_killed(self):
         self.die(2)
 

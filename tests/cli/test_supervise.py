@@ -150,6 +150,13 @@ def test_a_stop_goes_to_the_run_and_is_not_a_crash(supervised, number):
     assert len(run.attempts()) == 1
 
 
+def test_a_stop_of_a_run_that_does_not_handle_signals_yet_is_not_a_crash(supervised):
+    """As the page stops a run that loads its data."""
+    run = supervised("is_asked_early")
+    assert run.end() == (128 + signal.SIGTERM, "")
+    assert len(run.attempts()) == 1
+
+
 def test_ctrl_c_in_a_terminal_comes_once_and_input_goes_to_the_run(supervised):
     ours, theirs = pty.openpty()
     run = supervised(

@@ -12,7 +12,7 @@ from verl import page
 from verl.page import panels
 from verl.page.pages import Site
 from verl.page.steps import gantt
-from verl.page.tables import log_context, number, polyline, read_log
+from verl.page.tables import final_context, log_context, mean_and_spread, number, polyline, read_log
 from verl.programs.ppo_program import PPOProgram
 from verl.programs.preference import PreferenceOptimization
 
@@ -77,15 +77,20 @@ class TestLog:
             1: ["2026-01-02 03:04:06,100 WARNING 8 verl.run: slow"],
         }.items():  # fmt: skip
             (run.folder / "logs" / f"rank_{rank}.log").write_text("\n".join(lines) + "\n")
+        run.refresh()
         return run
 
     @pytest.mark.parametrize(
         ("query", "levels"),
-        [({}, ["INFO", "WARNING", "ERROR"]), ({"rank": "rank_1"}, ["WARNING"]), ({"level": "ERROR"}, ["ERROR"]),
+        [({}, ["INFO", "INFO", "INFO", "WARNING", "ERROR"]), ({"rank": "rank_1"}, ["WARNING"]), ({"level": "ERROR"}, ["ERROR"]),
          ({"q": "BEGINS"}, ["INFO"]), ({"q": "line 2"}, ["ERROR"]), ({"rank": "../one"}, [])],
     )  # fmt: skip
     def test_records_of_all_ranks_in_order(self, run, query, levels):
         assert [record.level for record in log_context(run, query)["records"]] == levels
+
+    def test_each_step_has_a_line(self, run):
+        records = log_context(run, {"rank": "steps"})["records"]
+        assert [r.text for r in records] == [f"step {n} of 10, reward 0.5, length 6, tokens/s 99" for n in (1, 2)]
 
     def test_a_record_has_any_number_of_lines(self, tmp_path):
         file, lines = (
@@ -140,6 +145,24 @@ def test_compared_runs_have_links_and_the_given_keys_first(site):
     same = site.page("/compare", {"a": "one", "b": "other"})
     assert "Both runs were given the same keys" in same
     assert "other keys" not in same
+
+
+def test_final_metrics_of_groups_are_columns(site):
+    runs = [view.run for view in site.views.values()]
+    for run, rate, reward in zip(runs, ("1e-5", "1e-5", "2e-5"), (0.25, 0.75, 1.0), strict=True):
+        (run.folder / "config.yaml").write_text(f"algorithm:\n  adv_estimator: grpo\nlr: {rate}  # given\n")
+        append(run.folder / "metrics.jsonl", {"step": 3, "time": 1_700_000_009.0, "critic/score/mean": reward})
+        run.refresh(0)
+    alone = final_context(runs, "nothing")
+    assert alone["groupings"] == ["lr"]
+    assert [row["settings"] for row in alone["finals"]] == [[("lr", "1e-5")]] * 2 + [[("lr", "2e-5")]]
+    grouped = final_context(runs, "lr")
+    at = list(grouped["final_columns"]).index("critic/score/mean")
+    assert [(row["name"], row["runs"], mean_and_spread(row["cells"][at])) for row in grouped["finals"]] == [
+        ("1e-5", ["one", "other"], "0.5 ± 0.35"),
+        ("2e-5", ["tuned"], "1"),
+    ]
+    assert "0.5 ± 0.35" in site.page("/compare", {"by": "lr"})
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,15 @@ import json
 import math
 import random
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from urllib.parse import quote, urlencode
 
+import psutil
 import pytest
 
 from tests.page.folders import add_step, append, make_run, sample, write_samples
@@ -49,14 +54,14 @@ def get(site):
     """`get(path)` is the response to a request of the user's."""
     app = make_app(site, TOKEN, "127.0.0.1", 8000)
 
-    def get(path, *, method="GET", host="127.0.0.1:8000", cookies=True, headers=None):
+    def get(path, *, method="GET", host="127.0.0.1:8000", cookies=True, headers=None, form=None):
         async def ask():
             jar = {"verl_page_8000": TOKEN} if cookies else {}
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://page", cookies=jar, verify=False
             ) as client:
-                return await client.request(method, path, headers={"Host": host, **(headers or {})})
+                return await client.request(method, path, headers={"Host": host, **(headers or {})}, data=form)
 
         return asyncio.run(ask())
 
@@ -113,6 +118,87 @@ class TestGate:
     def test_the_redirect_leads_nowhere_else(self, get):
         answer = get(f"/%2Fevil.example/?token={TOKEN}", cookies=False)
         assert answer.headers["location"] == "/evil.example/"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from verl.tracking.lock import FolderLock
+FolderLock(Path(sys.argv[1])).acquire()
+print("holds", flush=True)
+time.sleep(60)
+"""
+
+
+class TestForms:
+    @pytest.fixture
+    def post(self, get):
+        """`post(action, fields)` sends a form of the page of the run, with what is hidden in it."""
+
+        def post(action, fields, **more):
+            hidden = dict(re.findall(r'type="hidden" name="(\w+)" value="(\w+)"', get("/run/run").text))
+            return get(f"/run/run/{action}", method="POST", form={**hidden, **fields}, **more)
+
+        return post
+
+    def test_notes_are_saved_with_their_tags(self, post, get, run_folder):
+        answer = post("notes", {"notes": "lr doubled #lr\r\n</textarea><b>\r\n"})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/run/run")
+        assert (run_folder / "notes.md").read_text() == "lr doubled #lr\n</textarea><b>\n"
+        assert "</textarea><b>" not in get("/run/run").text
+        assert '<span class="tag">lr</span>' in get("/").text
+
+    def test_newer_notes_are_not_replaced(self, post, run_folder):
+        digest = hashlib.sha256(b"").hexdigest()
+        (run_folder / "notes.md").write_text("by an editor")
+        answer = post("notes", {"notes": "by the page", "digest": digest})
+        assert answer.status_code == 409
+        assert "has changed since this page was opened" in answer.text
+        assert (run_folder / "notes.md").read_text() == "by an editor"
+
+    @pytest.mark.parametrize("size", [70_000, 300_000])
+    def test_notes_that_are_too_long_are_not_saved(self, post, run_folder, size):
+        assert "at most 64 KiB" in post("notes", {"notes": "a" * size}).text
+        assert not (run_folder / "notes.md").exists()
+
+    def test_notes_behind_a_link_are_not_written_there(self, post, run_folder, tmp_path):
+        (tmp_path / "elsewhere").write_text("mine")
+        (run_folder / "notes.md").symlink_to(tmp_path / "elsewhere")
+        post("notes", {"notes": "new"})
+        assert (tmp_path / "elsewhere").read_text() == "mine"
+
+    @pytest.mark.parametrize("action", ["notes", "stop"])
+    @pytest.mark.parametrize(
+        ("fields", "more"), [({}, {"cookies": False}), ({"form": "0" * 64}, {}), ({"form": ""}, {})], ids=str
+    )
+    def test_another_site_can_send_nothing(self, post, run_folder, action, fields, more):
+        assert post(action, {"notes": "new", **fields}, **more).status_code == 403
+        assert not (run_folder / "notes.md").exists()
+
+    def test_a_run_that_has_ended_is_not_stopped(self, post):
+        assert "nothing was stopped" in post("stop", {}).text
+
+    def test_a_process_that_does_not_hold_the_folder_is_not_stopped(self, post, run_folder):
+        """The lock of a copied folder, or of a hostile one, may name any process."""
+        with subprocess.Popen(["sleep", "60"]) as other:
+            started = psutil.Process(other.pid).create_time()
+            lock = {"pid": other.pid, "host": socket.gethostname(), "started": started}
+            (run_folder / "run.lock").write_text(json.dumps(lock))
+            assert "nothing was stopped" in post("stop", {}).text
+            assert other.poll() is None
+            other.kill()
+
+    def test_the_process_that_holds_the_folder_gets_sigterm(self, post, run_folder):
+        with subprocess.Popen([sys.executable, "-c", HOLDER, run_folder], stdout=subprocess.PIPE, text=True) as holder:
+            assert holder.stdout.readline() == "holds\n"
+            answer = post("stop", {})
+            assert (answer.status_code, answer.headers["location"]) == (303, "/run/run")
+            assert holder.wait(30) == -signal.SIGTERM
+
+    def test_an_export_has_no_forms(self, run_folder, tmp_path):
+        assert "<form" not in Site([run_folder], static=True, cache=tmp_path).page("/run/run").replace(
+            '<form method="dialog">', ""
+        )
 
 
 @pytest.mark.parametrize(

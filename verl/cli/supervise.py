@@ -301,7 +301,8 @@ def _ending(
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code} and no error"
         if code == 1 and (raylet := (others or {}).get(_RAYLET)):  # Ray's library ends a process whose raylet is lost
             cause = f"the end of Ray's {_RAYLET} (pid {raylet}), without which Ray lets no run continue"
-    return Ending(shown, cause, not crash, beat)
+    was_asked = code == -signal.SIGTERM  # before the run could handle it
+    return Ending(shown, cause, was_asked or not crash, beat)
 
 
 def _advice(ending: Ending) -> str:

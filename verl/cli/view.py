@@ -13,7 +13,7 @@ from verl.cli.parser import Parser
 from verl.config import LoadedConfig, RunConfig
 from verl.errors import ConfigError, MissingExtraError
 
-_ABOUT = "Show runs, running or ended, in a browser: curves, steps, groups, samples, tokens. Reads the folders only."
+_ABOUT = "Show runs, running or ended, in a browser: curves, steps, groups, samples, tokens. Writes nothing but notes."
 
 
 def run_view(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def run_view(argv: list[str]) -> int:
     from verl.page.server import serve_page
 
     listening, token = listen(arguments.host, arguments.port), new_token()
-    print(f"{address_of(listening, token)}\nCtrl-C ends the page; it only reads, so runs continue.", flush=True)
+    print(f"{address_of(listening, token)}\nCtrl-C ends the page; runs continue.", flush=True)
     serve_page(folders, listening, token)
     return 0
 

@@ -78,6 +78,7 @@ class Site:
 
     def __init__(self, folders: Sequence[Path], *, static: bool = False, cache: Path | None = None):
         self.static = static
+        self.form_token = ""  # in the forms of a served page
         self.views: dict[str, View] = {}
         for folder in folders:
             key = self._key(folder)
@@ -89,6 +90,7 @@ class Site:
         self.env.filters.update(
             shown=shown, collapsed=collapsed, duration=duration, number=tables.number, clock=tables.clock, data=_data,
             polyline=tables.polyline, breakable=breakable, plain=lambda text: clean(text, 80),
+            mean_and_spread=tables.mean_and_spread,
             when=lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)),
         )  # fmt: skip
 

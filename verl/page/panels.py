@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader, Series
+from verl.page.tables import HIDDEN_KEYS, final_context
 from verl.page.text import whole_number
 from verl.tracking.files import Row
 from verl.tracking.progress import says_nothing
@@ -240,7 +241,6 @@ def thin(steps: Sequence[int], values: Sequence[float]) -> dict[int, float]:
 
 _MAX_PROMPTS = 30
 _MAX_RUNS = 20
-_HIDDEN = ("trainer.default_local_dir", "trainer.experiment_name")
 
 
 def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict[str, object]:
@@ -263,6 +263,7 @@ def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict
         "overlaid": [view.run.key for view in overlaid], "a": a, "b": b, "pair": [view.run for view in pair],
         "charts": charts(*overlaid), **different_keys(*pair), "steps": steps, "step": step,
         "prompts": same_prompts(*pair, step) if step is not None else [],
+        **final_context([view.run for view in overlaid], query.get("by", "")),
     }  # fmt: skip
 
 
@@ -277,7 +278,7 @@ def different_keys(one: View, other: View) -> dict[str, list[tuple[str, str, str
     for key in sorted(here.keys() | there.keys()):
         pair = [run[key] if key in run else None for run in (here, there)]
         values = [row.value if row else "–" for row in pair]
-        if values[0] != values[1] and key not in _HIDDEN:
+        if values[0] != values[1] and key not in HIDDEN_KEYS:
             rows["keys" if any(row and row.origin for row in pair) else "other_keys"].append(
                 (key, values[0], values[1])
             )

@@ -6,6 +6,7 @@ Reading never raises because of the content of the folder: `problems` has a sent
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import re
@@ -95,7 +96,7 @@ def rows_of_step(path: Path, step: int, check: files.Check) -> list[files.Row]:
 
 
 _SPAN = files.has(name=files.is_text, start=files.is_number, seconds=files.is_number, step=files.is_count)
-_MAX_NOTES_BYTES = 64 << 10
+MAX_NOTES_BYTES = 64 << 10
 _TAG = re.compile(r"(?<![\w#&/])#(\w[\w-]{0,39})")
 _RESUME_GAP_S = 0.5  # the timeline has no gaps within one process
 # section that only one kind of run has -> that kind; the first one counts
@@ -267,9 +268,31 @@ class RunReader:
     def notes(self) -> str:
         """The user's notes.md; its words like #baseline are tags."""
         try:
-            return read_text(self.folder / "notes.md", _MAX_NOTES_BYTES).strip()
+            return read_text(self.folder / "notes.md", MAX_NOTES_BYTES).strip()
         except (OSError, ValueError):
             return ""
+
+    @property
+    def notes_digest(self) -> str:
+        """A digest of the notes: a form that has it replaces no newer ones."""
+        return hashlib.sha256(self.notes.encode()).hexdigest()
+
+    def write_notes(self, text: str, digest: str) -> str:
+        """Replace notes.md, whose digest was `digest`; "" or a sentence where it was not replaced."""
+        file = self.folder / "notes.md"
+        text = "".join(line.rstrip() + "\n" for line in text.strip().splitlines())
+        if len(text.encode()) > MAX_NOTES_BYTES:
+            return "Notes have at most 64 KiB. They were not saved."
+        if not self.notes and file.exists() and file.stat().st_size > MAX_NOTES_BYTES:
+            return "notes.md has more than 64 KiB, so the page does not replace it."
+        if digest != self.notes_digest:
+            return "notes.md has changed since this page was opened. Go back, copy your text, and load the page again."
+        try:
+            files.write_atomically(file, text)
+        except OSError as error:
+            return f"notes.md could not be written: {error.strerror}."
+        self.version += 1
+        return ""
 
     @property
     def tags(self) -> list[str]:

@@ -1,7 +1,8 @@
-"""The web server of the page: Starlette and uvicorn, reading only; with /metrics for Prometheus.
+"""The web server of the page: Starlette and uvicorn; with /metrics for Prometheus.
 
 Safe by default: it listens at loopback, every request needs the random token (in a cookie, set by the first address) and a
-Host of this machine, only GET and HEAD exist, and the content security policy forbids anything that is not served here.
+Host of this machine, and the content security policy forbids anything that is not served here. Two addresses take a POST, of
+the page's own forms: the notes of a run, and its stop.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, quote, urlencode
 
 from verl.errors import MissingExtraError
 from verl.page.pages import NotFound, Site
-from verl.page.reader import RunReader
+from verl.page.reader import MAX_NOTES_BYTES, RunReader
 from verl.tracking.files import write_atomically
+from verl.tracking.lock import stop_holder
 from verl.tracking.logs import adopt_loggers
 
 _RELOAD_S = 2.0
@@ -96,6 +98,7 @@ except ImportError as error:
     raise MissingExtraError("The page about runs", "page", error.name or "starlette") from error
 
 STATIC = Path(__file__).parent / "static"
+_FORM = re.compile(r"/run/[^/]+/(?:notes|stop)")
 _POLL_S = 0.4  # between two looks at a run whose page is open
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -138,8 +141,10 @@ class Gate:
     def _refusal(self, request: Request) -> Response | None:
         if not is_own_name(request.headers.get("host", ""), self.host):
             return PlainTextResponse("This address is not one of this page (Host).", 421)
-        if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("The page only reads.", 405, {"Allow": "GET, HEAD"})
+        if request.method not in ("GET", "HEAD") and not (
+            request.method == "POST" and _FORM.fullmatch(request.url.path)
+        ):
+            return PlainTextResponse("This address is only read.", 405, {"Allow": "GET, HEAD"})
         token = request.query_params.get("token")
         if token is not None and self._is_token(token):
             left = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
@@ -203,17 +208,53 @@ def make_app(
     async def live(request: Request) -> Response:
         return EventSourceResponse(_changes(site, request), ping=15)
 
+    site.form_token = hmac.new(token.encode(), b"form", "sha256").hexdigest()  # of the forms in its pages
     app = Starlette(
         routes=[
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/metrics", metrics),
             Route("/live", live),
             Route("/charts/{key}", charts),
+            Route("/run/{key}/{action}", _form(site), methods=["POST"]),
             Route("/{path:path}", page),
         ],
         exception_handlers={Exception: _failed(site)},
     )
     return Gate(app, token, host, port)
+
+
+def _stop(run: RunReader) -> str:
+    return "" if stop_holder(run.folder) else "No process of this machine runs in this folder, so nothing was stopped."
+
+
+# the forms of a run: what each does with its fields; the result is "", or a sentence where it did nothing
+_FORMS: dict[str, Callable[[RunReader, Mapping[str, str]], str]] = {
+    "stop": lambda run, fields: _stop(run),
+    "notes": lambda run, fields: run.write_notes(fields.get("notes", ""), fields.get("digest", "")),
+}
+
+
+def _form(site: Site) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > 4 * MAX_NOTES_BYTES:  # a byte takes up to three in a form
+                return PlainTextResponse("Notes have at most 64 KiB. They were not saved.", 413)
+        fields = {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
+        if not hmac.compare_digest(fields.get("form", "").encode(), site.form_token.encode()):
+            return PlainTextResponse("This form is not of this page, or is old: load the page again.", 403)
+        key = request.path_params["key"]
+        try:
+            act = _FORMS[request.path_params["action"]]
+            problem = await run_in_threadpool(act, site.view(key).run, fields)
+        except NotFound as error:
+            return HTMLResponse(site.message(str(error)), 404)
+        if problem:
+            return HTMLResponse(site.message(problem), 409)
+        return RedirectResponse(f"/run/{quote(key, safe='')}", 303)
+
+    return handle
 
 
 def _failed(site: Site) -> Callable[[Request, Exception], Awaitable[Response]]:

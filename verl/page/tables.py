@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ from verl.page.reader import RunReader
 from verl.tracking.files import Row
 from verl.tracking.ledger.reader import read_counts
 from verl.tracking.progress import read_tail
+from verl.tracking.run_folder import RunFolder
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NUM_RECORDS = 500
+_STEPS = "steps"  # where their lines stand in the log
 _READ_BYTES = 2 << 20  # of the end of each rank's log
 _RECORD = re.compile(rf"(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) ({'|'.join(_LEVELS)}) \d+ (.*)")
 
@@ -41,22 +44,31 @@ def read_log(file: Path) -> list[LogLine]:
 
 def log_context(run: RunReader, query: Mapping[str, str]) -> dict[str, object]:
     """Events of the supervisor, newest first, and the newest records that match `rank`, `level` (this one and graver ones)
-    and `q`, a text in any case."""
+    and `q`, a text in any case. The lines of steps have the rank "steps"."""
     files = {file.stem: file for file in sorted((run.folder / "logs").glob("*.log"))}
     rank, text = query.get("rank", ""), query.get("q", "").casefold()
     level = query["level"] if query.get("level") in _LEVELS else _LEVELS[0]
     graver = _LEVELS[_LEVELS.index(level) :]
-    records = sorted(
-        record
-        for name, file in files.items()
-        if rank in ("", name)
-        for record in read_log(file)
-        if record.level in graver and text in record.text.casefold()
-    )
+    every = [record for name, file in files.items() if rank in ("", name) for record in read_log(file)]
+    every += _step_lines(run) if rank in ("", _STEPS) else []
+    records = sorted(r for r in every if r.level in graver and text in r.text.casefold())
     return {
-        "events": list(reversed(run.events)), "ranks": list(files), "levels": _LEVELS, "rank": rank, "level": level,
+        "events": list(reversed(run.events)), "ranks": [*files, _STEPS], "levels": _LEVELS, "rank": rank, "level": level,
         "text": query.get("q", ""), "records": records[-_NUM_RECORDS:], "num_records": len(records),
     }  # fmt: skip
+
+
+def _step_lines(run: RunReader) -> list[LogLine]:
+    """A record for each of the newest steps: its headline metrics."""
+    of = f" of {run.total_steps}" if run.total_steps else ""
+    lines = []
+    for row in run.metric_rows(max(run.step - _NUM_RECORDS, 0) + 1):
+        step = int(row["step"])
+        if (written := run.times.get(step)) is not None:
+            shown = [f"{_SHORT[name]} {number(row[name])}" for name in _HEADLINES[run.kind] if name in row]
+            time_ms = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)) + f",{int(written % 1 * 1000):03d}"
+            lines.append(LogLine(time_ms, _STEPS, "INFO", ", ".join([f"step {step}{of}", *shown])))
+    return lines
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -156,3 +168,41 @@ def polyline(values: Sequence[float]) -> str:
     return " ".join(
         f"{100 * i / max(len(ends) - 1, 1):.1f},{19 - 18 * (v - low) / room:.1f}" for i, v in enumerate(ends)
     )
+
+
+HIDDEN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name")  # which no two runs share
+_GROUPINGS: Mapping[str, Callable[[RunReader], str]] = {
+    "kind": lambda run: run.program, "model": lambda run: run.model,
+    "tags": lambda run: " ".join(f"#{tag}" for tag in run.tags),
+}  # fmt: skip
+
+
+def final_context(runs: Sequence[RunReader], by: str) -> dict[str, object]:
+    """The newest headline metrics of `runs` as columns, with a row for each run; or for each value of `by` (kind, model, tags,
+    or a given key in which they differ), with mean and standard deviation over its runs."""
+    keys = {run.key: {row.key: row for row in RunFolder(run.folder).read_keys()} for run in runs}
+    keys_set = sorted({row.key for rows in keys.values() for row in rows.values() if row.origin} - {*HIDDEN_KEYS})
+
+    def value(run: RunReader, name: str) -> str:
+        row = keys[run.key].get(name)
+        return _GROUPINGS[name](run) if name in _GROUPINGS else row.value if row else "–"
+
+    choices = [name for name in (*_GROUPINGS, *keys_set) if len({value(run, name) for run in runs}) > 1]
+    by = by if by in choices else ""
+    groups: dict[str, list[RunReader]] = {}
+    for run in runs:
+        groups.setdefault(value(run, by) if by else run.key, []).append(run)
+    columns = list(dict.fromkeys(name for run in runs for name in _HEADLINES[run.kind] if name in run.metrics))
+    rows = [
+        {"name": name, "runs": [run.key for run in members],
+         "settings": [(key, value(members[0], key)) for key in choices if key in keys_set and not by],
+         "cells": [[run.metrics[column].last for run in members if column in run.metrics] for column in columns]}
+        for name, members in groups.items()
+    ]  # fmt: skip
+    return {"by": by, "groupings": choices, "finals": rows, "final_columns": {name: _SHORT[name] for name in columns}}
+
+
+def mean_and_spread(values: Sequence[float]) -> str:
+    """The mean of the runs, and with several their standard deviation."""
+    spread = f" ± {number(statistics.stdev(values), 2)}" if len(values) > 1 else ""
+    return number(statistics.fmean(values), 3) + spread if values else "–"

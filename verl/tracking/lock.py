@@ -150,6 +150,20 @@ def holder_of(folder: Path) -> str | None:
     return None if holder is None or _is_dead(holder) else _named(holder)
 
 
+def stop_holder(folder: Path) -> bool:
+    """Send SIGTERM to the run in `folder`; whether there was one on this host. A run.lock may be anyone's text, so a process
+    that does not have it open gets nothing."""
+    holder = _read(folder / "run.lock")
+    if holder is None or holder["host"] != socket.gethostname() or _is_dead(holder):
+        return False
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(holder["pid"])
+        if any(os.path.samefile(file.path, folder / "run.lock") for file in process.open_files()):
+            process.terminate()
+            return True
+    return False
+
+
 def _named(holder: Mapping[str, object] | None) -> str:
     return "another process" if holder is None else f"process {holder['pid']} on {clean(holder['host'])}"
 

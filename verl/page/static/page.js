@@ -116,6 +116,11 @@
     const toggle = $("[data-theme-toggle]"), help = $("[data-help]");
     if (toggle) toggle.addEventListener("click", toggleTheme);
     if (help) help.addEventListener("click", () => $("#help").showModal());
+    document.addEventListener("click", (event) => {
+      const opens = event.target.closest("[data-dialog]"), closes = event.target.closest("[data-close]");
+      if (opens) document.getElementById(opens.dataset.dialog).showModal();
+      if (closes) closes.closest("dialog").close();
+    });
     filterRows();
     if (!("static" in document.body.dataset) && window.EventSource && $("#live-part, #charts")) listen();
   });
