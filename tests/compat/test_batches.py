@@ -30,7 +30,6 @@ from verl.trainer.ppo.utils import (
     need_critic,
     need_reference_policy,
     need_reward_model,
-    need_teacher_policy,
 )
 from verl.utils.debug.metrics import calculate_debug_metrics
 
@@ -283,8 +282,6 @@ class TestRoles:
         return config
 
     def test_what_a_config_needs(self):
-        assert not need_teacher_policy(self.config())
-        assert need_teacher_policy(OmegaConf.create({"distillation": {"enabled": True}}))
         assert not need_reference_policy(self.config())
         assert need_reference_policy(self.config(algorithm__use_kl_in_reward=True))
         assert need_reference_policy(self.config(actor_rollout_ref__actor__use_kl_loss=True))

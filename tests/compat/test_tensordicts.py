@@ -44,11 +44,6 @@ def test_assigned_and_taken():
     assert tu.pop(td, "step", "none") == "none"
     with pytest.raises(ValueError, match="2 objects for 4 rows"):
         tu.assign_non_tensor_stack(td, "bad", [1, 2])
-    taken = tu.pop_keys(td, ["score", "uid"])
-    assert set(taken.keys()) == {"score", "uid"}
-    assert "score" not in td.keys()
-    with pytest.raises(KeyError):
-        tu.pop_keys(td, ["ids", "score"])
     assert rows(td) == [[1], [2, 3], [4, 5, 6], [7]]
     assert set(tu.get_keys(td, ["ids"]).keys()) == {"ids"}
 
@@ -107,30 +102,8 @@ def test_mini_batches():
         next(tu.make_iterator(batch(), 3, 1))
 
 
-def test_rows_are_repeated_to_a_multiple_and_taken_away():
-    padded, count = tu.pad_to_divisor(batch(), 3)
-    assert (count, tu.get(padded, "uid")) == (2, ["a", "b", "c", "c", "a", "b"])
-    tu.assert_tensordict_eq(tu.unpad(padded, count), batch())
-    same, none = tu.pad_to_divisor(batch(), 2)
-    assert (len(same), none) == (4, 0)
-    with pytest.raises(AssertionError, match="columns differ"):
-        tu.assert_tensordict_eq(batch(), tu.get_keys(batch(), ["uid"]))
-    with pytest.raises(AssertionError, match="values of 'score' differ"):
-        tu.assert_tensordict_eq(
-            tu.get_tensordict({"score": torch.ones(2)}), tu.get_tensordict({"score": torch.zeros(2)})
-        )
-
-
-def test_a_batch_of_rows():
-    td = tu.list_of_dict_to_tensordict(
-        [{"ids": torch.arange(n), "score": torch.tensor(n), "uid": str(n)} for n in (1, 3)]
-    )
-    assert [row.tolist() for row in td["ids"].unbind()] == [[0], [0, 1, 2]]
-    assert (td["score"].tolist(), tu.get(td, "uid")) == ([1, 3], ["1", "3"])
-    joined = tu.concat_nested_tensors([td["ids"], td["ids"]])
-    assert [len(row) for row in joined.unbind()] == [1, 3, 1, 3]
+def test_rows_are_taken_away_and_columns_become_contiguous():
+    assert tu.get(tu.unpad(batch(), 1), "uid") == ["a", "b", "c"]
     turned = tu.contiguous(tu.get_tensordict({"x": torch.arange(4).view(2, 2).T, "uid": ["a", "b"]}))
     assert turned["x"].is_contiguous()
     assert turned["x"].tolist() == [[0, 2], [1, 3]]
-    with pytest.raises(ValueError, match="different names"):
-        tu.list_of_dict_to_tensordict([{"a": 1}, {"b": 1}])

@@ -5,11 +5,9 @@ import asyncio
 import collections
 import gc
 import json
-import os
 import time
 import warnings
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,17 +24,14 @@ from verl.utils.fs import copy_to_local, is_non_local, local_mkdir_safe
 from verl.utils.import_utils import deprecated, import_external_libs, load_class_from_fqn, load_extern_type
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.utils.metric import reduce_metrics
-from verl.utils.net_utils import is_ipv4, is_valid_ipv6_address
+from verl.utils.net_utils import is_valid_ipv6_address
 from verl.utils.py_functional import (
     append_to_dict,
     convert_to_regular_types,
-    list_of_dict_to_dict_of_list,
-    temp_env_var,
     union_two_dict,
 )
 from verl.utils.ray_utils import auto_await, get_event_loop
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
-from verl.utils.tokenizer import set_pad_token_id
 from verl.utils.torch_dtypes import PrecisionType
 
 pytestmark = pytest.mark.seed("F2")
@@ -104,11 +99,6 @@ class TestTokenizers:
             with pytest.raises(TypeError, match="flat list"):
                 normalize_token_ids(wrong)
 
-    def test_pad_token(self):
-        tokenizer = SimpleNamespace(pad_token_id=None, eos_token_id=7)
-        set_pad_token_id(tokenizer)
-        assert tokenizer.pad_token_id == 7
-
 
 class TestDevices:
     def test_names_of_one_device_agree(self):
@@ -150,10 +140,9 @@ class TestImports:
 
         from verl.utils import import_utils
 
-        for package in ("nvtx", "vllm", "sglang", "trl"):
+        for package in ("nvtx", "trl"):
             available = getattr(import_utils, f"is_{package}_available")()
             assert available is (importlib.util.find_spec(package) is not None)
-        assert import_utils.is_megatron_core_available() in (True, False)
 
     def test_code_by_path(self, tmp_path):
         file = tmp_path / "mine.py"
@@ -231,21 +220,12 @@ class TestContainers:
         assert type(converted["x"]) is dict
         assert type(converted["x"]["a"]) is list
 
-    def test_an_environment_variable_for_a_while(self, monkeypatch):
-        monkeypatch.setenv("VERL_TEST_A", "1")
-        with temp_env_var("VERL_TEST_A", "2"), temp_env_var("VERL_TEST_B", "3"):
-            assert (os.environ["VERL_TEST_A"], os.environ["VERL_TEST_B"]) == ("2", "3")
-        assert (os.environ["VERL_TEST_A"], os.environ.get("VERL_TEST_B")) == ("1", None)
-
     def test_dicts(self):
         first = {"a": 1}
         assert union_two_dict(first, {"a": 1, "b": 2}) is first
         assert first == {"a": 1, "b": 2}
         with pytest.raises(ValueError, match="'a'"):
             union_two_dict(first, {"a": 2})
-        assert list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
-        with pytest.raises(ValueError, match="same keys"):
-            list_of_dict_to_dict_of_list([{"a": 1}, {"b": 2}])
 
     def test_coroutines_from_both_sides(self):
         @auto_await
@@ -270,11 +250,10 @@ class TestContainers:
         other.close()
 
     @pytest.mark.parametrize(
-        ("address", "v4", "v6"),
-        [("10.0.0.1", 1, 0), ("::1", 0, 1), ("fe80::1", 0, 1), ("[::1]", 0, 0), ("host", 0, 0), ("1.2.3", 0, 0)],
+        ("address", "is_v6"), [("10.0.0.1", False), ("::1", True), ("fe80::1", True), ("[::1]", False), ("host", False)]
     )
-    def test_addresses(self, address, v4, v6):
-        assert (is_ipv4(address), is_valid_ipv6_address(address)) == (bool(v4), bool(v6))
+    def test_addresses(self, address, is_v6):
+        assert is_valid_ipv6_address(address) is is_v6
 
 
 class TestTracing:

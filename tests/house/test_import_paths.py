@@ -162,24 +162,13 @@ class TestTensorFunctions:
         expected = logits.log_softmax(-1)[torch.arange(2)[:, None], torch.arange(3), labels]
         torch.testing.assert_close(logprobs_from_logits(logits, labels), expected)
 
-    def test_response_mask(self):
-        from verl.utils.torch_functional import get_response_mask
-
-        ids = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 2, 2, 2]])
-        assert get_response_mask(ids, 2).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
-        assert get_response_mask(ids, [7, 3], torch.bool).tolist() == [
-            [True, True, True, False], [True, True, True, False], [True, False, False, False]
-        ]  # fmt: skip
-
     def test_padding(self):
-        from verl.utils.torch_functional import clip_by_value, pad_2d_list_to_length, pad_sequence_to_length
+        from verl.utils.torch_functional import clip_by_value, pad_sequence_to_length
 
         ids = torch.tensor([[1, 2]])
         assert pad_sequence_to_length(ids, 4, 0).tolist() == [[1, 2, 0, 0]]
         assert pad_sequence_to_length(ids, 4, 9, left_pad=True).tolist() == [[9, 9, 1, 2]]
         assert pad_sequence_to_length(ids, 1, 0).tolist() == [[1, 2]]
-        assert pad_2d_list_to_length([[1], [2, 3]], 0).tolist() == [[1, 0], [2, 3]]
-        assert pad_2d_list_to_length([[1]], 7, max_length=3).tolist() == [[1, 7, 7]]
         assert clip_by_value(torch.tensor([1, 5]), torch.tensor([2, 2]), torch.tensor([3, 3])).tolist() == [2, 3]
 
 

@@ -8,8 +8,7 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -156,13 +155,6 @@ class DistProfilerExtension:
 
     def stop_profile(self) -> None:
         self.profiler.stop()
-
-
-@contextmanager
-def mark_annotate(message: str | None = None, **_: object) -> Iterator[None]:
-    """A block under its name in a trace."""
-    with torch.profiler.record_function(message or "block"):
-        yield
 
 
 def log_gpu_memory_usage(

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 _WORKER_GROUPS = "verl.runtime.ray_worker_group"
 _REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mode"
-_ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model need_teacher_policy"
+_ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model"
 _DATASETS = "create_rl_dataset create_rl_sampler"
 _PROFILER = {
-    "verl.compat.devices": "DistProfiler DistProfilerExtension GPUMemoryLogger ProfilerConfig log_gpu_memory_usage "
-    "mark_annotate",
+    "verl.compat.devices": "DistProfiler DistProfilerExtension GPUMemoryLogger ProfilerConfig log_gpu_memory_usage",
     "verl.compat.tracking": "marked_timer simple_timer",
 }
 _WORKERS = {
@@ -59,8 +58,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.runtime.worker_group": "WorkerGroup",
     },
     "verl.single_controller.base.decorator": {
-        "verl.compat.mesh_dispatch": "_check_dispatch_mode=check_dispatch_mode get_predefined_dispatch_fn "
-        "make_nd_compute_dataproto_dispatch_fn",
+        "verl.compat.mesh_dispatch": " make_nd_compute_dataproto_dispatch_fn",
         "verl.parallel.register": f"DISPATCH_MODE_FN_REGISTRY {_REGISTER}",
     },
     "verl.single_controller.ray": {
@@ -156,8 +154,8 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.utils.hdfs_io": {"verl.compat.files": "copy exists makedirs"},
     "verl.utils.import_utils": {
-        "verl.compat.python": "deprecated import_external_libs is_megatron_core_available is_nvtx_available "
-        "is_sglang_available is_trl_available is_vllm_available load_class_from_fqn load_extern_object load_extern_type"
+        "verl.compat.python": "deprecated import_external_libs  is_nvtx_available "
+        " is_trl_available  load_class_from_fqn load_extern_object load_extern_type"
     },
     "verl.utils.memory_utils": {"verl.compat.devices": "aggressive_empty_cache"},
     "verl.utils.metric": {"verl.compat.metrics": "AggregationType Metric=MetricValues reduce_metrics"},
@@ -165,13 +163,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.compat.models": "compute_position_id_with_mask convert_weight_keys extract_multi_modal_inputs "
         "get_generation_config get_model_size print_model_size update_model_config"
     },
-    "verl.utils.net_utils": {"verl.compat.python": "is_ipv4 is_valid_ipv6_address"},
+    "verl.utils.net_utils": {"verl.compat.python": " is_valid_ipv6_address"},
     "verl.utils.profiler": _PROFILER,
     "verl.utils.profiler.performance": _PROFILER,
-    "verl.utils.py_functional": {
-        "verl.compat.python": "append_to_dict convert_to_regular_types list_of_dict_to_dict_of_list temp_env_var "
-        "union_two_dict"
-    },
+    "verl.utils.py_functional": {"verl.compat.python": "append_to_dict convert_to_regular_types  union_two_dict"},
     "verl.utils.ray_utils": {"verl.compat.python": "auto_await get_event_loop"},
     "verl.utils.reward_score": {
         "verl.rewards.scorers.route": "_default_compute_score=default_compute_score default_compute_score"
@@ -186,23 +181,22 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.reward_score.openr1mm": {"verl.rewards.scorers.math_answers": "compute_score=score_tagged"},
     "verl.utils.reward_score.search_r1_like_qa_em": {"verl.rewards.scorers.exact_match": "compute_score"},
     "verl.utils.reward_score.rlla": {"verl.rewards.scorers.tool_calls": "compute_score"},
-    "verl.utils.rollout_skip": {"verl.compat.ray_trainer": "RolloutSkip"},
     "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
     "verl.utils.seqlen_balancing": {
         "verl.compat.batches": "get_reverse_idx get_seqlen_balanced_partitions log_seqlen_unbalance "
         "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch"
     },
     "verl.utils.tensordict_utils": {
-        "verl.compat.tensordicts": "assert_tensordict_eq assign_non_tensor assign_non_tensor_data assign_non_tensor_stack "
-        "chunk_tensordict concat_nested_tensors concat_tensordict contiguous get get_keys get_non_tensor_data get_tensordict "
-        "index_select_tensor_dict list_of_dict_to_tensordict make_iterator pad_to_divisor pop pop_keys union_tensor_dict unpad "
+        "verl.compat.tensordicts": " assign_non_tensor assign_non_tensor_data assign_non_tensor_stack "
+        "chunk_tensordict  concat_tensordict contiguous get get_keys get_non_tensor_data get_tensordict "
+        "index_select_tensor_dict  make_iterator  pop  union_tensor_dict unpad "
         "unwrap_non_tensor_data"
     },
-    "verl.utils.tokenizer": {"verl.compat.models": "hf_processor hf_tokenizer normalize_token_ids set_pad_token_id"},
+    "verl.utils.tokenizer": {"verl.compat.models": "hf_processor hf_tokenizer normalize_token_ids"},
     "verl.utils.torch_dtypes": {"verl.compat.tensors": "PrecisionType"},
     "verl.utils.torch_functional": {
         "verl.compat.tensors": "clip_by_value get_constant_schedule_with_warmup get_cosine_schedule_with_warmup "
-        "get_response_mask logprobs_from_logits masked_mean masked_sum masked_var masked_whiten pad_2d_list_to_length "
+        " logprobs_from_logits masked_mean masked_sum masked_var masked_whiten "
         "pad_sequence_to_length",
         "verl.algorithms.losses": "entropy_from_logits",
         "verl.algorithms.kl": "AdaptiveKLController FixedKLController",

@@ -6,8 +6,7 @@ from typing import Any
 
 from verl.data_proto.padding import pad_dataproto_to_divisor
 from verl.data_proto.proto import DataProto
-from verl.errors import NameConfigError
-from verl.parallel.register import DISPATCH_MODE_FN_REGISTRY, Dispatch, Mode
+from verl.parallel.register import Mode
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
@@ -37,21 +36,3 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
         return joined.slice(0, group.num_rows_sent) if group.num_rows_sent <= len(joined) else joined
 
     return Mode(f"nd_compute({mesh_name})", (dispatch, collect))
-
-
-def check_dispatch_mode(dispatch_mode: Mode) -> None:
-    """Raises NameConfigError for what is no mode of Dispatch."""
-    if dispatch_mode not in list(Dispatch):
-        raise NameConfigError(
-            f"There is no dispatch mode {dispatch_mode!r}; there are {', '.join(m.name for m in Dispatch)}."
-        )
-
-
-def get_predefined_dispatch_fn(dispatch_mode: Mode) -> dict[str, Any]:
-    """{"dispatch_fn": ..., "collect_fn": ...} that a script has given to a mode. Raises NameConfigError for one without
-    them, such as a built-in mode."""
-    if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
-        raise NameConfigError(
-            f"The dispatch mode {dispatch_mode.name} has no functions; register_dispatch_mode gives it some."
-        )
-    return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]

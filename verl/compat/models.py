@@ -173,15 +173,6 @@ def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings:
     return processor if isinstance(processor, transformers.ProcessorMixin) else None
 
 
-def set_pad_token_id(tokenizer: Tokenizer) -> None:
-    """Set the pad token of `tokenizer` to its end-of-sequence token if it has none."""
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token_id = tokenizer.eos_token_id
-        log.warning(
-            "The tokenizer has no pad token; it pads with its end-of-sequence token %s.", tokenizer.eos_token_id
-        )
-
-
 def normalize_token_ids(tokenized_output: object) -> list[int]:
     """Token ids as a flat list, from any result of `apply_chat_template(tokenize=True)`: a list, an array, a batch of one,
     or a mapping with `input_ids`. Raises TypeError for any other value."""

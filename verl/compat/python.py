@@ -8,10 +8,8 @@ import functools
 import importlib.util
 import inspect
 import ipaddress
-import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError
@@ -45,14 +43,6 @@ def union_two_dict(dict1: dict[str, object], dict2: Mapping[str, object]) -> dic
 
     dict1.update(union_meta_info(dict1, dict2))
     return dict1
-
-
-def list_of_dict_to_dict_of_list(list_of_dict: Iterable[Mapping[str, object]]) -> dict[str, list[object]]:
-    """Rows as columns. Raises ValueError when the rows do not have the same keys."""
-    rows = list(list_of_dict)
-    if any(row.keys() != rows[0].keys() for row in rows):
-        raise ValueError("The dicts do not have the same keys.")
-    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
@@ -89,20 +79,12 @@ def auto_await(func: Callable[..., object]) -> Callable[..., Any]:
     return call
 
 
-def is_ipv4(address: str) -> bool:
-    return _ip_version(address) == 4
-
-
 def is_valid_ipv6_address(address: str) -> bool:
     """Whether `address` is an IPv6 address, without brackets."""
-    return _ip_version(address) == 6
-
-
-def _ip_version(address: str) -> int | None:
     try:
-        return ipaddress.ip_address(address).version
+        return ipaddress.ip_address(address).version == 6
     except ValueError:
-        return None
+        return False
 
 
 def _is_installed(package: str) -> bool:
@@ -113,9 +95,6 @@ def _is_installed(package: str) -> bool:
 
 
 is_nvtx_available = functools.cache(functools.partial(_is_installed, "nvtx"))
-is_megatron_core_available = functools.cache(functools.partial(_is_installed, "megatron.core"))
-is_vllm_available = functools.cache(functools.partial(_is_installed, "vllm"))
-is_sglang_available = functools.cache(functools.partial(_is_installed, "sglang"))
 is_trl_available = functools.cache(functools.partial(_is_installed, "trl"))
 
 
@@ -177,16 +156,3 @@ def deprecated(replacement: str = "") -> Callable[[T], T]:
         return warning  # type: ignore[return-value]
 
     return mark
-
-
-@contextmanager
-def temp_env_var(key: str, value: str) -> Iterator[None]:
-    """An environment variable with another value within the block."""
-    before = os.environ.get(key)
-    os.environ[key] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(key, None)
-        if before is not None:
-            os.environ[key] = before

@@ -276,17 +276,6 @@ class RayPPOTrainer:
                 )
 
 
-class RolloutSkip:
-    """Samples of a former run in place of new ones, which a fit asks for by rollout.skip_rollout. Each step makes its samples
-    here, and a warning says so."""
-
-    def __init__(self, *_: object):
-        log.warning("rollout.skip_rollout has no effect: samples are never taken from a former run.")
-
-    def wrap_generate_sequences(self) -> None:
-        """No effect."""
-
-
 def _closing(fit: Callable[..., object]) -> Callable[..., Any]:
     """`fit` with its run open around it, once where subclasses call the fit of a base."""
 

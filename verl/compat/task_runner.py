@@ -81,11 +81,6 @@ def need_critic(config: Tree) -> bool:
     return "values" in requires(str(config.algorithm.adv_estimator)) if enabled is None else bool(enabled)
 
 
-def need_teacher_policy(config: Tree) -> bool:
-    """Whether the config distils a teacher."""
-    return bool((config.get("distillation") or {}).get("enabled"))
-
-
 def _maps_roles(mapping: object) -> bool:
     return isinstance(mapping, Mapping) and any(isinstance(key, Role) for key in mapping)
 

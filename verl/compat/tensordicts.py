@@ -75,15 +75,6 @@ def get_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
     return tensor_dict.select(*keys)
 
 
-def pop_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """Remove and return the named columns. Raises KeyError for an absent one, before any is removed."""
-    names = list(keys)
-    selected = get_keys(tensor_dict, names)
-    for name in names:
-        tensor_dict.pop(name)
-    return selected
-
-
 def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDict:
     """The rows of `indices`, in that order, of all kinds of columns."""
     rows = torch.as_tensor(indices).flatten().tolist()
@@ -163,20 +154,9 @@ def make_iterator(
             yield index_select_tensor_dict(tensordict, rows)
 
 
-def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """(the batch with its first rows repeated behind it until `size_divisor` divides their number, the number of these)."""
-    count = -len(data) % size_divisor
-    rows = [row % len(data) for row in range(len(data) + count)]
-    return (index_select_tensor_dict(data, rows) if count else data), count
-
-
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     """The batch without the last `pad_size` rows."""
     return index_select_tensor_dict(data, range(len(data) - pad_size)) if pad_size else data
-
-
-def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _jagged([row for tensor in tensors for row in tensor.unbind()])
 
 
 def contiguous(data: TensorDict) -> TensorDict:
@@ -184,30 +164,6 @@ def contiguous(data: TensorDict) -> TensorDict:
     columns = {key: data.get(key) for key in map(str, data.keys())}
     plain = {n: c.contiguous() for n, c in columns.items() if isinstance(c, torch.Tensor) and not c.is_nested}
     return TensorDict({**columns, **plain}, batch_size=data.batch_size)
-
-
-def list_of_dict_to_tensordict(list_of_dict: Sequence[Mapping[str, Any]]) -> TensorDict:
-    """A batch of rows with the same names: tensors of one shape are stacked, tensors of different lengths become jagged, and
-    any other values objects. Raises ValueError for rows with different names."""
-    names = list(list_of_dict[0])
-    if any(set(row) != set(names) for row in list_of_dict):
-        raise ValueError("The rows have different names.")
-    columns: dict[str, Any] = {}
-    for name in names:
-        values = [row[name] for row in list_of_dict]
-        if all(isinstance(value, torch.Tensor) for value in values):
-            same_shape = len({value.shape for value in values}) == 1
-            values = torch.stack(values) if same_shape else _jagged(values)  # type: ignore[assignment]
-        columns[name] = values
-    return get_tensordict(columns)
-
-
-def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """Raises AssertionError where two batches differ in their columns or values."""
-    names = set(map(str, tensordict1.keys()))
-    assert names == set(map(str, tensordict2.keys())), f"The columns differ: {names} and {set(tensordict2.keys())}."
-    for name in names:
-        assert same_value(_rows(tensordict1, name), _rows(tensordict2, name)), f"The values of {name!r} differ."
 
 
 def _rows(batch: TensorDict, key: str) -> Any:

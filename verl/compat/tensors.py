@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -50,25 +49,10 @@ def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
     return torch.clamp(x, tensor_min, tensor_max)
 
 
-def get_response_mask(
-    response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """1 up to and including the first end-of-sequence token of each row, 0 after it: [batch, response]."""
-    ends = torch.tensor([eos_token] if isinstance(eos_token, int) else list(eos_token), device=response_id.device)
-    ended = torch.isin(response_id, ends).long()
-    return (ended.cumsum(dim=1) - ended == 0).to(dtype)
-
-
 def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
     """[batch, sequence] -> [batch, at least max_seq_len]; a longer batch is returned unchanged."""
     missing = max(0, max_seq_len - tensors.shape[-1])
     return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
-
-
-def pad_2d_list_to_length(response: list[list[int]], pad_token_id: int, max_length: int | None = None) -> Tensor:
-    """Rows of token ids as one tensor, padded on the right to the longest row, or to `max_length` if that is more."""
-    width = max([max_length or 0, *(len(row) for row in response)])
-    return torch.tensor([row + [pad_token_id] * (width - len(row)) for row in response])
 
 
 # -- learning-rate schedules of a script's own optimizer; runs use verl.models.optim -----------------------------------
