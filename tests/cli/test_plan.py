@@ -166,6 +166,7 @@ def test_mappings_without_blanks():
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
+        ("plan.objective=gpu_hours", "also tried fewer devices; verl plan takes the fastest step now"),
         ("plan.clustr.nodes=2", "There is no key plan.clustr.nodes; did you mean 'cluster'?"),
         ("plan.cluster.gpu=h100", "is no known device; did you mean 'h100_sxm'"),
         ("plan.cluster.nodes=0", "plan.cluster.nodes=0 does not fit"),

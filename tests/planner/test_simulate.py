@@ -1,4 +1,4 @@
-"""The simulator: the plan's own time without disturbance, stragglers, failures, queues, and the files of a run."""
+"""The simulator: the plan's own time without disturbance, stragglers, queues, and the files of a run."""
 
 from dataclasses import replace
 from functools import cache
@@ -44,20 +44,8 @@ def test_stragglers_cost_more_on_more_devices():
     assert 1.03 < slow[0] < slow[1] < 1.3
 
 
-def test_failures_cost_the_work_since_the_checkpoint_and_the_restart():
-    conditions = Conditions(
-        steps=60, jitter=0.0, hours_between_failures=10, checkpoint_every=5, restart_s=300, checkpoint_s=10
-    )
-    run = simulate(plan(), conditions, seed=1)
-    assert [row["step"] for row in run.rows] == list(range(1, 61))
-    assert len(run.failures) > 1
-    lost = sum(f.lost_s for f in run.failures)
-    assert run.total_s == pytest.approx(60 * plan().step_s + 12 * 10 + lost)
-    assert all(f.from_step % 5 == 0 for f in run.failures)
-
-
 def test_the_same_seed_gives_the_same_run():
-    conditions = Conditions(steps=10, jitter=0.05, hours_between_failures=50)
+    conditions = Conditions(steps=10, jitter=0.05)
     assert simulate(plan(), conditions, seed=1) == simulate(plan(), conditions, seed=1)
     assert simulate(plan(), conditions, seed=1).total_s != simulate(plan(), conditions, seed=2).total_s
 
@@ -65,7 +53,7 @@ def test_the_same_seed_gives_the_same_run():
 def test_ten_thousand_devices_for_a_hundred_steps():
     small = plan()
     large = replace(small, devices=(10_000,), cluster=small.cluster.with_devices(10_000))
-    conditions = Conditions(steps=100, jitter=0.02, hours_between_failures=50_700)
+    conditions = Conditions(steps=100, jitter=0.02)
     run = simulate(large, conditions)
     assert len(run.rows) == 100
     assert run.total_s > 100 * small.step_s

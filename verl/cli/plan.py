@@ -27,13 +27,13 @@ _FULL = 0.95  # share of the memory from which a plan is called full
 
 _ABOUT = """Plan a run: which roles share devices, how each divides its model, how much memory and how long.
 Takes the keys of verl train (--program: of verl sft, preference or rm), and plan.*: plan.cluster={gpu: h100_sxm, nodes: 4},
-plan.workload={prompt_mean: 300, image_tokens: 200, response: [p10, p50, p90, longest]}, plan.objective=step_s|gpu_hours,
+plan.workload={prompt_mean: 300, image_tokens: 200, response: [p10, p50, p90, longest]},
 plan.async=off|auto|on, plan.engine=fsdp|megatron, plan.apply=true. The model needs a config.json or a published name; its
 weights are not read."""
 _JSON = {"action": "store_true", "help": "print the best plan and the runner-up as one JSON object"}
 _SIMULATE = {
     "metavar": "FOLDER",
-    "help": "also simulate the run, with jitter and failures of devices, and write its timeline and the plan there for "
+    "help": "also simulate the run, with jitter of devices, and write its timeline and the plan there for "
     "verl show and verl view",
 }
 _BESIDE = {
@@ -114,11 +114,10 @@ def _simulate(plan: RunPlan, name: str | None, beside: str | None, steps: int) -
         print(f"simulated {steps} steps beside {folder}; verl view {folder} shows them", file=sys.stderr)
     if name:
         folder = Path(name).expanduser()
-        run = simulate(plan, Conditions(steps=steps, jitter=0.02, hours_between_failures=50_700))
+        run = simulate(plan, Conditions(steps=steps, jitter=0.02))
         run.write(folder)
         print(
-            f"simulated {steps} steps: {run.total_s / steps:.1f} s a step with jitter and {len(run.failures)} failures of "
-            f"devices; verl show {folder} displays them",
+            f"simulated {steps} steps: {run.total_s / steps:.1f} s a step with jitter; verl show {folder} displays them",
             file=sys.stderr,
         )
 

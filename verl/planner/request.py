@@ -2,7 +2,7 @@
 
 plan.cluster: {gpu: h100_sxm, nodes: 4, gpus_per_node: 8, hbm_gb, inter_gbps}
 plan.workload: {prompt_mean: 300, image_tokens: 0, response: [200, 800, 2000, 4096]}   or {samples: samples/train/10.jsonl}
-plan.objective: step_s | gpu_hours;  plan.asynchronous: off | auto | on;  plan.engine: fsdp | megatron;  plan.apply: false
+plan.asynchronous: off | auto | on;  plan.engine: fsdp | megatron;  plan.apply: false
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verl.planner.workload import Dataflow, Lengths, Workload
 from verl.regular_files import require_regular
 
 _SPACES = {"fsdp": Space(zero=(3,), pipelines=(1,)), "megatron": Space(zero=(1,), contexts=(1,), same_sizes=True)}
-_CHOICES = {"objective": ("step_s", "gpu_hours"), "asynchronous": ("off", "auto", "on"), "engine": tuple(_SPACES)}
+_CHOICES = {"asynchronous": ("off", "auto", "on"), "engine": tuple(_SPACES)}
 _SPELLINGS = {"async": "asynchronous"}
 _SAMPLE_BYTES, _CONFIG_BYTES = 1 << 30, 1 << 24
 
@@ -57,7 +57,6 @@ class PlanRequest:
 
     cluster: ClusterRequest = field(default_factory=ClusterRequest)
     workload: WorkloadRequest = field(default_factory=WorkloadRequest)
-    objective: str = "step_s"
     asynchronous: str = "auto"
     engine: str | None = None
     apply: bool = False
@@ -95,6 +94,11 @@ class PlanRequest:
 def _known(target: Any, name: str, path: str) -> str:
     names = [f.name for f in fields(target)]
     name = _SPELLINGS.get(name, name)
+    if path == "plan.objective":  # of earlier versions
+        raise ConfigError(
+            "plan.objective=gpu_hours also tried fewer devices; verl plan takes the fastest step now. Remove the key, and "
+            "compare gpu_hours of --json between values of plan.cluster."
+        )
     if name not in names:
         raise ConfigError(f"There is no key {path}{nearest(name, names) or '.'} There are: {', '.join(names)}.")
     return name
@@ -202,7 +206,6 @@ def rules_of(asked: PlanRequest, config: RunConfig, roles: tuple[str, ...]) -> R
     space = replace(_SPACES[engine], repeats_kv=not native, replica_in_node=not native)
     return Rules(
         asynchronous="off" if alike else asked.asynchronous,  # type: ignore[arg-type]
-        objective=asked.objective,  # type: ignore[arg-type]
         space=replace(space, offload=False) if asked.cluster.gpu == "cpu" else space,
         placements=((roles,),) if alike else None,
     )

@@ -77,14 +77,12 @@ class Statistics:
 @dataclass(frozen=True)
 class Rules:
     """Choices of a search. `asynchronous`: "off", "auto", or "on" for a rollout that runs a step ahead. `placements`: the
-    groupings; None: all. `bound`: drop placements that cannot be best. `objective` "gpu_hours": also try fewer devices, by
-    halves, and take the plan whose step costs the fewest hours of a device."""
+    groupings; None: all. `bound`: drop placements that cannot be best."""
 
     asynchronous: Literal["off", "auto", "on"] = "off"
     placements: tuple[Groups, ...] | None = None
     allocations: tuple[tuple[int, ...], ...] | None = None
     bound: bool = True
-    objective: Literal["step_s", "gpu_hours"] = "step_s"
     space: Space = field(default_factory=Space)
 
 
@@ -102,12 +100,6 @@ def search(
     if not plans and rules.space.replica_in_node:
         rules = replace(rules, space=replace(rules.space, replica_in_node=False))
         plans = _plans(flow, cluster, workload, rules, counts)
-    smaller = cluster
-    while rules.objective == "gpu_hours" and smaller.num_devices % 2 == 0:
-        smaller = smaller.with_devices(smaller.num_devices // 2)
-        plans += _plans(flow, smaller, workload, rules, counts)
-    if rules.objective == "gpu_hours":
-        plans.sort(key=lambda plan: (plan.gpu_hours, plan.step_s))
     if not plans:
         raise ConfigError(nothing_fits(flow, cluster, workload, rules))
     return plans

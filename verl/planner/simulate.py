@@ -1,12 +1,11 @@
-"""Simulation of a plan, step by step: stages, samples ahead of training, jitter of devices, failures and recovery.
+"""Simulation of a plan, step by step: stages, samples ahead of training, jitter of devices.
 
-    run = simulate(plan, Conditions(steps=100, jitter=0.02, hours_between_failures=50_000), seed=0)
+    run = simulate(plan, Conditions(steps=100, jitter=0.02), seed=0)
     run.write(folder)                 timeline.jsonl and metrics.jsonl in the format of a real run, for `verl show`
     run.write_plan(folder)            planned.jsonl in the folder of a real run, which its page shows next to the measured steps
 
 The trainer takes a batch, runs the stages of a step, and syncs the weights. A rollout with separate devices makes the batches,
-one ahead of the step that trains. A call on a group ends when the slowest of its devices does: each has jitter in each call. A
-failure of any device stops all; the run resumes from its last checkpoint after `restart_s`.
+one ahead of the step that trains. A call on a group ends when the slowest of its devices does: each has jitter in each call.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,33 +29,17 @@ _ROLE_PHASES = {"reward": "reward"}
 
 @dataclass(frozen=True)
 class Conditions:
-    """Behaviour of the cluster. `jitter` is the standard deviation of the logarithm of a call's time on one device,
-    `hours_between_failures` is the mean of one device (Llama 3,
-    arXiv:2407.21783, section 3.3.4: 419 interruptions of 16,384 GPUs in 54 days, 50,700 hours); 0: none fail."""
+    """Behaviour of the cluster. `jitter` is the standard deviation of the logarithm of a call's time on one device."""
 
     steps: int = 100
     jitter: float = 0.01
-    hours_between_failures: float = 0.0
-    restart_s: float = 600.0
-    checkpoint_every: int = 20
-    checkpoint_s: float = 30.0
-
-
-class Failure(NamedTuple):
-    """At `time_s` a device failed; the run resumed `from_step`, `lost_s` seconds of work were done twice or spent on the
-    restart."""
-
-    time_s: float
-    from_step: int
-    lost_s: float
 
 
 @dataclass
 class SimulatedRun:
-    """`rows` as in timeline.jsonl; `total_s` includes what failures cost."""
+    """`rows` as in timeline.jsonl, and the seconds that they took."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
     total_s: float = 0.0
 
     def write(self, folder: Path) -> None:
@@ -89,54 +72,31 @@ class _Cluster:
             np.exp(self.conditions.jitter * self.random.standard_normal(self.plan.devices[group])).max()
         )
 
-    def next_failure(self) -> float:
-        hours = self.conditions.hours_between_failures
-        return float(self.random.exponential(hours * 3600 / sum(self.plan.devices))) if hours else float("inf")
-
 
 def simulate(plan: RunPlan, conditions: Conditions | None = None, seed: int = 0) -> SimulatedRun:
     """`conditions.steps` steps of `plan`; the same seed gives the same run."""
     setup = conditions or Conditions()
-    cluster, run, start = _Cluster(plan, setup, seed), SimulatedRun(), 0.0
-    failure = cluster.next_failure()
-    while True:
-        saved, saved_at = len(run.rows), start
-        for row in _steps(plan, setup, cluster, saved, start):
-            run.total_s = row["start"] + row["seconds"]
-            if run.total_s >= failure:
-                break
-            run.rows.append(row)
-            if "saving" in row["phases"]:
-                saved, saved_at = row["step"], run.total_s
-        else:
-            return run
-        del run.rows[saved:]
-        run.failures.append(Failure(failure, saved, failure - saved_at + setup.restart_s))
-        start = failure + setup.restart_s
-        failure = start + cluster.next_failure()
+    rows = list(_steps(plan, setup, _Cluster(plan, setup, seed)))
+    return SimulatedRun(rows, sum(row["seconds"] for row in rows))
 
 
-def _steps(
-    plan: RunPlan, conditions: Conditions, cluster: _Cluster, num_done: int, start: float
-) -> Iterator[dict[str, Any]]:
-    """The rows of the steps after `num_done`, from the time `start` on."""
+def _steps(plan: RunPlan, conditions: Conditions, cluster: _Cluster) -> Iterator[dict[str, Any]]:
+    """The rows of all steps."""
     ends: list[float] = []  # of the steps
-    generated = start  # when the rollout had its last batch
-    for step in range(num_done + 1, conditions.steps + 1):
-        began = ends[-1] if ends else start
+    generated = 0.0  # when the rollout had its last batch
+    for step in range(1, conditions.steps + 1):
+        began = ends[-1] if ends else 0.0
         spent: list[tuple[str, float]] = []  # phases in order
         busy: dict[str, float] = {}  # seconds by role
         if plan.asynchronous:
             group, option = plan.groups.index((ROLLOUT,)), plan.option(ROLLOUT)
             busy[ROLLOUT] = cluster.seconds(group, sum(option.seconds))
-            behind = ends[-2] if len(ends) > 1 else start
+            behind = ends[-2] if len(ends) > 1 else 0.0
             generated = max(generated, behind) + busy[ROLLOUT]
             spent.append(("rollout", max(0.0, generated - began)))
         spent += _stages(plan, cluster, busy)
         if plan.sync_s:
             spent.append(("communication", plan.sync_s))
-        if step % conditions.checkpoint_every == 0 and conditions.hours_between_failures:
-            spent.append(("saving", conditions.checkpoint_s))
         seconds = sum(time for _, time in spent)
         ends.append(began + seconds)
         spans = [{"name": phase, "seconds": time} for phase, time in spent]
