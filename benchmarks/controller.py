@@ -32,7 +32,7 @@ with imports_stay():  # collections of garbage pass over what is imported here, 
 import numpy as np
 import torch
 
-from benchmarks.scale import Costs, assigned, overrides, timed
+from benchmarks.scale import Costs, overrides, timed
 from verl.config import load_config
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
@@ -114,8 +114,8 @@ def measure(folder: Path, samples: int, tokens: int, ranks: int) -> dict[str, fl
     }  # fmt: skip
     if ranks > 1:  # without spilling to the disk
         changes["+ray_kwargs.ray_init.object_store_memory"] = max(1 << 30, 48 * samples * tokens)
-    keys = (*overrides(make_tiny_model(folder / "model"), folder, folder / "rows.jsonl"), *assigned(changes))
-    with SteppedRun(load_config(keys)) as run:
+    keys = overrides(make_tiny_model(folder / "model"), folder, folder / "rows.jsonl")
+    with SteppedRun(load_config([*keys, *(f"{key}={value}" for key, value in changes.items())])) as run:
         run.step()
         loop, _ = run._started()
         loop.tracker.flush()
