@@ -1,6 +1,6 @@
 """Ceilings of the number of lines, which only fall: `python -m tests.house.line_ceilings` lowers each to its count.
 
-Whoever merges runs it. `--raise` also sets those that their count exceeds; the commit says `Capability:` and why.
+It runs before a merge. `--raise` also sets those that their count exceeds; the commit says `Capability:` and why.
 """
 
 import re

@@ -94,7 +94,7 @@ def test_bfloat16_is_left_to_the_library_where_it_has_tiles_unless_it_must_be_in
     module = copy.deepcopy(load("llama")).bfloat16()
     monkeypatch.setattr("verl.rollout.native.torch.forward.multiplies_bf16_tiles", lambda: True)
     assert type(DenseForward.of(module, prepack=True)) is DenseForward
-    assert type(DenseForward.of(module, prepack=True, invariant=True, required=True)) is CpuForward
+    assert type(DenseForward.of(module, prepack=True, required=True)) is CpuForward
     assert type(DenseForward.of(load("llama"), prepack=True)) is CpuForward
 
 

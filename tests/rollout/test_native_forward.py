@@ -12,9 +12,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.cpu.weights import DenseDecoder, Projection
 from verl.models.matmul import Matmul
 from verl.models.tiny import make_tiny_model
-from verl.rollout.native.torch import prepacked_linear as products
-from verl.rollout.native.torch.forward import DenseForward
-from verl.rollout.native.torch.prepacked_linear import num_copied_bytes, product
+from verl.rollout.native.torch.forward import DenseForward, product
 
 DENSE = ["llama", "qwen2", "qwen3", "mistral"]
 OTHER = ["gemma", "gemma2", "gemma3_text"]
@@ -149,8 +147,7 @@ def test_without_prepacking_nothing_is_copied(load, make_engine):
     generate(engine)
     assert engine.stats()["weight_copy_bytes"] == 0
     decoder = DenseDecoder.of(module)
-    multiply = engine.dense()._layers[0].qkv
-    read = getattr(multiply, "multiply", multiply).keywords["weight"]  # in tiles or not
+    read = engine.dense()._layers[0].qkv.keywords["weight"]
     assert read.data_ptr() == decoder.layers[0].qkv.weight.data_ptr()
 
 
@@ -174,33 +171,11 @@ def test_products_equal_the_linear(bias, dtype):
             assert torch.allclose(y, weights.parts[0](x).detach(), atol=1e-5 if dtype != torch.bfloat16 else 0.02)
 
 
-def test_widened_where_the_library_does_not_prepack(monkeypatch):
-    monkeypatch.setattr(products, "_can_prepack", lambda outputs, inputs: False)
+def test_a_widened_copy_multiplies_as_the_weights_do(monkeypatch):
     narrow = projection(50, 30, True, torch.bfloat16)
     monkeypatch.setenv("VERL_CPU_BF16", "widened")
     multiply = product(narrow, prepack=True)
     x = torch.randn(5, 30).bfloat16()
-    assert num_copied_bytes([multiply, product(projection(50, 30, True), prepack=True)]) == 4 * 50 * 30
+    assert multiply.num_bytes == 4 * 50 * 30
     expected = Matmul(torch.bfloat16, x.device).linear(x, narrow.weight, narrow.bias)
     assert torch.equal(multiply(x), expected)
-
-
-@pytest.mark.parametrize("prepack", [True, False])
-def test_an_invariant_product_does_not_depend_on_its_neighbours(prepack):
-    """On some processors the library's own kernels do depend on them, prepacked or not; tiles are the promise."""
-    multiply = product(projection(960, 576, False), prepack=prepack, invariant=True)
-    x = torch.randn(65, 576)
-    whole = multiply(x)
-    for rows in (1, 2, 3, 8, 16, 31, 64):
-        assert torch.equal(multiply(x[:rows].clone()), whole[:rows])
-
-
-def test_a_library_that_cannot_is_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(products._Prepacked, "__call__", lambda self, x: x.new_zeros(len(x), self._shape.shape[0]))
-    products._can_prepack.cache_clear()
-    try:
-        if torch.backends.mkl.is_available():
-            assert not products._can_prepack(33, 17)
-            assert "not prepacked" in caplog.text
-    finally:
-        products._can_prepack.cache_clear()

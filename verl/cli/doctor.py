@@ -59,7 +59,6 @@ def facts(host: Facts, packages: Facts) -> list[tuple[str, str]]:
         ("torch", _torch(torch)),
         ("cpu", f"decoding of plain decoders: {_decoder(packages['decoder_probe'])}"),
         ("cpu", _bfloat16(torch)),
-        ("cpu", _batch_invariance(torch)),
         ("devices", _devices(torch, packages["driver"])),
         ("links", described(host["links"])),
         ("packages", f"transformers {_version(transformers)}"),
@@ -113,24 +112,8 @@ def _decoder(probe: Mapping[str, object]) -> str:
 
 
 def _bfloat16(torch: Facts) -> str:
-    if "equal_rows" not in torch:
-        return "bfloat16 on this CPU: unknown"
-    native = torch["equal_rows"]["bf16"] == "native"
-    return "bfloat16 on this CPU: " + (
-        "native instructions" if native else "widened to float32, which is faster on this CPU"
-    )
-
-
-def _batch_invariance(torch: Facts) -> str:
-    """Batch invariance of matmuls; a run checks its model's shapes, and attention."""
-    if "equal_rows" not in torch:
-        return "batch invariance of torch's matmuls: unknown"
-    descriptions = [
-        f"{dtype} holds in tiles of {row['rows'][0]} to {row['rows'][-1]} rows "
-        f"(padding costs about {row['cost'] - 1:.0%})"
-        for dtype, row in torch["equal_rows"]["tiles"].items()
-    ]
-    return "batch invariance of torch's matmuls: " + ", ".join(descriptions)
+    kinds = {"native": "native instructions", "widened": "widened to float32, which is faster on this CPU"}
+    return "bfloat16 on this CPU: " + kinds.get(torch.get("bf16", ""), "unknown")
 
 
 def _devices(torch: Facts, driver: Facts | None) -> str:

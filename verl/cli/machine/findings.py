@@ -98,7 +98,7 @@ def _cpu(host: Facts, packages: Facts) -> Iterator[Line]:
         return
     speed = torch["gflops"]
     if speed["bfloat16"] < speed["float32"]:
-        native = torch.get("equal_rows", {}).get("bf16") == "native"
+        native = torch.get("bf16") == "native"
         yield info(
             f"this CPU multiplies bfloat16 at {speed['bfloat16']:.0f} GFLOP/s and float32 at {speed['float32']:.0f}: "
             + (

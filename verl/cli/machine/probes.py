@@ -25,7 +25,9 @@ def torch_facts() -> dict[str, object]:
         p = torch.cuda.get_device_properties(i)
         facts["devices"].append({"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]})
     try:
-        facts["equal_rows"] = equal_rows()
+        from verl.models.matmul import Matmul
+
+        facts["bf16"] = "widened" if Matmul(torch.bfloat16, torch.device("cpu")).widens else "native"
     except ImportError:  # of another package, which has its own probe
         pass
     facts["mps_available"] = bool(getattr(torch.backends, "mps", None) and torch.backends.mps.is_available())
@@ -53,25 +55,6 @@ def decoder_facts() -> dict[str, object]:
     from verl.rollout.native.compiled.library import state
 
     return dict(state())
-
-
-def equal_rows() -> dict[str, object]:
-    """Whether this CPU's matmuls give a row equal bits in batches of any size. Imports torch.
-
-    `bf16`: "native" or "widened". `tiles`: dtype -> batch sizes with equal bits, and the cost factor of padding to them.
-    Other weight shapes may use other kernels; a run checks its own.
-    """
-    import torch
-
-    from verl.models.matmul import Matmul
-    from verl.rollout.native.torch.prepacked_linear import padding_cost, tiles_of
-
-    tiles = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        sizes = tiles_of(torch.empty((960, 576), dtype=dtype), False, True)  # the weights of a small model
-        tiles[str(dtype).removeprefix("torch.")] = {"rows": list(sizes), "cost": padding_cost(sizes)}
-    widens = Matmul(torch.bfloat16, torch.device("cpu")).widens
-    return {"bf16": "widened" if widens else "native", "tiles": tiles}
 
 
 PROBES = {"torch": torch_facts, "transformers": transformers_facts, "decoder": decoder_facts}

@@ -233,7 +233,8 @@ class RolloutConfig(Section):
     )
     prepack_weights: bool = used(
         True,
-        "on a CPU, generate with a prepacked copy of the weights, whose matmuls are faster; freed with the KV cache",
+        "on a CPU, generate with a copy of the weights in the order that its kernels read, which is faster; freed with the KV "
+        "cache",
         sizing=True,
     )
     reuse_activations_gb: float = used(
@@ -245,9 +246,9 @@ class RolloutConfig(Section):
     )
     batch_invariant: str = used(
         "auto",
-        "whether a sample keeps its bits whichever others are generated with it, and however many at once. auto: where that "
-        "is verified at start and costs matmuls at most 10%, else the fastest way, with a notice; require: refused at "
-        "start where it is not verified, and slower where it must be; off: always the fastest way",
+        "whether a sample keeps its bits whichever others are generated with it, and however many at once. auto: where the "
+        "compiled kernels are fastest, else a notice; require: by these kernels also where torch is faster, and refused at "
+        "start where they do not compute the model; off: without a statement",
         choices=("auto", "require", "off"),
     )
     drift_check: str = used(

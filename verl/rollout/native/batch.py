@@ -87,12 +87,10 @@ class Prompts:
         self,
         num_free_rows: int,
         budget: int,
-        chunk_tokens: int | None = None,
         admits: Callable[[Group], bool] = lambda group: True,
     ) -> list[tuple[Group, Chunk]]:
         """Prompt tokens to compute next: for as many prompts as there are rows free for their samples, and at most `budget`
-        tokens. With `chunk_tokens` the cuts of a prompt depend only on its own length, and a first chunk is taken whatever the
-        budget. A prompt with images is one chunk."""
+        tokens. A prompt with images is one chunk, and taken whatever the budget if it is the first."""
         begun = sum(len(g.pending) for g in (*self.ready, *self.prefilling))
         while self.waiting and begun < num_free_rows and admits(self.waiting[0]):
             group = self.waiting.popleft()
@@ -103,7 +101,7 @@ class Prompts:
         chunks: list[tuple[Group, Chunk]] = []
         while self.prefilling and budget > 0:
             group = self.prefilling[0]
-            end = min(group.num_tokens, group.num_computed + (chunk_tokens or budget))
+            end = min(group.num_tokens, group.num_computed + budget)
             if group.request.placed:  # images are computed at once
                 end = group.num_tokens
             if chunks and end - group.num_computed > budget:

@@ -152,7 +152,6 @@ class NativeRollout(RolloutEngine):
             self._dense = DenseForward.of(
                 self.module,
                 prepack=self.config.prepack_weights,
-                invariant=self.invariance().holds,
                 required=self.config.batch_invariant == "require",
             )
             self._dense_of = version_of(self.module)
@@ -270,12 +269,12 @@ class NativeGeneration:
             dense = engine.dense()
             if paging is not None:
                 engine.require_pages(dense)
-            invariant, stores = engine.invariance().holds, engine.stores(dense)
+            stores = engine.stores(dense)
             is_plain = isinstance(dense, CpuForward) and engine.adapters is None and not self.samples.keep
             if engine.trains and is_plain:
                 self.scheduler.slots = open_records(engine.module, engine.config, self.scheduler.step_number)
             self._backend = HostBackend(
-                self.scheduler, engine.module, dense, stores, invariant=invariant, paging=paging,
+                self.scheduler, engine.module, dense, stores, paging=paging,
                 adapters=None if dense is None else engine.named_adapters(),
             )  # fmt: skip
         self.scheduler.backend = self._backend

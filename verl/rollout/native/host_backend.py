@@ -50,8 +50,8 @@ class HostSampled(NamedTuple):
 
 class HostBackend:
     """See Backend. `dense` is the hand-written forward of `module`, or None when the module's own is called; `stores` are the
-    own and the prefix store, which outlive a generation; `paging` bounds what both hold. With `invariant`, rows and prompts are
-    computed so that their bits do not depend on each other. `adapters` are the adapters of requests by name."""
+    own and the prefix store, which outlive a generation; `paging` bounds what both hold. `adapters` are the adapters of
+    requests by name."""
 
     lag = 0
 
@@ -62,13 +62,12 @@ class HostBackend:
         dense: DenseForward | CpuForward | None,
         stores: tuple[SlotStore, SlotStore],
         *,
-        invariant: bool,
         paging: Paging | None = None,
         adapters: Mapping[str | None, AdapterWeights | None] | None = None,
     ):
         self.paging, self.adapters = paging, adapters or {}
         self.scheduler, self.rows, self.prompts = scheduler, scheduler.rows, scheduler.prompts
-        self.module, self.dense, self.invariant = module, dense, invariant
+        self.module, self.dense = module, dense
         self.own, self.prefix = stores
         self.device = next(module.parameters()).device
         self.reads_images = is_vision_model(module)
@@ -76,8 +75,6 @@ class HostBackend:
         self.num_computed = self.num_bytes = 0
         self._rows: np.ndarray | None = None  # in the order of a step
         self._decoding: DecodeRows | DecodeTiles | None = None  # of the rows as they are
-        if invariant and not isinstance(dense, CpuForward):  # the kernels' sums do not depend on where a prompt is cut
-            scheduler.chunk_tokens = scheduler.max_num_batched_tokens
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
         """See Backend: stores grow as they are written."""
@@ -211,10 +208,8 @@ class HostBackend:
         if not num_rows:
             return StepLayout(None, self.prefix, chunks)
         if not isinstance(self._decoding, DecodeRows):
-            places = self.rows.sample[:num_rows] if self.invariant else None
-            width = self.scheduler.params.n
-            members = Members(*self._row_prompts(), self.device, places, width) if shared else None
-            self._decoding = DecodeRows(self.own, self.prefix, num_rows, members, self.device, self.invariant)
+            members = Members(*self._row_prompts(), self.device) if shared else None
+            self._decoding = DecodeRows(self.own, self.prefix, num_rows, members, self.device)
         self._decoding.advance(own_lengths, positions)
         return StepLayout(self._decoding, self.prefix, chunks)
 

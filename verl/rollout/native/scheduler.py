@@ -81,7 +81,7 @@ class Scheduler:
     """Requests in by `add`, finished samples out by `step`. With `shared` prompts the samples of a group read one copy of its
     prompt. Else a prompt moves into the slot of each of its samples.
 
-    `max_num_seqs` bounds the rows, `max_num_batched_tokens` the tokens of a step; `chunk_tokens`: see Prompts.take_chunks.
+    `max_num_seqs` bounds the rows, `max_num_batched_tokens` the tokens of a step.
     Keys and values of kept samples take at most `max_saved_bytes` (None: no limit). The longest idle are
     dropped, and computed again when their sample continues. A sample that ends by its limit with fewer than `resumes_below`
     tokens continues in a later generation: its keys and values go to `paused`, unless that is None.
@@ -105,7 +105,6 @@ class Scheduler:
         self.step_number, self.weight_version, self.shared = step, weight_version, shared
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_saved_bytes, self.resumes_below = max_saved_bytes, 0 if paused is None else resumes_below
-        self.chunk_tokens: int | None = None
         self.experts: ExpertRecords | None = None  # where they are recorded
         self.slots: SlotRecords | None = None  # where activations are recorded
         self.backend: Backend
@@ -157,7 +156,7 @@ class Scheduler:
         budget = max(self.max_num_batched_tokens - self.rows.num_running, 0)
         if self.rows.num_running == 0:
             budget = max(budget, 1)
-        chunks = self.prompts.take_chunks(self.rows.num_free, budget, self.chunk_tokens, self.backend.admits)
+        chunks = self.prompts.take_chunks(self.rows.num_free, budget, self.backend.admits)
         if chunks or self.rows.num_running:
             self._launch(chunks)
         self._read_all_but(self.backend.lag if self.rows.num_running else 0)

@@ -8,15 +8,10 @@ into the query axis, for the same reason.
 
 Buffers and views are made when the rows change and every 16 tokens, not in every step and layer: at few rows a decode step
 costs as much in calls from Python as in arithmetic.
-
-Batch-invariant decoding computes together only rows of one length, and prompts of one length, and only where that gave the
-bits of a single row. Each query of a prompt has a fixed place.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +23,6 @@ from verl.rollout.native.torch.partial_attention import (
     OwnPart,
     additive_mask,
     attend_part,
-    own_rows_alike,
-    prompts_alike,
     stack_blocks,
 )
 
@@ -52,36 +45,19 @@ def length_blocks(lengths: np.ndarray) -> list[Block]:
     return [*blocks, (start, len(lengths), longest)]
 
 
-def equal_blocks(lengths: np.ndarray) -> list[Block]:
-    """Runs of rows of one length, so that a row's block is as long as the row, whatever the other rows are."""
-    cuts = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
-    return [(start, end, int(lengths[start])) for start, end in itertools.pairwise(cuts)]
-
-
 class Members:
     """The prefix slot of each decode row; changes only when a sample starts or ends.
 
-    `slots` [rows] names the prefix slot of each row, `lengths` [slots] the tokens of each. With `places` (each row's number
-    among the `width` samples of its prompt) the place of a row is its number, whichever others still run.
+    `slots` [rows] names the prefix slot of each row, `lengths` [slots] the tokens of each.
     """
 
-    def __init__(
-        self,
-        slots: np.ndarray,
-        lengths: np.ndarray,
-        device: torch.device,
-        places: np.ndarray | None = None,
-        width: int = 0,
-    ):
+    def __init__(self, slots: np.ndarray, lengths: np.ndarray, device: torch.device):
         num_slots = int(slots.max()) + 1
-        if places is None:
-            order = np.argsort(slots, kind="stable")
-            counts = np.bincount(slots, minlength=num_slots)
-            width, places = int(counts.max()), np.empty(len(slots), dtype=np.int64)
-            places[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
-            self.blocks = length_blocks(lengths[:num_slots])
-        else:
-            self.blocks = equal_blocks(lengths[:num_slots])
+        order = np.argsort(slots, kind="stable")
+        counts = np.bincount(slots, minlength=num_slots)
+        width, places = int(counts.max()), np.empty(len(slots), dtype=np.int64)
+        places[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.blocks = length_blocks(lengths[:num_slots])
         place = slots * width + places
         rows = np.zeros((num_slots, width), dtype=np.int64)  # a hole repeats row 0, and is not read back
         rows.reshape(-1)[place] = np.arange(len(slots))
@@ -106,19 +82,10 @@ class _Layer(NamedTuple):
 
 class DecodeRows:
     """Rows 0 .. num_rows-1 of the own store, which keeps its keys as columns; `members` is None when rows have no prefix
-    (their prompt lies in their own slot). With `invariant` a row's bits do not depend on the other rows; then `members` has
-    places. Serves until a sample starts or ends; `advance` comes before each forward."""
+    (their prompt lies in their own slot). Serves until a sample starts or ends; `advance` comes before each forward."""
 
-    def __init__(
-        self,
-        own: SlotStore,
-        prefix: SlotStore,
-        num_rows: int,
-        members: Members | None,
-        device: torch.device,
-        invariant: bool = False,
-    ):
-        self.num_rows, self._members, self._invariant = num_rows, members, invariant
+    def __init__(self, own: SlotStore, prefix: SlotStore, num_rows: int, members: Members | None, device: torch.device):
+        self.num_rows, self._members = num_rows, members
         self._own, self._prefix, self._device = own, prefix, device
         self._slots = torch.arange(num_rows, device=device)
         self._newest = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -129,10 +96,7 @@ class DecodeRows:
     def advance(self, own_lengths: np.ndarray, positions: np.ndarray) -> None:
         """`own_lengths` int64 [rows]: tokens in the own store before this forward, which has room for one more. `positions`
         int64 [rows]: position of each row's new token in its sequence."""
-        if self._invariant:
-            blocks = equal_blocks(rounded(own_lengths + 1))
-        else:
-            blocks = [(a, b, rounded(n)) for a, b, n in length_blocks(own_lengths + 1)]
+        blocks = [(a, b, rounded(n)) for a, b, n in length_blocks(own_lengths + 1)]
         made_for = (blocks, self._own.version, self._prefix.version)
         if made_for != self._made_for:
             self._blocks, self._made_for = blocks, made_for
@@ -149,8 +113,7 @@ class DecodeRows:
         key = (scoring.window, q.shape, k.shape, v.shape, q.dtype)
         kind = self._kinds.get(key)
         if kind is None:
-            capacities = (self._own.capacity, self._prefix.capacity) if self._invariant else None
-            kind = self._kinds[key] = _Kind(self._blocks, self._members, q, k, v, scoring.window, capacities)
+            kind = self._kinds[key] = _Kind(self._blocks, self._members, q, k, v, scoring.window)
             kind.advance(self._newest, self._positions)
         held = self._layers.get(layer)
         if held is None:
@@ -170,7 +133,7 @@ class DecodeRows:
 
 
 class _Kind:
-    """The parts that layers of equal shapes and window share. `capacities` of both stores: batch-invariant."""
+    """The parts that layers of equal shapes and window share."""
 
     def __init__(
         self,
@@ -180,7 +143,6 @@ class _Kind:
         k: torch.Tensor,
         v: torch.Tensor,
         window: int | None,
-        capacities: tuple[int, int] | None,
     ):
         rows, heads, head_dim = q.shape
         kv_heads, groups = k.shape[1], heads // k.shape[1]
@@ -188,16 +150,7 @@ class _Kind:
         out = q.new_empty(rows, kv_heads, groups, v.shape[2])
         self._queries, self._out = queries.flatten(1, 2), out.flatten(1, 2)
         self.prefix = None if members is None else _PrefixPart(members, queries, window)
-        if capacities is None:
-            self.own = [OwnPart(block, queries, out, window, members is not None) for block in blocks]
-            return
-        sizes, like = (kv_heads, groups, head_dim, v.shape[2]), (members is not None, q.dtype, torch.get_num_threads())
-        self.own = [
-            OwnPart((a, b, n), queries, out, window, members is not None, copies)
-            for a, b, n, copies in _alike(blocks, lambda rows, n: own_rows_alike(rows, *sizes, n, capacities[0], *like))
-        ]
-        if self.prefix is not None:
-            self.prefix.divide(v.shape[2], capacities[1])
+        self.own = [OwnPart(block, queries, out, window, members is not None) for block in blocks]
 
     def advance(self, newest: torch.Tensor, positions: np.ndarray) -> None:
         for part in self.own:
@@ -213,24 +166,12 @@ class _Kind:
         return self._out
 
 
-def _alike(blocks: list[Block], alike: Callable[[int, int], bool]) -> list[tuple[int, int, int, bool]]:
-    """(first, last + 1, length, whether to copy) of blocks whose rows get the bits of a single row. A block stays whole where
-    `alike` (of number and length) is true. Else each row is one block, which is copied if `alike` is false for it too."""
-    parts: list[tuple[int, int, int, bool]] = []
-    for start, end, length in blocks:
-        whole = alike(end - start, length)
-        copies = not whole and not alike(1, length)
-        cuts = [(start, end)] if whole else [(row, row + 1) for row in range(start, end)]
-        parts.extend((a, b, length, copies) for a, b in cuts)
-    return parts
-
-
 class _PrefixPart:
     """Attention of `queries` [rows, kv_heads, groups, head_dim], scaled, to the prompt of each row's group."""
 
     def __init__(self, members: Members, queries: torch.Tensor, window: int | None):
         self._members, self._queries, self._window = members, queries, window
-        self.blocks, self._copies = members.blocks, [False] * len(members.blocks)
+        self.blocks = members.blocks
         self._places = members.rows.shape  # (slots, width)
         _, kv_heads, groups, head_dim = queries.shape
         slots, width = self._places
@@ -239,16 +180,6 @@ class _PrefixPart:
         self._by_place = by_slot.transpose(1, 2)
         self._by_slot = by_slot.flatten(2, 3)
         self._masks: list[torch.Tensor | None] = [self._mask(block, None, None) for block in self.blocks]
-
-    def divide(self, value_dim: int, capacity: int) -> None:
-        """Compute together only prompts that get the bits of a single prompt; `members` has blocks of equal length."""
-        _, kv_heads, queries, head_dim = self._by_slot.shape
-        like = (self._by_slot.dtype, torch.get_num_threads())
-        sizes = (kv_heads, queries, head_dim, value_dim)
-        parts = _alike(self.blocks, lambda slots, n: prompts_alike(slots, *sizes, n, capacity, *like))
-        self.blocks = [(a, b, n) for a, b, n, _ in parts]
-        self._copies = [copies for *_, copies in parts]
-        self._masks = [None] * len(parts)
 
     def set_positions(self, positions: np.ndarray) -> None:
         """int64 [rows]: positions of the newest tokens, which decide how much of the prompt a window leaves."""
@@ -261,11 +192,7 @@ class _PrefixPart:
         rows = self._queries if members.identity else self._queries.index_select(0, members.rows_index)
         self._by_place.copy_(rows.unflatten(0, self._places))
         scoring, parts = Scoring(1.0, None, softcap), []
-        for (start, end, _), (keys, values), mask, copies in zip(
-            self.blocks, blocks, self._masks, self._copies, strict=True
-        ):
-            if copies:
-                keys, values = keys.contiguous(), values.contiguous()
+        for (start, end, _), (keys, values), mask in zip(self.blocks, blocks, self._masks, strict=True):
             parts.append(attend_part(self._by_slot[start:end], keys, values, mask, scoring))
         out, lse = stack_blocks(parts)
         # both come out of the kernel with memory in the order [slot, query, kv_head]; keep to it

@@ -20,15 +20,17 @@ from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
+from verl.models.matmul import Matmul
 from verl.models.vision import ImageFeatures, num_deep_layers
 from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.layout import StepLayout
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.library import Kernels, kernels
-from verl.rollout.native.torch.prepacked_linear import Product, num_copied_bytes, product
 
 _PLAIN_LOGITS = {"softcap": None, "logit_scale": 1.0}
+
+Product = Callable[[torch.Tensor], torch.Tensor]  # x [tokens, inputs] -> [tokens, outputs], in x's dtype
 
 
 class _Layer(NamedTuple):
@@ -43,29 +45,21 @@ class _Layer(NamedTuple):
 class DenseForward:
     """Made by `of`. The matmuls may hold a copy of the weights, so it serves while the weights stay as they are."""
 
-    def __init__(
-        self, module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool, invariant: bool = False
-    ):
+    def __init__(self, module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool):
         self.decoder = decoder
-        arrange = partial(_products, invariant)
-        self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], arrange)
+        self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], _products)
         self._layers = [
             _Layer(
                 layer,
                 Scoring(decoder.scale, layer.sliding_window),
-                *(
-                    product(p, prepack=prepack, invariant=invariant)
-                    for p in (layer.qkv, layer.o, layer.gate_up, layer.down)
-                ),
+                *(product(p, prepack=prepack) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
             )
             for layer in decoder.layers
         ]
-        self._head = product(head, prepack=prepack, invariant=invariant)
+        self._head = product(head, prepack=prepack)
 
     @classmethod
-    def of(
-        cls, module: HFModule, *, prepack: bool, invariant: bool = False, required: bool = False
-    ) -> DenseForward | CpuForward | None:
+    def of(cls, module: HFModule, *, prepack: bool, required: bool = False) -> DenseForward | CpuForward | None:
         """The fused forward of a causal language model, or None when the model's own forward must be called. With `prepack` it
         uses the compiled kernels where `compiled` gives them."""
         decoder, head = DenseDecoder.of(module, adapters=True), module.get_output_embeddings()
@@ -78,7 +72,7 @@ class DenseForward:
         projection = Projection(head.weight.detach(), bias, (head,))
         if (kernels := compiled(module, decoder, projection, prepack=prepack, required=required)) is not None:
             return CpuForward(kernels, module, decoder, projection)
-        return cls(module, decoder, projection, prepack=prepack, invariant=invariant)
+        return cls(module, decoder, projection, prepack=prepack)
 
     @property
     def products(self) -> list[Product]:
@@ -89,7 +83,7 @@ class DenseForward:
     @property
     def num_copied_bytes(self) -> int:
         """Memory of the copies of weights that it holds."""
-        return num_copied_bytes(self.products)
+        return sum(p.num_bytes for p in self.products if isinstance(p, _Widened))
 
     def logits(
         self,
@@ -174,11 +168,29 @@ def compiled(
     return kernels()
 
 
-def _products(invariant: bool, joined: list[LowRank | None]) -> list[tuple[Product, Product] | None]:
+def product(projection: Projection, *, prepack: bool) -> Product:
+    """Multiplication by a projection's weights: with `prepack` by a wider copy of them, on a CPU without instructions for
+    bfloat16."""
+    weight, matmul = projection.weight.detach(), Matmul(projection.weight.dtype, projection.weight.device, False)
+    if prepack and matmul.widens:
+        return _Widened(weight, projection.bias)
+    return partial(matmul.linear, weight=weight, bias=projection.bias)
+
+
+class _Widened:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self._weight, self._bias = weight.float(), None if bias is None else bias.float()
+        self.num_bytes = 4 * weight.numel()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self._weight, self._bias).to(x.dtype)
+
+
+def _products(joined: list[LowRank | None]) -> list[tuple[Product, Product] | None]:
     """The products of an adapter, each down and up."""
 
     def of(weight: torch.Tensor) -> Product:
-        return product(Projection(weight, None, ()), prepack=False, invariant=invariant)
+        return product(Projection(weight, None, ()), prepack=False)
 
     return [None if pair is None else (of(pair.down), of(pair.up)) for pair in joined]
 

@@ -8,8 +8,6 @@ attention 16 to 19, pages of 16 tokens gathered 39, only reading 10).
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from verl.models.attention import Scoring
@@ -59,8 +57,7 @@ class OwnPart:
     """Attention of a block of decode rows to their own slots, and to their prefix as one more key.
 
     Holds what all layers of a kind work in: views of `queries` and `out` [rows, kv_heads, groups, head_dim], scores, and the
-    mask of the tokens that a row has. `block` is (first row, last row + 1, longest length). With `copies` keys and values are
-    copied before they are multiplied, into the layout that a single row has.
+    mask of the tokens that a row has. `block` is (first row, last row + 1, longest length).
     """
 
     def __init__(
@@ -70,9 +67,7 @@ class OwnPart:
         out: torch.Tensor,
         window: int | None,
         has_prefix: bool,
-        copies: bool = False,
     ):
-        self._copies = copies
         self.start, self.end, self.longest = block
         self._window = window if window is not None and self.longest > window else None
         _, kv_heads, groups, _ = queries.shape
@@ -114,8 +109,6 @@ class OwnPart:
         softcap: float | None,
     ) -> None:
         """From queries, scaled, to `out`; `prefix` is the output and log-sum-exp of all rows, [rows, kv_heads, groups, ...]."""
-        if self._copies:
-            keys, values = keys.contiguous(), values.contiguous()
         torch.bmm(self._queries, keys, out=self._products)
         if softcap is not None:
             self._products.div_(softcap).tanh_().mul_(softcap)
@@ -126,71 +119,3 @@ class OwnPart:
         torch.bmm(self._own_weights, values, out=self._out)
         if prefix is not None:
             self._out_by_row.addcmul_(prefix[0][self.start : self.end], self._prefix_weight)
-
-
-@functools.cache
-def own_rows_alike(
-    rows: int,
-    kv_heads: int,
-    groups: int,
-    head_dim: int,
-    value_dim: int,
-    length: int,
-    capacity: int,
-    has_prefix: bool,
-    dtype: torch.dtype,
-    threads: int,
-) -> bool:
-    """Whether a row in a block of `rows`, in a store of `capacity` tokens, gets the bits of a single row. Tested with random
-    numbers, the same in every row."""
-    del threads  # other kernels may be chosen for another number of them
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    q = random(1, kv_heads, groups, head_dim)
-    k = random(kv_heads, head_dim, length)
-    v = random(kv_heads, length, value_dim)
-    prefix = (random(1, kv_heads, groups, value_dim), random(1, kv_heads, groups)) if has_prefix else None
-
-    def attended(rows: int, capacity: int) -> torch.Tensor:
-        keys, values = k.new_zeros(rows, kv_heads, head_dim, capacity), v.new_zeros(rows, kv_heads, capacity, value_dim)
-        keys[..., :length], values[:, :, :length] = k, v
-        queries, out = q.repeat(rows, 1, 1, 1), q.new_empty(rows, kv_heads, groups, value_dim)
-        part = OwnPart((0, rows, length), queries, out, None, has_prefix)
-        part.set_lengths(torch.full((rows,), max(0, length - 3)))
-        whole = None if prefix is None else (prefix[0].expand_as(out), prefix[1].expand(rows, -1, -1))
-        part.attend(*part.matrices(keys, values), whole, None)
-        return out
-
-    alone, together = attended(1, length), attended(rows, capacity)
-    return torch.equal(together, alone.expand_as(together))
-
-
-@functools.cache
-def prompts_alike(
-    slots: int,
-    kv_heads: int,
-    queries: int,
-    head_dim: int,
-    value_dim: int,
-    length: int,
-    capacity: int,
-    dtype: torch.dtype,
-    threads: int,
-) -> bool:
-    """`own_rows_alike` for the prompts of `slots` groups, each asked by `queries` queries per key head."""
-    del threads
-    generator = torch.Generator().manual_seed(0)
-    shapes = (queries, head_dim), (length, head_dim), (length, value_dim)
-    q, k, v = (torch.randn(1, kv_heads, *shape, generator=generator).to(dtype) for shape in shapes)
-
-    def attended(slots: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (x.new_zeros(slots, kv_heads, capacity, x.shape[-1]) for x in (k, v))
-        keys[:, :, :length], values[:, :, :length] = k, v
-        scoring = Scoring(1.0)
-        return attend_part(q.repeat(slots, 1, 1, 1), keys[:, :, :length], values[:, :, :length], None, scoring)
-
-    pairs = zip(attended(1, length), attended(slots, capacity), strict=True)
-    return all(torch.equal(together, alone.expand_as(together)) for alone, together in pairs)
