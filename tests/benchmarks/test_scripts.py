@@ -1,7 +1,10 @@
 """Each script from end to end: a tiny model, one round, no peer that is not installed here."""
 
+import ast
 import json
 import math
+from importlib import import_module
+from pathlib import Path
 
 import learning_cpu
 import peers_cpu
@@ -14,6 +17,21 @@ import torch
 from workload import WeightProbe, compute_score
 
 from tests.run.trl_oracle import python_of
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def names_imported_by(file):
+    """(module, name) of each `from benchmarks.module import name` in `file`."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("benchmarks."):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("file", sorted(BENCHMARKS.rglob("*.py")), ids=lambda file: file.stem)
+def test_names_that_scripts_take_from_each_other_exist(file):
+    for module, name in names_imported_by(file):
+        assert hasattr(import_module(module), name), f"{file.name} imports {name} of {module}"
 
 
 def saved(folder):
