@@ -79,7 +79,7 @@ class Forked:
             with log.open("ab") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))
+            sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
             code = run_verb("train", keys, whole_process=True)
         finally:
             os._exit(code)  # nothing of the tests runs here
