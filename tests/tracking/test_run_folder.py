@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from verl.errors import CheckpointError, ConfigError, FolderLostError
 from verl.regular_files import read_text
-from verl.tracking import files
+from verl.tracking import files, lock
 from verl.tracking.files import append_rows, json_text, read_json_rows, read_metrics, write_atomically
 from verl.tracking.heartbeat import read_beat
 from verl.tracking.lock import holder_of
@@ -32,6 +32,17 @@ def test_second_run_is_refused_and_names_the_holder(tmp_path):
         RunFolder(tmp_path).__enter__()
     with RunFolder(tmp_path):
         pass  # given back
+
+
+def test_a_start_waits_for_the_end_of_a_run_that_was_killed(tmp_path, monkeypatch):
+    code = (
+        f"from verl.tracking.run_folder import RunFolder; RunFolder({str(tmp_path)!r}).__enter__(); print(1); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as first:
+        assert first.stdout.readline() == b"1\n"
+        monkeypatch.setattr(lock.time, "sleep", lambda wait_s: first.poll() or (first.kill(), first.wait()))
+        with RunFolder(tmp_path):
+            assert first.returncode == -signal.SIGKILL
 
 
 def test_reused_process_id_is_not_the_holder(tmp_path):

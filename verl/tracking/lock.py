@@ -27,6 +27,7 @@ from verl.tracking.files import has, is_count, is_number, is_text, read_json
 log = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
+_ENDING_S = 2.0  # longest time that a killed process of a run needs to end on a busy machine
 _HOLDER = has(pid=lambda value: is_count(value) and 0 < value < 1 << 31, host=is_text, started=is_number)
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 
@@ -57,8 +58,21 @@ class FolderLock:
         self._holder: dict[str, object] = {}
 
     def acquire(self) -> None:
-        """Raises ConfigError when a live run, or one on another host, which cannot be checked, holds the folder; OSError when
+        """Take the folder, after at most `_ENDING_S` if a run on this host holds it: a run that was killed may still be ending.
+
+        Raises ConfigError if a live run holds the folder, or a run on another host, which cannot be checked. Raises OSError if
         the folder or run.lock cannot be opened."""
+        deadline = time.monotonic() + _ENDING_S
+        while True:
+            try:
+                return self._acquire()
+            except ConfigError:
+                holder = _read(self.path)
+                if time.monotonic() >= deadline or (holder is not None and holder["host"] != socket.gethostname()):
+                    raise
+                time.sleep(0.02)
+
+    def _acquire(self) -> None:
         try:
             self._folder = self._taken(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             self._file = self._taken(open_regular(self.path, os.O_RDWR | os.O_CREAT))
