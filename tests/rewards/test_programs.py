@@ -1,17 +1,22 @@
 """Programs as answers: their permissions, their limits and their scores."""
 
 import ctypes
+import itertools
 import json
 import os
 import socket
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from verl.errors import RewardError
+from verl.rewards import programs
 from verl.rewards.programs import ProgramLimits, run_program
+from verl.rewards.sandbox import processes
 from verl.rewards.sandbox.processes import descendants
+from verl.rewards.scorers import code
 from verl.rewards.scorers.code import program_in, same_text
 from verl.rewards.scorers.route import default_compute_score
 
@@ -48,10 +53,21 @@ HOSTILE = {  # source -> words of the failure
 
 @pytest.mark.parametrize("source", HOSTILE, ids=[s.splitlines()[-1][:20] for s in HOSTILE])
 def test_a_hostile_program_ends_with_all_that_it_started(source):
-    start = time.monotonic()
-    output = run_program(source, limits=SMALL)
-    assert HOSTILE[source] in output.failure
-    assert time.monotonic() - start < 3
+    assert HOSTILE[source] in run_program(source, limits=SMALL).failure
+
+
+def test_a_program_that_grows_while_it_is_counted_is_ended(monkeypatch):
+    """A walk without an end to a fork bomb that is faster gives it all process ids of the machine."""
+    monkeypatch.setattr(programs, "descendants", lambda pid, most=0: range(most + 1))
+    assert "more than 4 processes" in run_program("import time\ntime.sleep(99)", limits=SMALL).failure
+
+
+def test_a_slow_machine_has_time_to_end_a_program(monkeypatch):
+    """On which seconds pass between one look at its processes and the next."""
+    seconds = itertools.count(step=2.5)
+    slow = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: time.sleep(0.1))
+    monkeypatch.setattr(processes, "time", slow)
+    run_program("import os, time\nos.fork() or time.sleep(99)")
 
 
 def test_a_program_has_no_network_no_keys_and_leaves_nothing(monkeypatch):
@@ -59,11 +75,12 @@ def test_a_program_has_no_network_no_keys_and_leaves_nothing(monkeypatch):
     source = textwrap.dedent(
         """
         import os, socket
-        print(os.getcwd(), "0123456789" in os.environ.values())
+        print(os.getcwd(), "0123456789" in os.environ.values(), flush=True)
         open("left", "w").write("x")
-        if not os.fork():
-            os.setsid()
-            import time; time.sleep(99)
+        for leave_group in (os.setsid, os.setpgrp):
+            if not os.fork():
+                leave_group()
+                print("left the group of what is killed at once")
         socket.create_connection(("127.0.0.1", int(input())), 1)
         """
     )
@@ -120,12 +137,14 @@ def test_scores_of_programs(reply, tests, expected):
     assert bool(outcome["failure"]) == (expected < 1)
 
 
-def test_a_program_that_hangs_ends_its_tests():
-    start = time.monotonic()
+def test_a_program_that_hangs_ends_its_tests(monkeypatch):
+    programs_run = []
+    run = code.run_program
+    monkeypatch.setattr(code, "run_program", lambda *arguments: programs_run.append(arguments) or run(*arguments))
     outcome = score("```python\nwhile True: pass\n```", PRINTED, time_limit_s=0.3)
     assert (outcome["score"], outcome["num_tests"]) == (0.0, 2)
     assert "took longer" in outcome["failure"]
-    assert time.monotonic() - start < 1
+    assert len(programs_run) == 1
 
 
 def test_the_last_python_block_is_the_program():

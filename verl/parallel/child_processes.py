@@ -18,6 +18,7 @@ from types import FrameType
 
 # operations of prctl, from linux/prctl.h
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+END_TIMEOUT_S = 30.0  # for a killed process to end: on a busy machine that takes seconds, and with much memory too
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

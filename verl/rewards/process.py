@@ -116,7 +116,7 @@ FORGED = "wrote to the channel on which its result is sent"
 _LOOK_EVERY_S = 0.025  # between checks of a working scorer's resources
 _FULL_PIPE_S = 0.001  # the scorer waits meanwhile
 _LATE_LOOK_S = 1.0  # between two looks: then this process was stopped itself
-_ENDING_TIMEOUT_S = 1.0
+_ENDING_TIMEOUT_S = 10.0  # for a process whose channel is closed to end, on a busy machine
 _MAX_ERROR = 2000  # characters of the reason why a function cannot be used
 _ERROR_KB = 16  # of the answer for a sample whatever its result: an error, as JSON
 
@@ -212,7 +212,7 @@ class WorkerProcess:
         """Verify that an idle scorer is alive, has written nothing and keeps its limits. Raises WorkerLost."""
         behaviour = None if self.alive else self.sandbox.how_it_ended(0)
         if behaviour is None and self._is_readable():
-            behaviour = self.sandbox.how_it_ended(_ENDING_TIMEOUT_S) or FORGED  # its end closes the channel too
+            behaviour = (not self._has_written() and self.sandbox.how_it_ended(_ENDING_TIMEOUT_S)) or FORGED
         if self._idle_cpu_s is None:
             self._idle_cpu_s = self.sandbox.cpu_seconds()
         if behaviour := behaviour or self.sandbox.excess(self._idle_cpu_s):
@@ -230,6 +230,13 @@ class WorkerProcess:
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         return bool(poll.poll(0))
+
+    def _has_written(self) -> bool:
+        """Whether there are bytes on the readable channel, which is readable too when the scorer's end has closed it."""
+        try:
+            return bool(self._channel.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
 
     def kill(self) -> None:
         """End the worker with everything that it started. May be called again, and from any thread."""

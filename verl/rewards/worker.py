@@ -41,7 +41,6 @@ from verl.rewards.sandbox.launch import describe_exit
 from verl.rewards.sandbox.limits import KIB, Limits
 from verl.rewards.sandbox.processes import filter_system_calls, hide_memory, kill_descendants
 
-_END_TIMEOUT_S = 4.0
 # errors of the kernel when a limit is reached, towards which may count what earlier samples left behind
 _REFUSALS: dict[int | None, str] = {
     errno.EFBIG: "wrote a larger file than reward.max_file_mb allows",
@@ -231,7 +230,7 @@ def _call_fork(channel: socket.socket, caller: Caller, request: bytes, alone: bo
     if alone:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(-1, signal.SIGKILL)  # every process of the namespace but process 1 and this one
-    kill_descendants(_END_TIMEOUT_S)
+    kill_descendants()
     return reply, failure
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from verl.config import full_key
 from verl.errors import DeadlineError, WorkerLostError, error_of
-from verl.parallel.child_processes import blocked_sigterm, python_command
+from verl.parallel.child_processes import END_TIMEOUT_S, blocked_sigterm, python_command
 from verl.parallel.framing import ChannelClosed, ChannelCorrupt, receive_bytes, send
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.stack_dump import dump_of, innermost
@@ -61,13 +61,13 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+            self._process.wait(END_TIMEOUT_S)
         self.log.close()
 
     def ending(self) -> str:
         """The end of the process, as a clause, with the last line of its log."""
         try:
-            code = self._process.wait(timeout=5)
+            code = self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"closed its connection{self.last_words()}"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from verl.parallel.child_processes import python_command
+from verl.parallel.child_processes import END_TIMEOUT_S, python_command
 from verl.rewards.sandbox.limits import Limits
 from verl.rewards.sandbox.processes import (
     can_filter,
@@ -32,7 +32,7 @@ from verl.rewards.sandbox.processes import (
 )
 
 _PROBE_TIMEOUT_S = 10.0
-_KILL_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = END_TIMEOUT_S + 5.0  # of a reaper, which waits itself
 _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
 _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
 _SIGNALS_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from verl.parallel.child_processes import prctl
+from verl.parallel.child_processes import END_TIMEOUT_S, prctl
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -89,23 +89,28 @@ def _stat(folder: str) -> list[str]:
     return ["X", *["0"] * 50]
 
 
-def kill_descendants(timeout_s: float, spared: Collection[int] = (), group: int = 0) -> None:
-    """End every process below this one but `spared`, and wait for the ends of its children, at most `timeout_s`. `group`: a
-    process group below this process, whose members get the signal at once, also while they are being forked."""
-    deadline = time.monotonic() + timeout_s
+def kill_descendants(spared: Collection[int] = (), group: int = 0) -> None:
+    """End every process below this one but `spared`, and wait for their ends. `group`: a process group below this process,
+    whose members get the signal at once, also while they are being forked."""
+    deadline = time.monotonic() + END_TIMEOUT_S
     num_empty_looks = 0
-    while num_empty_looks < 2 and time.monotonic() < deadline:  # orphans change their parent, so one look may miss some
+    while num_empty_looks < 2 and time.monotonic() < deadline:
         if group:
             _signal(os.killpg, [group], signal.SIGKILL)
-        pids = _stop_below(os.getpid(), spared)
+        # orphans change their parent, so a look may miss those below one that has ended; it counts as a process
+        pids = [pid for pid in _stop_below(os.getpid(), spared) if not _is_zombie_of_another(pid)]
+        num_empty_looks = 0 if pids else num_empty_looks + 1
         _signal(os.kill, pids, signal.SIGKILL)
         for process in pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process, os.WNOHANG)
-        is_empty = all(state_of(process) in "ZX" for process in pids)
-        num_empty_looks = num_empty_looks + 1 if is_empty else 0
-        if not is_empty:
+        if pids:
             time.sleep(0.002)
+
+
+def _is_zombie_of_another(pid: int) -> bool:
+    state, parent, *_ = _stat(f"/proc/{pid}")
+    return state == "Z" and int(parent) != os.getpid()
 
 
 def _stop_below(pid: int, spared: Collection[int]) -> list[int]:
@@ -130,9 +135,9 @@ def _signal(send: Callable[[int, int], None], pids: Iterable[int], number: int) 
 _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _CLONE_NEWUSER = 1 << 28
-# machine -> (audit architecture, numbers of the calls socket, clone, unshare, and add_key, after which come the two others of
-# the kernel's keyrings)
-_MACHINES = {"x86_64": (0xC000003E, 41, 56, 272, 248), "aarch64": (0xC00000B7, 198, 220, 97, 217)}
+# machine -> (audit architecture, numbers of the calls socket, clone, unshare, setpgid, three before setsid, and add_key, after
+# which come the two others of the kernel's keyrings)
+_MACHINES = {"x86_64": (0xC000003E, 41, 56, 272, 109, 248), "aarch64": (0xC00000B7, 198, 220, 97, 154, 217)}
 _IO_URING_SETUP, _CLONE3 = 425, 435  # the same on every machine; io_uring opens sockets without the call `socket`
 
 
@@ -146,16 +151,21 @@ def can_filter() -> bool:
     return sys.platform == "linux" and platform.machine() in _MACHINES
 
 
-def filter_system_calls(*, sockets: bool) -> bool:
-    """Refuse new user namespaces and the keyrings of the kernel, which hold this user's tickets and tokens, and sockets unless
-    `sockets`, to this process and all that it starts, for good; False where there is no such filter.
+def filter_system_calls(*, sockets: bool, groups: bool = True) -> bool:
+    """Refuse new user namespaces and the keyrings of the kernel, which hold this user's tickets and tokens, sockets unless
+    `sockets`, and another process group unless `groups`, to this process and all that it starts, for good; False where there
+    is no such filter.
 
     Sockets of every family are refused (EACCES), those to other processes of the machine included; socketpair works.
     Needs no rights.
     """
     if not can_filter():
         return False
-    program = _program(sockets, *_MACHINES[platform.machine()])
+    architecture, socket, clone, unshare, setpgid, add_key = _MACHINES[platform.machine()]
+    refused = [*range(add_key, add_key + 3)]
+    refused += [] if sockets else [socket, _IO_URING_SETUP]
+    refused += [] if groups else [setpgid, setpgid + 3]
+    program = _program(architecture, refused, (clone, unshare))
     pointer = ctypes.byref(_Filter(len(program) // 8, program))
     return prctl(_SET_NO_NEW_PRIVS, 1) and prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, pointer)
 
@@ -164,7 +174,7 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def _program(sockets: bool, architecture: int, socket: int, clone: int, unshare: int, add_key: int) -> bytes:
+def _program(architecture: int, refused: Iterable[int], of_namespaces: Iterable[int]) -> bytes:
     """The filter in classic BPF: (operation, jump if true, jump if false, operand)."""
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     number_at, architecture_at, first_argument_at = 0, 4, 16
@@ -180,9 +190,9 @@ def _program(sockets: bool, architecture: int, socket: int, clone: int, unshare:
         *((at_least, 0, 1, 0x40000000), refuse(errno.EACCES)),  # the x32 calls of x86_64
         *((equal, 0, 1, _CLONE3), refuse(errno.ENOSYS)),  # its flags are in memory; the C library falls back to clone
     ]
-    for call in (*range(add_key, add_key + 3), *(() if sockets else (socket, _IO_URING_SETUP))):
+    for call in refused:
         code += [(equal, 0, 1, call), refuse(errno.EACCES)]
-    for call in (clone, unshare):
+    for call in of_namespaces:
         code += [(equal, 0, 4, call), (load, 0, 0, first_argument_at), (any_bit, 0, 1, _CLONE_NEWUSER)]
         code += [refuse(errno.EPERM), allow]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in [*code, allow])

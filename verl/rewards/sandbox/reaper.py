@@ -16,7 +16,6 @@ from types import FrameType
 from verl.parallel.child_processes import adopt_orphans, die_with
 from verl.rewards.sandbox.processes import hide_memory, kill_descendants
 
-_END_TIMEOUT_S = 4.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -45,7 +44,7 @@ def main() -> None:
     finally:
         for number in _ENDING:
             signal.signal(number, signal.SIG_IGN)
-        kill_descendants(_END_TIMEOUT_S, group=group)
+        kill_descendants(group=group)
         os._exit(code)
 
 
