@@ -11,7 +11,7 @@ import pytest
 from tests.house.source import files
 from tests.slow import slow
 from verl.data_proto.samples import ScoreRequest
-from verl.parallel.child_processes import blocked_sigterm, python_command
+from verl.parallel.child_processes import blocked_sigterm, is_ending, python_command
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.pool import RewardPool
 from verl.rewards.sandbox import launch
@@ -54,7 +54,7 @@ def test_no_process_imports_a_module_of_the_current_folder(traps, module, safe_p
 
 def test_plain_python_does_import_it(traps):
     """So that the test above would find the fault."""
-    subprocess.run([sys.executable, "-m", "json.tool"], input=b"{}", capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "json.tool"], input=b"{}", capture_output=True, timeout=120)
     assert traps.exists()
 
 
@@ -88,7 +88,7 @@ def test_a_process_has_the_verl_of_its_parent(tmp_path, monkeypatch):
     (other / "verl" / "__init__.py").write_text("raise SystemExit('another verl')\n")
     (other / "place.py").write_text("import verl.errors\nprint(verl.errors.__file__)\n")
     monkeypatch.setenv("PYTHONPATH", str(other))
-    done = subprocess.run(python_command("place"), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(python_command("place"), capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == str(files()["verl.errors"]), done.stderr
 
 
@@ -101,7 +101,7 @@ print("ready", flush=True)
 input()
 own = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 own.terminate()
-own.communicate(b"\\n", timeout=20)
+own.communicate(b"\\n", timeout=120)
 print(own.returncode)
 """
 
@@ -118,14 +118,24 @@ def start(first):
 def test_a_process_and_its_children_do_not_get_sigterm():
     with blocked_sigterm():
         process = start("")
-    assert process.communicate(b"\n", timeout=30)[0] == b"0\n"
+    assert process.communicate(b"\n", timeout=120)[0] == b"0\n"
     ordinary = start("")
-    ordinary.communicate(timeout=30)
+    ordinary.communicate(timeout=120)
     assert ordinary.returncode == -signal.SIGTERM
 
 
 def test_a_process_goes_on_and_its_children_get_sigterm():
     with blocked_sigterm():
         process = start(HEARS)
-    assert process.communicate(b"\n", timeout=30)[0] == b"-15\n"
+    assert process.communicate(b"\n", timeout=120)[0] == b"-15\n"
     assert process.returncode == 0
+
+
+def test_a_process_ends_before_it_is_gone():
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert is_ending(pid)
+    os.waitpid(pid, 0)
+    assert is_ending(pid)
+    assert not is_ending(os.getpid())

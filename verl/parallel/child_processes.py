@@ -18,6 +18,7 @@ from types import FrameType
 
 # operations of prctl, from linux/prctl.h
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_EXITING = 4  # of the flags of a process, from linux/sched.h
 END_TIMEOUT_S = 30.0  # for a killed process to end: on a busy machine that takes seconds, and with much memory too
 
 
@@ -32,6 +33,18 @@ def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
     thread that started this process counts, so that must live as long."""
     if prctl(_SET_PDEATHSIG, signal_number) and os.getppid() != parent:
         os._exit(1)
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process was killed or has exited, though it may still have files open and hold their locks; also if it is
+    gone."""
+    try:
+        with open(f"/proc/{pid}/status") as status, open(f"/proc/{pid}/stat", "rb") as stat:
+            pending = [int(line.split()[1], 16) for line in status if line.startswith(("SigPnd", "ShdPnd"))]
+            flags = int(stat.read().rpartition(b")")[2].split()[6])
+    except (ProcessLookupError, FileNotFoundError):
+        return sys.platform == "linux"
+    return bool(flags & _EXITING or any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending))
 
 
 def adopt_orphans() -> bool:

@@ -21,13 +21,13 @@ import psutil
 
 from verl.errors import ConfigError, FolderLostError
 from verl.foreign_text import clean
+from verl.parallel.child_processes import END_TIMEOUT_S, is_ending
 from verl.regular_files import open_regular
 from verl.tracking.files import has, is_count, is_number, is_text, read_json
 
 log = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
-_ENDING_S = 2.0  # longest time that a killed process of a run needs to end on a busy machine
 _HOLDER = has(pid=lambda value: is_count(value) and 0 < value < 1 << 31, host=is_text, started=is_number)
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 
@@ -58,17 +58,17 @@ class FolderLock:
         self._holder: dict[str, object] = {}
 
     def acquire(self) -> None:
-        """Take the folder, after at most `_ENDING_S` if a run on this host holds it: a run that was killed may still be ending.
+        """Take the folder, once a run on this host that was killed has ended.
 
         Raises ConfigError if a live run holds the folder, or a run on another host, which cannot be checked. Raises OSError if
         the folder or run.lock cannot be opened."""
-        deadline = time.monotonic() + _ENDING_S
+        deadline = time.monotonic() + END_TIMEOUT_S
         while True:
             try:
                 return self._acquire()
             except ConfigError:
                 holder = _read(self.path)
-                if time.monotonic() >= deadline or (holder is not None and holder["host"] != socket.gethostname()):
+                if holder is None or not _is_ending(holder) or time.monotonic() >= deadline:
                     raise
                 time.sleep(0.02)
 
@@ -189,6 +189,11 @@ def _read(path: Path) -> dict[str, object] | None:
     except (OSError, ValueError):
         return None
     return holder
+
+
+def _is_ending(holder: Mapping[str, object]) -> bool:
+    pid = holder["pid"]
+    return holder["host"] == socket.gethostname() and isinstance(pid, int) and is_ending(pid)
 
 
 def _is_dead(holder: Mapping[str, object]) -> bool:
