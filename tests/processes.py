@@ -12,7 +12,7 @@ def is_alive(pid):
         return False
 
 
-def wait_until(condition, timeout_s=10.0):
+def wait_until(condition, timeout_s=120.0):
     """Whether `condition()` held within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:

@@ -114,7 +114,7 @@ def test_digests_are_the_same_in_another_process(tmp_path):
         "from tests.test_user_objects import *\n"
         "print([digest_of_object(FORMS[f](v)) for f in FORMS for v in VALUES], end='')"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout == str([digest_of_object(FORMS[form](value)) for form, value in itertools.product(FORMS, VALUES)])
 
 
@@ -155,7 +155,7 @@ SCRIPTS = {  # the script, and the name of which its import has another value
 def test_a_script_whose_globals_have_other_values_uses_its_function(name, tmp_path):
     script, other = SCRIPTS[name]
     (tmp_path / "script.py").write_text(script)
-    run = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
     assert is_in_process(run.stdout) == bool(other), run.stdout + run.stderr
     assert (f"would give another {other}. Set globals outside" in run.stderr) == bool(other), run.stderr
 

@@ -71,7 +71,7 @@ class Screen:
 
 def run(task, base_url, api_key):
     """An agent of an endpoint, which sends the row's prompt, then a picture and a video."""
-    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20) as client:
+    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=120) as client:
         messages = list(task["prompt"])
         for number in range(2):
             answer = client.post("/chat/completions", json={"model": "policy", "messages": messages})

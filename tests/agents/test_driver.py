@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -240,10 +240,15 @@ def test_a_log_names_some_of_many_failures(module, events, caplog):
 def test_an_agent_that_blocks_the_event_loop_is_named(module, events, monkeypatch):
     monkeypatch.setattr("verl.agents.driver.GRACE_S", 0.2)
 
+    blocked = threading.Event()
+
     async def blocks(episode):
-        time.sleep(2.0)
+        blocked.wait(120)
         raise EpisodeError("late")
 
     driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=0.2, filler=258)
-    with pytest.raises(DeadlineError, match="blocks the event loop"):
-        driver.run(tasks(1, n=1), blocks, PARAMS, step=1)
+    try:
+        with pytest.raises(DeadlineError, match="blocks the event loop"):
+            driver.run(tasks(1, n=1), blocks, PARAMS, step=1)
+    finally:
+        blocked.set()

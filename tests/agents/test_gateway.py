@@ -37,7 +37,7 @@ AGENTS = {}  # name -> function; `run` of this file is the runner
 
 
 def run(task, base_url, api_key):
-    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20) as client:
+    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=120) as client:
         return AGENTS[task["data_source"]](client, task)
 
 
@@ -402,7 +402,7 @@ def test_a_command_that_is_killed_from_outside_is_run_again(play, tmp_path, plac
     script.write_text(wait + COMMAND)
 
     def kill():
-        wait_until(begun.exists, 30)
+        wait_until(begun.exists)
         below = psutil.Process().children(recursive=True)
         below = [p for p in below if p.status() != psutil.STATUS_ZOMBIE]  # of tests before; it has no command line
         (program,) = [p for p in below if p.cmdline()[1:] == [str(script)]]  # the others have more words
@@ -412,5 +412,5 @@ def test_a_command_that_is_killed_from_outside_is_run_again(play, tmp_path, plac
     killer = threading.Thread(target=kill)
     killer.start()
     (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
-    killer.join(30)
+    killer.join(120)
     assert (result.error, result.reward) == (None, 1.0)

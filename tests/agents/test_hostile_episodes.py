@@ -106,7 +106,7 @@ def said(text):
 
 def ask(task, base_url, api_key, path="chat/completions", body=None):
     """A turn, then a request of the agent; returns its status."""
-    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=60) as client:
+    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=120) as client:
         client.post("/chat/completions", json={"messages": said("Go."), "max_tokens": 5}).raise_for_status()
         return client.post(f"/{path}", content=json.dumps(body)).status_code if body else 200
 

@@ -39,7 +39,7 @@ def test_a_step_that_hangs_or_aborts_keeps_its_numbers(tmp_path):
     with tarfile.open(tmp_path / "logs.tar.gz") as archive:
         assert len(archive.getmembers()) == 6
     pid = rows[0]["tail"][0]
-    assert wait_until(lambda: not is_alive(pid), 20), "processes that a step has started end with it"
+    assert wait_until(lambda: not is_alive(pid)), "processes that a step has started end with it"
 
 
 def test_a_step_without_time_is_listed_and_shorter_ones_run(tmp_path):

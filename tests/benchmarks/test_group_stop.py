@@ -42,14 +42,14 @@ def test_a_run_saves_and_ends_when_it_is_asked_to(kind, each, tmp_path):
     try:
         assert run.until(lambda: run.has_begun(2), "no step was taken"), run.last_words()
         time.sleep(rng.random() * 0.5)  # about a step
-        sent = time.monotonic()
+        until = time.monotonic() + LIMIT_S
         if each:
             terminate_each(run, rng)
         else:
             os.killpg(run.process.pid, signal.SIGTERM)
-        while run.process.poll() is None and time.monotonic() < sent + LIMIT_S:
+        while run.process.poll() is None and time.monotonic() < until:
             time.sleep(0.01)
-        assert time.monotonic() - sent < 30
+        assert run.process.poll() is not None
         assert run.left_in_the_end() == []
     finally:
         run.end()

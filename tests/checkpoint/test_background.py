@@ -26,7 +26,7 @@ class Role(Background):
         super().__init__(RoleCheckpoint(state, self.hf_files))
 
     def hf_files(self, folder):
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         if self.failure is not None:
             raise self.failure
         write_config(folder)

@@ -95,16 +95,18 @@ class Work:
 
     def hangs(self):
         """In the writing of a file, as on a network disk that has gone away."""
-        self.heart.begin_step(2)
-        self.heart.phase("save_checkpoint")
         os.mkfifo(self.folder / f"fifo-{self.attempt}")
+        self.heart.begin_step(2)
         self.write_checkpoint(self.folder / f"fifo-{self.attempt}")
 
     def write_checkpoint(self, file):
+        self.heart.phase("save_checkpoint")
         file.open("wb")
 
     def at_a_breakpoint(self):
-        self.heart.begin_step(1)
+        """The heart beats on a command to the debugger."""
+        self.heart.end()
+        (self.folder / "heartbeat.json").unlink()
         pdb.set_trace()
         return 0
 

@@ -45,7 +45,7 @@ def test_scripts(shell, verl):
     code, said = verl("completion", shell)
     assert (code, said) == (0, completion.SCRIPTS[shell] + "\n")
     if shutil.which(shell) is not None:
-        assert subprocess.run([shell, "-n"], input=said, text=True, timeout=20).returncode == 0
+        assert subprocess.run([shell, "-n"], input=said, text=True, timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_bash_completes(line, replies):
         f'verl() {{ {sys.executable} -m verl "$@"; }}; compopt() {{ :; }}\n{completion.SCRIPTS["bash"]}\n'
         f"COMP_WORDS=(verl {' '.join(words)}); COMP_CWORD={len(words)}; _verl; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == replies

@@ -338,11 +338,11 @@ def test_the_doctor_needs_the_standard_library_only(tmp_path, name):
 def test_a_missing_package_is_named_as_pip_knows_it(tmp_path):
     environment = without(tmp_path, "PyYAML", "torch")
     done = subprocess.run(
-        [sys.executable, "-m", "verl", "train", "x=1"], capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, "-m", "verl", "train", "x=1"], capture_output=True, text=True, timeout=120, env=environment
     )
     assert "pip install PyYAML" in done.stderr
     program = "from verl.worker import ActorRolloutRefWorker"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
     assert "the package torch is not installed. Install it: pip install torch" in done.stderr.splitlines()[-1]
 
 

@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def fresh_python(code, *arguments):
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def test_help_lists_every_verb(verl):
@@ -248,7 +248,7 @@ def test_commands_of_other_releases_are_verbs():
 
 
 def test_the_package_is_a_command():
-    done = subprocess.run([sys.executable, "-m", "verl", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "verl", "--version"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
 
 
@@ -268,7 +268,7 @@ def test_a_reader_that_closes_the_output_early_is_no_error():
             stdout=writing,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=120,
             env={**os.environ, "PYTHONUNBUFFERED": ""},  # written at the end
         )
         os.close(writing)

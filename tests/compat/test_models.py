@@ -138,7 +138,7 @@ class TestUlysses:
         of one process."""
         ranks = [fork(_gather_on_a_rank, rank, str(tmp_path)) for rank in range(2)]
         for rank in ranks:
-            rank.join(60)
+            rank.join(120)
         assert [rank.exitcode for rank in ranks] == [0, 0]
         results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
         for result in results:

@@ -169,7 +169,7 @@ class TestReasoningGym:
 
 def test_as_a_program_errors_are_sentences(tmp_path):
     argv = [sys.executable, "-m", "verl.data.prepare", "gsm8k", "--source", str(tmp_path), "--output", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == DataError.exit_code
     assert done.stderr.startswith("The data file")
     assert "Traceback" not in done.stderr

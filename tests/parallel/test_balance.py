@@ -122,4 +122,4 @@ def test_cost_of_a_row():
 
 def test_balance_imports_without_torch():
     code = "import sys, verl.parallel.balance; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

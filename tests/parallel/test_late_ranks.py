@@ -30,7 +30,7 @@ def test_a_rank_that_has_not_come_is_named_once(ranks, caplog):
         with rank.doing("actor.update: results"):
             pass
     with caplog.at_level(logging.WARNING, logger="verl"), ranks[0].doing("agreeing whether to stop"):
-        wait_until(lambda: any(map(waits, caplog.records)), 20)
+        wait_until(lambda: any(map(waits, caplog.records)))
         time.sleep(2 * SLOW_S)  # it reports again and again
     (record,) = [record for record in caplog.records if waits(record) and "Rank 0" in record.getMessage()]
     assert "Rank 0 is in agreeing whether to stop for" in record.getMessage()
@@ -44,5 +44,5 @@ def test_a_call_that_takes_long_on_all_ranks_names_none(ranks, caplog):
         ranks[1].doing("actor.update"),
     ):
         for reader in ranks:
-            wait_until(lambda: reader._status.rows("stack"), 20)
+            wait_until(lambda: reader._status.rows("stack"))
     assert not [record for record in caplog.records if waits(record)]

@@ -39,7 +39,7 @@ def said(code, **environment):
     """The words that a process with the allocator of `_START` prints in `code`."""
     clean = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES" and not k.startswith("MALLOC_")}
     command = [sys.executable, "-c", _START + code]
-    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout.split()
 
 
@@ -104,7 +104,7 @@ def spin_count(code, **environment):
     variables = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     command = [sys.executable, "-c", f"{code}; {SHOW}"]
     done = subprocess.run(
-        command, env={**variables, **environment}, capture_output=True, text=True, check=True, timeout=60
+        command, env={**variables, **environment}, capture_output=True, text=True, check=True, timeout=120
     )
     return done.stdout.strip()
 

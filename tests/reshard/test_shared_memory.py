@@ -84,7 +84,7 @@ def test_a_reader_that_is_killed_leaves_nothing():
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout.readline() == "hello\n"
         os.kill(reader.pid, signal.SIGKILL)
-        assert reader.wait(timeout=20) == -signal.SIGKILL
+        assert reader.wait(timeout=120) == -signal.SIGKILL
     path = segment.path
     segment.close()
     del segment.values

@@ -216,7 +216,8 @@ def allocate_some():
     return 0.5 if bytearray(64 << 20) else None
 
 
-def wait(seconds=0.4):
+def wait(seconds=0.4, began=os.devnull):
+    open(began, "a").close()
     time.sleep(seconds)
     return 0.5
 

@@ -76,7 +76,7 @@ def test_a_person_at_a_terminal_debugs_a_run(tiny_llama, tmp_path):
         said += _read_until(terminal, b"(Pdb) ")
         os.write(terminal, b"c\n")
         said += _read_until(terminal, None)
-        assert process.wait(60) == 0, said.decode()
+        assert process.wait(120) == 0, said.decode()
         assert b"('calls so far:', 42)" in said
         assert b"-> return 0.25" in said
     finally:

@@ -87,13 +87,13 @@ def test_a_reaper_that_is_killed_leaves_nothing(attacked, no_namespaces):
     """pytest -m slow tests/rewards/test_hostile.py"""
     pool = attacked(timeout_s=20)
     futures = [pool.submit([request(r)]) for r in ("sleep_beside", "0.5")]
-    assert wait_until(lambda: len(processes_of(os.getpid())) == 3, 20)
+    assert wait_until(lambda: len(processes_of(os.getpid())) == 3)
     first = set(processes_of(os.getpid()))
     os.kill(reaper_of(first), signal.SIGKILL)
     # the cause is unknown: the sample gets a second worker, which is killed too
-    assert wait_until(lambda: len(pids := processes_of(os.getpid())) == 3 and first.isdisjoint(pids), 20)
+    assert wait_until(lambda: len(pids := processes_of(os.getpid())) == 3 and first.isdisjoint(pids))
     os.kill(reaper_of(processes_of(os.getpid())), signal.SIGKILL)
-    (killed,), (after,) = (future.result(20) for future in futures)
+    (killed,), (after,) = (future.result(120) for future in futures)
     assert "ended its process by SIGKILL" in killed.error
     assert after.score == 0.5
     pool.close()
@@ -275,7 +275,7 @@ def test_nothing_is_left_of_a_run_whose_first_process_is_killed(tiny_llama, tmp_
     with open(tmp_path / "said", "wb") as said:
         run = subprocess.Popen(command, env=environment_of(tmp_path, namespaces), stdout=said, stderr=said)
     try:
-        assert wait_until((tmp_path / "begun").exists, 60), (tmp_path / "said").read_text()
+        assert wait_until((tmp_path / "begun").exists), (tmp_path / "said").read_text()
         time.sleep(0.2)  # until a child of it has left its session
         family = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
         assert len(family) >= 5  # supervisor, training, reaper or unshare, scorer, child
@@ -283,4 +283,4 @@ def test_nothing_is_left_of_a_run_whose_first_process_is_killed(tiny_llama, tmp_
         run.kill()
         run.wait()
     # only root can read the environment of a reaper, by which it is marked
-    assert wait_until(lambda: not marked(tmp_path) and not any(map(is_alive, family)), 20), marked(tmp_path)
+    assert wait_until(lambda: not marked(tmp_path) and not any(map(is_alive, family))), marked(tmp_path)

@@ -101,38 +101,44 @@ FAST = [
         for number in SIGNALS
     ],
 )
-def test_a_signal_from_outside_costs_no_sample(attacked, caplog, which, number):
+def test_a_signal_from_outside_costs_no_sample(attacked, caplog, scoring, which, number):
     with caplog.at_level(logging.WARNING):
-        send_to_scoring(attacked(timeout_s=1), lambda pool: chain_of_scorer(pool)[which], number)
+        scoring(attacked(timeout_s=1), lambda pool: chain_of_scorer(pool)[which], number)
     if which == "scorer" and number != signal.SIGINT:
         assert ("was stopped by a signal" if number == signal.SIGSTOP else number.name) in caplog.text
 
 
-def send_to_scoring(pool, pid_of, number):
-    """A process of the pool gets a signal while a sample is scored."""
-    pool.start()
-    call = pool.submit([request("wait")])
-    time.sleep(0.1)
-    os.kill(pid_of(pool), number)
-    (score,) = call.result(20)
-    assert (score.score, score.error) == (0.5, None)
-    began = time.monotonic()
-    pool.close()
-    assert time.monotonic() - began < 4, "a stopped process must be continued to end"
-    assert processes_of(os.getpid()) == []
+@pytest.fixture
+def scoring(monkeypatch, tmp_path):
+    """scoring(pool, pid_of, number): a process of the pool gets a signal while a sample is scored."""
+
+    def send(pool, pid_of, number):
+        pool.start()
+        call = pool.submit([request("wait", extra_info={"began": str(tmp_path / "began")})])
+        assert wait_until((tmp_path / "began").exists)
+        os.kill(pid_of(pool), number)
+        (score,) = call.result(120)
+        assert (score.score, score.error) == (0.5, None)
+        ends, end = [], launch.Sandbox.how_it_ended
+        monkeypatch.setattr(launch.Sandbox, "how_it_ended", lambda *words: ends.append(end(*words)) or ends[-1])
+        pool.close()
+        assert None not in ends, "a stopped process must be continued to end"
+        assert processes_of(os.getpid()) == []
+
+    return send
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("which", ["reaper", "scorer"])
-def test_a_signal_from_outside_costs_no_sample_without_namespaces(attacked, no_namespaces, which, number):
+def test_a_signal_from_outside_costs_no_sample_without_namespaces(attacked, no_namespaces, scoring, which, number):
     """pytest -m slow tests/rewards/test_hostile.py"""
 
     def pid_of(pool):
         reaper = psutil.Process(pool._processes[0].pid)
         return (reaper if which == "reaper" else reaper.children()[0]).pid
 
-    send_to_scoring(attacked(timeout_s=1), pid_of, number)
+    scoring(attacked(timeout_s=1), pid_of, number)
 
 
 def test_a_process_that_the_function_forks_answers_nothing(attacked):
@@ -148,7 +154,7 @@ def test_a_fork_that_is_killed_from_outside_is_scored_again(attacked):
     scorer = psutil.Process(chain_of_scorer(pool)["scorer"])
     assert wait_until(lambda: forked.extend(scorer.children()) or forked)
     forked[0].kill()
-    (score,) = call.result(20)
+    (score,) = call.result(120)
     assert (score.score, score.error) == (0.5, None)
 
 
@@ -161,9 +167,9 @@ def test_the_time_of_a_run_that_is_stopped_itself_does_not_count(tmp_path):
         from verl.rewards.pool import RewardPool
         spec = RewardFunctionSpec({str(tmp_path / "attacks.py")!r})
         with RewardPool(spec, num_workers=1, timeout_s=1.5, memory_mb=256) as pool:
-            call = pool.submit([ScoreRequest("1", "s", "wait", "", {{"seconds": 1.0}})])
+            call = pool.submit([ScoreRequest("1", "s", "wait", "", {{"seconds": 0.5}})])
             print("ready", flush=True)
-            (score,) = call.result(30)
+            (score,) = call.result(120)
             print(score.score, score.error, flush=True)
         """
     )
@@ -172,7 +178,7 @@ def test_the_time_of_a_run_that_is_stopped_itself_does_not_count(tmp_path):
         assert run.stdout.readline() == "ready\n"
         time.sleep(0.2)
         os.kill(run.pid, signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(2)
         os.kill(run.pid, signal.SIGCONT)
         assert run.stdout.readline() == "0.5 None\n"
     finally:
@@ -185,7 +191,7 @@ def test_a_scorer_that_computes_between_samples_is_ended(attacked, caplog):
     pool = attacked(timeout_s=1, limits=Limits(cpu_s=0.5))
     with caplog.at_level(logging.WARNING):
         pool.score_all([request("keep_burning")])
-        assert wait_until(lambda: "Between two samples the scorer used more processor time" in caplog.text, 20)
+        assert wait_until(lambda: "Between two samples the scorer used more processor time" in caplog.text)
     assert pool.score_all([request("0.5")])[0].score == 0.5
 
 

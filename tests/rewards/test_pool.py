@@ -4,7 +4,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -56,16 +55,12 @@ def test_a_harmful_call_costs_its_own_sample_and_says_why(make_pool):
             assert word in bad.error
 
 
-def test_a_hang_ends_within_its_deadline_while_others_go_on(make_pool):
-    pool = make_pool(num_workers=2, timeout_s=2.0)
+def test_others_go_on_while_a_call_hangs(make_pool):
+    pool = make_pool(num_workers=2, timeout_s=600.0)
     pool.start()
-    start = time.monotonic()
-    futures = [pool.submit([request("hang")])] + [pool.submit([request(str(i))]) for i in range(20)]
-    pool.wait(futures[1:])
-    assert time.monotonic() - start < 1.9, "the second worker did not take over"
-    (hung,) = futures[0].result(timeout=5)
-    assert "took longer" in hung.error
-    assert 1.9 < time.monotonic() - start < 4
+    hung, *others = [pool.submit([request(reply)]) for reply in ("sleep", *map(str, range(20)))]
+    pool.wait(others)
+    assert not hung.done(), "the second worker did not take over"
 
 
 def test_what_a_function_may_return(make_pool):
@@ -173,24 +168,24 @@ def test_close_is_idempotent_ends_workers_and_running_calls(make_pool):
     pool = make_pool(timeout_s=60)
     running, waiting = pool.submit([request("sleep")]), pool.submit([request("1")])
     pid = pool._processes[0].pid
-    time.sleep(0.1)
-    start = time.monotonic()
+    assert wait_until(lambda: len(pool._queue._jobs) == 1)
     pool.close()
     pool.close()
-    assert time.monotonic() - start < 5
     assert not is_alive(pid)
-    assert "the run is ending" in running.result(timeout=1)[0].error
-    assert "the run is ending" in waiting.result(timeout=1)[0].error
+    assert "the run is ending" in running.result(120)[0].error
+    assert "the run is ending" in waiting.result(0)[0].error
     with pytest.raises(RewardError, match="closed already"):
         pool.submit([request("1")])
 
 
-def test_a_timeout_kills_what_the_scorer_started(make_pool):
+def test_a_timeout_kills_what_the_scorer_started(make_pool, tmp_path):
     seconds = f"1000.{os.getpid()}"  # tells this child from the children of other tests
-    pool = make_pool(timeout_s=1.0)
-    call = pool.submit([request("child", extra_info={"seconds": seconds})])
-    assert wait_until(lambda: sleeps(seconds))
-    assert "took longer" in call.result(timeout=5)[0].error
+    began = tmp_path / "began"
+    (late,) = make_pool(timeout_s=1.0).score_all(
+        [request("child", extra_info={"seconds": seconds, "began": str(began)})]
+    )
+    assert "took longer" in late.error
+    assert began.exists()
     assert not sleeps(seconds)
 
 
@@ -215,7 +210,7 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, mon
 
 def test_the_worker_imports_nothing_heavy():
     program = "import sys, verl.rewards.worker; print([m for m in ('torch','numpy','omegaconf') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert out.stdout.strip() == "[]"
 
 

@@ -62,7 +62,7 @@ try:
 except BlockingIOError:
     print(started)
 """
-    done = subprocess.run([*command, sys.executable, "-c", count], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, sys.executable, "-c", count], capture_output=True, text=True, timeout=120)
     assert 30 <= int(done.stdout) <= 40, done.stderr
     assert int(Path("/proc/sys/kernel/pid_max").read_text()) > 400, "the machine keeps its own limit"
 

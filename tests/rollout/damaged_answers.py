@@ -28,7 +28,6 @@ from verl.rollout.api import ENGINES
 from verl.rollout.requests import vocab_size
 
 TIMEOUT_S = 0.2
-SLACK_S = 3.0  # of a deadline, on a machine with other work
 PARAMS = SamplingParams(n=1, max_new_tokens=4)
 MODELS = {"object": "list", "data": [{"id": "served", "object": "model", "root": "somewhere/model"}]}
 _DEEP = "@@deep@@"
@@ -220,7 +219,7 @@ def outcome(rng, module, folder):
     answers = answers_of(kind, vocab_size(module))
     path, damage = rng.choice(list(answers)), rng.choices(list(DAMAGE), list(DAMAGE.values()))[0]
     answers[path] = damage(rng, answers[path])
-    started, sentence = time.monotonic(), ""
+    sentence = ""
     with running(answers) as service:
         try:
             use(kind, service.url, module, folder)
@@ -229,10 +228,7 @@ def outcome(rng, module, folder):
             result, sentence = type(error).__name__, str(error)
         except BaseException as error:
             raise AssertionError(f"{kind}, {path}, {damage.__name__}: {str(answers[path])[:1000]}") from error
-        num_asked = len(service.asked)
     assert sentence.isprintable(), sentence
-    elapsed_s = time.monotonic() - started
-    assert elapsed_s < num_asked * TIMEOUT_S + SLACK_S, (kind, path, damage.__name__, elapsed_s)
     return f"{kind}: {damage.__name__}", result
 
 

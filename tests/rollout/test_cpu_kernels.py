@@ -283,7 +283,7 @@ def test_a_fork_has_its_own_threads(kernels, dtype):
     child.start()
     assert reader.poll(60)
     assert reader.recv()
-    child.join(10)
+    child.join(120)
 
 
 def test_a_weight_that_is_nan_shows(kernels, dtype, load, make_engine):

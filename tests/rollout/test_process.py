@@ -1,7 +1,6 @@
 """An engine in a separate process: answers, errors, silence and death."""
 
 import os
-import time
 
 import psutil
 import pytest
@@ -34,11 +33,9 @@ def test_calls_errors_and_silence():
     assert engine.call("add", [params], [PromptRequest(1, (2, 3))]) == [params, PromptRequest(1, (2, 3))]
     with pytest.raises(ModelError, match="This does not fit"):
         engine.call("refuse")
-    started = time.monotonic()
     said = r"fake engine process \(pid \d+\) was silent for 1.6 s during 'hang', .*it was in hang \(fake_core.py:\d+\)"
     with pytest.raises(DeadlineError, match=said):
         engine.call("hang")
-    assert time.monotonic() - started < 8
     assert not is_alive(engine.pid)
     with pytest.raises(WorkerLostError, match="has ended"):
         engine.call("add", 1, 1)
@@ -51,10 +48,8 @@ def test_calls_errors_and_silence():
 )
 def test_an_engine_that_dies_is_named_at_once(method, words):
     engine = process(call_timeout_s=60.0)
-    started = time.monotonic()
     with pytest.raises(WorkerLostError, match=words):
         engine.call(method)
-    assert time.monotonic() - started < 10
     assert not is_alive(engine.pid)
 
 

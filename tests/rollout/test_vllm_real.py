@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -298,7 +297,6 @@ def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, to
         ended.append(done)
         os.kill(process.pid, signal.SIGKILL)
 
-    started = time.monotonic()
     lost = rf"vLLM process \(pid {process.pid}\) was ended by SIGKILL"
     if moment == "updating":
         with pytest.raises(WorkerLostError, match=lost):
@@ -310,7 +308,6 @@ def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, to
         with pytest.raises(WorkerLostError, match=lost):
             engine.generate(make_prompts([10] * 8), long, step=0, on_finish=die)
         assert ended
-    assert time.monotonic() - started < 30
     engine.close()
 
 

@@ -111,7 +111,7 @@ def test_interrupt_saves_and_says_how_to_go_on(unbroken, tiny_overrides, tmp_pat
     process = Forked(*command, env=os.environ)
     wait_for_steps(folder / "metrics.jsonl", 1, timeout_s=60)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     if process.returncode == 0:
         pytest.skip("the run had ended before the signal came")
     assert process.returncode == 130

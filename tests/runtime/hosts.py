@@ -52,7 +52,7 @@ class Hosts:
             number = self._names.index(name)
             lines = ["127.0.0.1 localhost", f"127.0.1.1 host{number + 1}", f"{ADDRESSES[1 - number]} host{2 - number}"]
             file.write_text("\n".join(lines) + "\n")
-        self.start(0, ["true"]).communicate(timeout=20)
+        self.start(0, ["true"]).communicate(timeout=120)
         if self._running.pop().returncode:
             raise OSError("unshare is not allowed")
 
@@ -79,4 +79,4 @@ class Hosts:
 
 
 def _ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=120)

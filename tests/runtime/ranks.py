@@ -59,7 +59,7 @@ class Ranks:
             end_tree(process.pid)
             process.stdout.close()
 
-    def wait(self, timeout_s):
+    def wait(self, timeout_s=240):
         """(exit codes, outputs) of all; a rank that is still there after the deadline fails the test with its output."""
         until = time.monotonic() + timeout_s
         outcomes, late = [], []
@@ -79,7 +79,7 @@ class Ranks:
         return codes, texts
 
 
-def run(size, module, *arguments, timeout_s=90, **more):
+def run(size, module, *arguments, timeout_s=240, **more):
     """All ranks to a good end; their outputs."""
     with Ranks(size, module, *arguments, **more) as ranks:
         codes, texts = ranks.wait(timeout_s)
@@ -96,7 +96,7 @@ def scorers_of(job):
         yield
 
 
-def wait_for_steps(metrics, count, *processes, timeout_s=90):
+def wait_for_steps(metrics, count, *processes, timeout_s=240):
     """Until the file of metrics has so many rows. No process may end before."""
 
     def is_over():
@@ -118,7 +118,7 @@ def take_port(file):
         draft = chosen.with_suffix(".draft")
         draft.write_text(str(free_port()))
         draft.rename(chosen)
-    assert wait_until(chosen.exists, 120), f"rank 0 has not written {chosen} within 120 s"
+    assert wait_until(chosen.exists), f"rank 0 has not written {chosen}"
     os.environ["MASTER_PORT"] = chosen.read_text()
 
 
@@ -141,7 +141,7 @@ def family(*processes):
     return [*members, *(child for member in members for child in member.children(recursive=True))]
 
 
-def still_there(members, grace_s=10.0):
+def still_there(members, grace_s=60.0):
     """The processes of a `family` that have not ended after `grace_s` seconds."""
     wait_until(lambda: not any(map(_runs, members)), grace_s)
     return [p for p in members if _runs(p)]
@@ -154,7 +154,7 @@ def _runs(process):
         return False
 
 
-def survivors(mark, grace_s=10.0):
+def survivors(mark, grace_s=60.0):
     """Command lines that hold `mark`, of processes that are still there after `grace_s` seconds."""
     until = time.monotonic() + grace_s
     while True:

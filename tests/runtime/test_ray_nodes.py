@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -47,15 +46,12 @@ def test_a_node_is_killed_and_the_run_goes_on_from_its_checkpoint(cluster, jobs)
     driver = drive(jobs, file)
     try:
         saved = (folder / "global_step_2" / "manifest.json").exists
-        assert wait_until(lambda: saved() or driver.poll() is not None, 120), "two steps were not saved"
+        assert wait_until(lambda: saved() or driver.poll() is not None), "two steps were not saved"
         assert driver.poll() is None, driver.stdout.read()[-3000:]
         cluster.remove_node(other, allow_graceful=False)
-        killed = time.monotonic()
-        text, _ = driver.communicate(timeout=90)
-        took_s = time.monotonic() - killed
+        text, _ = driver.communicate(timeout=300)
     finally:
         end_tree(driver.pid)
-    assert took_s < 60 + 15, took_s
     assert "ERROR WorkerLostError: Rank " in text, text[-3000:]
     assert name[:8] in text, text[-3000:]
     assert survivors(str(jobs.root)) == []

@@ -171,7 +171,7 @@ def test_an_engine_that_dies_in_an_update(jobs):
     """The rank that is left stops with a sentence that names the other, and nothing is trained on what came of it."""
     killed = jobs.add("dies_in_an_update", fault="dies_in_an_update")
     with Ranks(2, "tests.runtime.reshard_ranks", jobs.file()) as ranks:
-        codes, texts = ranks.wait(60)
+        codes, texts = ranks.wait()
     assert codes == [0, -signal.SIGKILL], "\n".join(text[-3000:] for text in texts)
     report = json.loads((killed.folder / "wire-0.json").read_text())
     assert report["error"].startswith("WorkerLostError: ")

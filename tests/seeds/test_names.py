@@ -137,7 +137,7 @@ def test_an_older_python_gets_a_sentence():
     start = source.partition("from typing import")[0]
     ast.parse(start, feature_version=(3, 5))
     code = "import sys; sys.version_info = (3, 9, 2, 'final', 0); import verl"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.splitlines()[-1].startswith("ImportError: verl needs Python 3.10 or newer, and this is 3.9 (")
 
 
@@ -195,7 +195,7 @@ with Console():
     logging.getLogger("own").info("mine")
 log.info("after")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     lines = done.stdout.splitlines() + done.stderr.splitlines()
     assert sorted(lines) == ["INFO: during", "INFO: mine", "INFO:verl.part:after", "INFO:verl.part:before"]
 

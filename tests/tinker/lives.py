@@ -35,7 +35,7 @@ class Lives:
                 self.kills += 1
 
     def wait(self):
-        assert self._born.wait(60), self._process.poll()
+        assert self._born.wait(120), self._process.poll()
 
     def kill(self):
         """End the present life at once."""
@@ -60,7 +60,7 @@ def lives(model, folder, deaths=()):
         yield running
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(120)
         listening.close()
 
 

@@ -96,11 +96,11 @@ def running(bench, folder, tenants=None, certificate=None, apart=()):
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
-        assert ready.wait(30)
-        wait_until(lambda: box["server"].started, 30)
+        assert ready.wait(120)
+        wait_until(lambda: box["server"].started)
         yield box["served"]
     finally:
         if "served" in box:
             box["served"].close()
         box["server"].should_exit = True
-        thread.join(30)
+        thread.join(120)

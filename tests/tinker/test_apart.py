@@ -99,7 +99,7 @@ def test_a_worker_that_is_lost_is_replaced_under_the_clients(bench, here, tiny_l
     session = result[1].removeprefix("tinker://").partition(":")[0]
     body = {"session_id": session, "model_seq_id": 9, "base_model": "base", "lora_config": {"rank": 2}}
     assert httpx.post(f"{url}/api/v1/create_model", json=body).status_code == 200
-    thread.join(30)
+    thread.join(120)
     listening.close()
     assert error
     compare(tmp_path, result, here(2))
@@ -125,7 +125,7 @@ class Service:
         """End the server at once; its processes end with it. Ray's agents, which only report, take up to a minute."""
         started = self.processes("RankProcess", "bin/raylet", "gcs_server")
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(120)
         assert not psutil.wait_procs(started, 20)[1]
 
 
@@ -149,4 +149,4 @@ def test_processes_of_ray_take_the_bits_of_one_through_kills(here, tiny_llama, t
 
 def wait_for_steps(folder, count):
     pattern = "models/*/metrics.jsonl"
-    assert wait_until(lambda: sum(len(list(read_metrics(f))) for f in folder.glob(pattern)) >= count, 90)
+    assert wait_until(lambda: sum(len(list(read_metrics(f))) for f in folder.glob(pattern)) >= count)

@@ -40,7 +40,7 @@ def test_a_request_waits_while_the_disk_takes_no_journal(served):
     file.execute(f"PRAGMA max_page_count = {pages}")
     try:
         future = trainer.forward_backward([datum(n, length=60) for n in range(200)], "cross_entropy")
-        wait_until(lambda: served.service.paused, 20)
+        wait_until(lambda: served.service.paused)
         assert "full" in served.service.paused
         answer = httpx.post(f"{served.url}/api/v1/create_session", content=b'{"tags": [], "sdk_version": "0"}')
         assert answer.status_code == 503

@@ -96,6 +96,6 @@ def test_twenty_kills_at_random_moments_change_no_bit(tiny_llama, tmp_path, monk
         start = time.monotonic()
         killed = run(served.url, 40)
         ended.set()
-        thread.join(5)
+        thread.join(120)
         assert served.kills >= 20, f"the run took only {time.monotonic() - start:.1f} s"
         compare(tmp_path, killed, run(served.url, 40))

@@ -85,7 +85,7 @@ def body(model_id, seq_id):
 
 
 def post(served, route, content, media="application/json"):
-    return httpx.post(f"{served.url}/api/v1/{route}", content=content, headers={"content-type": media}, timeout=60)
+    return httpx.post(f"{served.url}/api/v1/{route}", content=content, headers={"content-type": media}, timeout=120)
 
 
 def result(served, future):

@@ -330,7 +330,7 @@ def test_a_disk_that_hangs_ends_with_the_deadline(path, monkeypatch):
     held = threading.Event()
 
     def hanging(where, connect=ledger_file.connect):
-        held.wait(10)
+        held.wait(120)
         return connect(where)
 
     monkeypatch.setattr(ledger_writer, "connect", hanging)

@@ -289,13 +289,12 @@ def test_failure_disables_once_and_says_which_and_why(where, how, caplog):
 
 @pytest.mark.parametrize("where", ["start", "log", "close"])
 def test_hang_never_holds_the_run(where, caplog):
-    released = threading.Event()
-    guard = Guard("mlflow", Failing(where, lambda: released.wait(30)), max_waiting=20, close_timeout_s=0.2)
-    started = time.monotonic()
+    released, ends = threading.Event(), []
+    guard = Guard("mlflow", Failing(where, lambda: ends.append(released.wait(60))), max_waiting=20, close_timeout_s=0.2)
     for step in range(100 if where != "close" else 5):
         guard.log({"x": 1.0}, step)
     guard.close()
-    assert time.monotonic() - started < 5
+    assert ends == []
     released.set()
     assert guard.disabled
     assert caplog.text.count("disabled for the rest of the run") == 1
