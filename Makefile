@@ -60,13 +60,14 @@ for attempt in 1 2 3; do \
 done
 endef
 
-.PHONY: help venv train test test-fast lint types unit model data letters versions gpu-rehearsal wheels clean
+.PHONY: help venv train test test-fast lint types unit model data letters docs versions gpu-rehearsal wheels clean
 
 help:
 	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about eight minutes on two cores)"
 	@echo "make test    install, then lint, types and the whole test suite"
 	@echo "make test-fast   only the tests that start no process and no run, 140 s of a processor"
 	@echo "make venv    install only, into $(VENV)"
+	@echo "make docs    the site of all guides in $(WORK)/site, with search"
 	@echo "make versions   the table of docs/versions.md, with an environment for each row (hours, some 60 GB in $(WORK)/versions)"
 	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about ten minutes)"
 	@echo "make wheels  a wheel in dist/ for each Python from 3.10 to 3.14 on the PATH"
@@ -153,6 +154,15 @@ test-fast: $(STAMPS)/package
 # tests wait 500 s for processes, so that two cores have time for a third worker
 unit: $(STAMPS)/package
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+$(STAMPS)/docs: $(STAMPS)/package
+	@$(call install,-c $(STAMPS)/constraints.txt -e '.[docs]')
+	@touch $@
+
+# a warning is an error: a dead link or anchor, a page outside of the navigation
+docs: $(STAMPS)/docs
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs --doctree-dir $(WORK)/site/.doctrees . $(WORK)/site
+	@echo "The site is $(WORK)/site/index.html."
 
 versions: $(STAMPS)/package
 	@$(BIN)/python benchmarks/versions.py --work $(WORK)/versions

@@ -62,13 +62,20 @@ _FOLDER = "trainer.default_local_dir"
 class Trainer(SteppedRun):
     """A run that is taken step by step. Use it as a context manager, or call `close` at the end.
 
-    model: Hugging Face folder or name. data: rows, a `datasets.Dataset`, or paths of data files. reward: a function (TRL's or
-    verl's form, see verl/rewards/functions.py), several, or the path of a file with `compute_score`; without one the
-    built-in scorer of each row's `data_source`. algorithm: a preset or an advantage estimator of docs/algorithms.md (default:
-    "grpo"), a function of its form, or a program: "sft", "preference", "reward_model". loss: of "preference". output_dir: the
-    run folder, in which the same call resumes after an interruption; without one a new folder below `runs/`. callbacks: called
-    with (trainer, metrics) after each step. config, keys: keys of docs/config.md; `config` may be a list of "key=value" texts.
-    An argument that is not given leaves its key to them. Raises ConfigError and DataError before training.
+    model: Hugging Face folder or name
+    data: rows, a `datasets.Dataset`, or paths of data files (docs/python.md)
+    reward: a function (TRL's form or verl's, docs/rewards.md), several, or the path of a file with `compute_score`; without one
+      the built-in scorer of each row's `data_source`
+    algorithm: a preset or an advantage estimator of docs/algorithms.md (default: "grpo"), a function of its form, or a program:
+      "sft", "preference", "reward_model"
+    loss: of "preference" (docs/preferences.md)
+    eval_data: rows for validation, in the forms of `data`
+    output_dir: the run folder, in which the same call resumes after an interruption; without one a new folder below `runs/`
+    callbacks: called with (trainer, metrics) after each step
+    config, keys: keys of docs/config.md, nested or dotted; `config` may be a list of "key=value" texts. An argument that is not
+      given leaves its key to them
+
+    Raises ConfigError and DataError before training.
     """
 
     defaults: Face = "command"
@@ -171,7 +178,8 @@ class Trainer(SteppedRun):
         return str(file)
 
     def step(self) -> Metrics | None:
-        """See SteppedRun. Calls the callbacks after the step; None also after `stop`."""
+        """Take the next step, with validation and checkpoints when due, and call the callbacks; returns its metrics, or
+        None after the last step and after `stop`. Raises InterruptedRun after saving on Ctrl-C and SIGTERM."""
         metrics = None if self._stop else super().step()
         if metrics is not None:
             for callback in self.callbacks:
@@ -232,9 +240,11 @@ class _Sampler(Trainer):
 
 
 def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
-    """Train to the last step and save; returns the run, whose `model_path` is the trained model. Arguments as of `Trainer`.
+    """Train to the last step and save; returns the run, whose `model_path` is the trained model:
 
-    verl.train("Qwen/Qwen3-0.6B", rows, reward, algorithm="grpo", actor_rollout_ref={"rollout": {"n": 8}})
+        verl.train("Qwen/Qwen3-0.6B", rows, reward, algorithm="grpo", actor_rollout_ref={"rollout": {"n": 8}})
+
+    Arguments as of `Trainer`.
     """
     with Trainer(model, data, reward, **arguments) as trainer:
         trainer.train()
@@ -243,12 +253,13 @@ def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = Non
 
 
 def sft(model: str | os.PathLike[str], data: Data, **arguments: Any) -> Run:
-    """Fine-tune on rows of docs/sft.md: messages, prompt and completion, or text."""
+    """Fine-tune on rows of docs/sft.md: messages, prompt and completion, or text. Further arguments as of `Trainer`."""
     return train(model, data, algorithm="sft", **arguments)
 
 
 def preference(model: str | os.PathLike[str], data: Data, *, loss: str | None = None, **arguments: Any) -> Run:
-    """Train on rows of docs/preferences.md with one of its losses; default: the key preference.loss (DPO)."""
+    """Train on rows of docs/preferences.md with one of its losses; default: the key preference.loss (DPO). Further
+    arguments as of `Trainer`."""
     return train(model, data, algorithm="preference", loss=loss, **arguments)
 
 
@@ -260,7 +271,7 @@ cpo = partial(preference, loss="cpo")
 
 
 def reward_model(model: str | os.PathLike[str], data: Data, **arguments: Any) -> Run:
-    """Train a reward model on rows of docs/reward-models.md."""
+    """Train a reward model on rows of docs/reward-models.md. Further arguments as of `Trainer`."""
     return train(model, data, algorithm="reward_model", **arguments)
 
 
@@ -278,8 +289,8 @@ def generate(
     model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
-    (0 without `reward`). `data` may also be a list of prompts, each a text or messages; in a list of
-    data files one exists. Sampling follows `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
+    (0 without `reward`). `data` may also be a list of prompts, each a text or messages. In a list of
+    data files at least one exists. Sampling follows `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
     from verl.programs.generate import generate as write_samples
 
     rows = listed_rows("prompt", data)  # `data` may be read once only

@@ -95,11 +95,11 @@ class SessionRoles:
 class Session:
     """A model that samples and trains under your own loop. Use it as a context manager, or call `close` at the end.
 
-    model: Hugging Face folder or name. config, keys: keys of docs/config.md, nested or dotted, such as
-    `config={"actor_rollout_ref.actor.optim.lr": 1e-5}`. Prompts and responses are at most data.max_prompt_length and
-    data.max_response_length tokens. `tokenizer` is the Hugging Face tokenizer.
+    model: Hugging Face folder or name
+    config, keys: keys of docs/config.md, nested or dotted, such as `config={"actor_rollout_ref.actor.optim.lr": 1e-5}`
 
-    Raises ConfigError, and ModelError for a model that cannot be loaded.
+    Prompts and responses are at most data.max_prompt_length and data.max_response_length tokens. `tokenizer` is the Hugging
+    Face tokenizer. Raises ConfigError, and ModelError for a model that cannot be loaded.
     """
 
     @run_settings()

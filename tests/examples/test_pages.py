@@ -35,6 +35,7 @@ OUTPUT = {
 }
 # several training runs each
 SLOW = {
+    *("grpo", "ppo", "lora"),
     *("generate", "images", "export", "distillation", "reward-models", "rejection-sampling", "agents"),
     *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python", "own-loop"),
     "trackers",
@@ -63,6 +64,7 @@ EXPECTED = {
     "images",
     "trackers",
     "from-base-to-answers",
+    *("grpo", "ppo", "lora", "long-contexts"),
     *OUTPUT,
 }
 TINY = {

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import verl
 from tests.house.source import ROOT, files, nodes
 from verl import families
 from verl.cli.main import VERBS
@@ -85,6 +86,13 @@ def test_the_table_of_gpus_is_the_planners(model, gpu):
 def test_the_table_of_versions_is_current():
     generator = load_module(str(ROOT / "benchmarks" / "versions.py"))
     assert read("docs/versions.md") == generator.page(), "run: python benchmarks/versions.py"
+
+
+@pytest.mark.parametrize("page", ["api.md", "formulas.md"])
+def test_a_page_of_docstrings_is_current(page):
+    generator = load_module(str(ROOT / "docs" / "make_api.py"))
+    assert read(f"docs/{page}") == generator.PAGES[page](), "run: python docs/make_api.py"
+    assert {name for names in generator.GROUPS.values() for name in names} == {*verl.__all__} - {"__version__"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())

@@ -42,7 +42,7 @@ _TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
 class RLRunner:
     """Runner with the arguments of transformers.Trainer and of TRL's trainers, and:
 
-    `reward_funcs`: functions f(prompts, completions, **columns) -> list of numbers (TRL), verl's compute_score, or the path
+    `reward_funcs`: functions `f(prompts, completions, **columns)` -> list of numbers (TRL), verl's compute_score, or the path
     of a sequence classification model. `algorithm`: sft, dpo, grpo or ppo (default: grpo with `reward_funcs`, dpo where rows
     have chosen and rejected, else sft). `ref_model`: another reference for dpo than the model at the start. `model` may be a
     PeftModel with one LoRA adapter, in which only the adapter trains; `peft_config` makes a plain module a PeftModel.
