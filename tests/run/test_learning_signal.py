@@ -45,6 +45,31 @@ def test_the_third_silent_step_warns(caplog, metrics, samples_per_prompt, words)
     assert "Steps 1 to 3 learnt nothing" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("mean", "distinct", "words"),
+    [
+        (
+            0.0,
+            0.3,
+            "The mean reward was 0.45 in step 2, and responses have become alike since: the policy has collapsed",
+        ),
+        (0.0, 0.9, "are cut at"),  # different responses are no collapse
+        (0.4, 0.3, "are cut at"),  # nor is a reward that has hardly fallen
+    ],
+)
+def test_a_reward_that_was_there_names_a_collapse(caplog, mean, distinct, words):
+    before = [{**LEARNS, "critic/score/mean": reward, "response/distinct_ratio": 0.95} for reward in (0.2, 0.45, 0.45)]
+    after = {
+        **SILENT,
+        "critic/score/mean": mean,
+        "response/distinct_ratio": distinct,
+        "response_length/clip_ratio": 1.0,
+    }
+    said([*before, *[after] * 3])
+    (record,) = caplog.records
+    assert words in record.getMessage()
+
+
 def test_a_signal_in_between_begins_the_count_anew(caplog):
     with caplog.at_level(logging.WARNING, logger="verl"):
         said([SILENT, SILENT, LEARNS, SILENT, SILENT, {"critic/score/mean": 1.0}])

@@ -27,9 +27,15 @@ class SignalWatch:
         self.max_response_length = max_response_length
         self.samples_per_prompt = samples_per_prompt
         self._silent = 0
+        self._best, self._most_distinct = (
+            (float("-inf"), 0),
+            0.0,
+        )  # mean reward and its step; share of different responses
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """`metrics` of a finished step under the names of compat, advantages among them."""
+        self._best = max(self._best, (metrics.get("critic/score/mean", float("-inf")), -step))
+        self._most_distinct = max(self._most_distinct, metrics.get("response/distinct_ratio", 0.0))
         self._silent = self._silent + 1 if _is_silent(metrics) else 0
         if self._silent == _PATIENCE:
             log.warning(
@@ -46,6 +52,13 @@ class SignalWatch:
         if failed := metrics.get("rollout/num_failed_episodes", 0.0):
             return f"{failed:.0f} episodes of the last step have failed: see the log, and episodes/ of the run folder."
         highest, lowest = metrics.get("critic/score/max", 0.0), metrics.get("critic/score/min", 0.0)
+        best, at = self._best
+        is_alike = metrics.get("response/distinct_ratio", 1.0) < self._most_distinct / 2
+        if is_alike and best - metrics.get("critic/score/mean", best) > abs(best) / 2:
+            return (
+                f"The mean reward was {best:.3g} in step {-at}, and responses have become alike since: the policy has "
+                "collapsed. Lower actor_rollout_ref.actor.optim.lr, and begin again."
+            )
         if self.samples_per_prompt == 1 and (highest or lowest):  # else GRPO and its relatives train on the raw reward
             return "A sample that is compared with itself has none: set actor_rollout_ref.rollout.n to 4 or more."
         cut = metrics.get("response_length/clip_ratio", 0.0)
