@@ -22,7 +22,9 @@ from tests.learning.small_runs import (
     small_run,
     weights_of,
 )
+from tests.letters_task import merge
 from tests.run.trl_oracle import answer_of
+from verl.config.presets import preset_settings
 
 LR = 2e-3  # ratios leave the clip range in the second update
 SEQUENCES, TOKENS, TWICE = (
@@ -52,6 +54,12 @@ def grpo(*ours, loss_type="grpo", **more):
     return Case(mine, {"loss_type": loss_type, "scale_rewards": "none", **updates, **more}, std, reward)
 
 
+def preset(name, *ours, **more):
+    """`grpo` with the keys of a preset, without the division by the standard deviation."""
+    keys = [f"{key}={value}" for key, value in preset_settings(name).items() if "norm_adv" not in key]
+    return grpo(*merge(keys, ours), **more)
+
+
 CASES = {
     "grpo": grpo(SEQUENCES, TWICE),
     "grpo by standard deviation": grpo(SEQUENCES, TWICE, by_std=True),
@@ -60,22 +68,17 @@ CASES = {
     "grpo with a lower bound": grpo(
         SEQUENCES, TWICE, f"{ACTOR}.clip_ratio_c=1.3", f"{ACTOR}.clip_ratio=0.1", delta=1.3, epsilon=0.1
     ),
-    "dapo": grpo(TOKENS, TWICE, f"{ACTOR}.clip_ratio_high=0.28", loss_type="dapo", epsilon_high=0.28),
+    "dapo": preset("dapo", TWICE, loss_type="dapo", epsilon_high=0.28),
     "dapo, rewards 0 or 1": grpo(TOKENS, TWICE, loss_type="dapo", reward=REWARDS_0_OR_1),
-    "dr_grpo": grpo(f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", TWICE, loss_type="dr_grpo"),
+    "dr_grpo": preset("dr_grpo", TWICE, loss_type="dr_grpo"),
     "bnpo, two mini-batches": grpo(
         TOKENS, f"{ACTOR}.ppo_mini_batch_size=2", loss_type="bnpo", steps_per_generation=2,
         per_device_train_batch_size=PROMPTS * N // 2,
     ),
-    "gspo": grpo(
-        SEQUENCES, TWICE, f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=0.0003",
-        f"{ACTOR}.clip_ratio_high=0.0004", importance_sampling_level="sequence", epsilon=0.0003, epsilon_high=0.0004,
-    ),
-    "cispo": grpo(
-        TOKENS, TWICE, f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=1.0", f"{ACTOR}.clip_ratio_high=0.02",
-        loss_type="cispo", epsilon_high=1.02,
-    ),
-    "sapo": grpo(TOKENS, TWICE, f"{ACTOR}.policy_loss.loss_mode=sapo", loss_type="sapo"),
+    "gspo": preset("gspo", TWICE, importance_sampling_level="sequence", epsilon=0.0003, epsilon_high=0.0004),
+    # with a clip that acts
+    "cispo": preset("cispo", TWICE, f"{ACTOR}.clip_ratio_high=0.02", loss_type="cispo", epsilon_high=1.02),
+    "sapo": preset("sapo", TWICE, loss_type="sapo"),
     "rloo": Case(("algorithm.adv_estimator=rloo", SUMS), {"beta": 0.0}),
     "rloo with KL in the reward": Case(("algorithm.adv_estimator=rloo", SUMS, *KL_IN_REWARD), {"beta": 0.05}),
 }  # fmt: skip
