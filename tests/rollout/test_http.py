@@ -6,13 +6,14 @@ import math
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.service import running
+from tests.rollout.service import Raw, running
 from tests.rollout.simulated import vllm_server, weight_transfer
 from tests.rollout.test_vllm import weights_of
 from verl.cli.supervise import _ending
@@ -103,6 +104,22 @@ def test_a_repeated_request_is_one_sample(make):
     assert len({json.dumps(b, sort_keys=True) for b in bodies}) == 4
 
 
+def test_a_service_says_when_to_ask_again(make, monkeypatch):
+    """Retry-After, in seconds, up to half a minute; a date is not read."""
+    waits, asked = [], iter(["2", "9999", "Sun, 06 Nov 1994 08:49:37 GMT"])
+    monkeypatch.setattr(client.time, "sleep", waits.append)
+
+    def busy(body):
+        if wait := next(asked, None):
+            return Raw(lambda: [f"HTTP/1.1 429 Busy\r\nRetry-After: {wait}\r\nContent-Length: 0\r\n\r\n".encode()])
+        return completion(body)
+
+    with running({"/v1/models": MODELS, "/v1/completions": busy}) as service:
+        params = replace(PARAMS, n=1)
+        assert len(make(service.url, num_retries=3).generate(make_prompts([3]), params, step=0)) == 1
+    assert waits == [2.0, 30.0, 0.004]
+
+
 def test_a_service_that_stays_away_is_named(make):
     with running({"/v1/models": MODELS, "/v1/completions": lambda body: None}) as service:
         engine = make(service.url)
@@ -177,6 +194,7 @@ def test_another_model_is_refused(models, words, make):
         ({"token_ids": None}, ModelError, "no token ids"),
         ({"token_ids": [1]}, ModelError, "1 tokens and 2 log-probs for sample . of prompt 0"),
         ({"finish_reason": "abort"}, ModelError, "by itself"),
+        ({"prompt_token_ids": [1, 2]}, ModelError, "of another prompt than the 3 tokens sent for sample . of prompt 0"),
         ({"logprobs": {"token_logprobs": [-0.5, -math.inf]}}, NumericsError, "not finite"),
         ({"logprobs": {"token_logprobs": [-0.5, -1e39]}}, NumericsError, "not finite"),  # in float32
     ],
@@ -270,6 +288,36 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
         draw_arguments(key, 0, PARAMS)["verl_draw"] for key in keys
     )
     assert all(b["temperature"] == 0.0 for b in asked)
+
+
+def test_a_restart_within_a_step_is_noticed(make, load, tmp_path):
+    """vLLM's answers do not say which weights they are of, and a server that starts again has the first ones."""
+    module = load("llama")
+    answers = vllm_server(copy.deepcopy(module))
+    complete = answers["/v1/completions"]
+
+    def restarted(body):
+        answers["/weight_info"] = {"weight_version": "default"}
+        return complete(body)
+
+    with running(answers) as service:
+        engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
+        engine.load(weights_of(module))
+        engine.publish(5)
+        answers["/v1/completions"] = restarted  # after `open`
+        with pytest.raises(ModelError, match="version default, but version 5 was published"):
+            engine.generate(make_prompts([3]), PARAMS, step=2)
+
+
+def test_sglang_says_how_long_a_prompt_it_has_read(make):
+    def cut(body):
+        answer = sglang(body)
+        answer["meta_info"]["prompt_tokens"] = min(2, len(body["input_ids"]))
+        return answer
+
+    with running({"/model_info": {"model_path": "a/model", "weight_version": "3"}, "/generate": cut}) as service:
+        with pytest.raises(ModelError, match="of another prompt than the 3 tokens sent for sample . of prompt 0"):
+            make(service.url, name="sglang").generate(make_prompts([3]), PARAMS, step=0)
 
 
 def test_a_server_without_versions_of_its_weights_is_used_with_a_warning(make, load, tmp_path, caplog):

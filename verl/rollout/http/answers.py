@@ -168,6 +168,12 @@ def checked_reply(
     return SampleReply(token_ids, values, cast("FinishReason", reason), version)
 
 
+def require_prompt(answer: Answer, is_same: bool, request: SampleRequest) -> None:
+    """Raise ModelError for the answer to another prompt than was sent: cut, or tokenized again by a proxy."""
+    if not is_same:
+        raise answer.unusable(f"is of another prompt than the {len(request.token_ids)} tokens sent for {request.name}")
+
+
 def _path(place: tuple[str | int, ...]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".") or "whole"
 

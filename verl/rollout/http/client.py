@@ -28,6 +28,7 @@ _AS_ASKED = (400, 413, 422)  # refused for what was asked
 _TRY_AGAIN = (429, 502, 503, 504)  # busy, or not there yet
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
+_MOST_ASKED_S = 30.0  # of a wait that the service asks for (Retry-After)
 _CONNECT_S = 10.0  # for a service to accept a connection, repetitions included
 _GRACE_S = 5.0  # for a request that is past its deadline to be dropped
 _OTHER_FILES = 256
@@ -50,7 +51,7 @@ class Client:
             )
         if not (token.isascii() and token.isprintable()):
             raise ConfigError(f"The environment variable {token_env} has characters that no token has; set it again.")
-        self._loop, self._running = _loop(), set[Future[tuple[int, bytes]]]()
+        self._loop, self._running = _loop(), set[Future[tuple[int, bytes, float]]]()
         self._http = httpx.AsyncClient(
             headers={
                 "Accept-Encoding": "identity",  # the size of compressed content is not known before it is read
@@ -90,13 +91,14 @@ class Client:
     def _call(self, method: str, path: str, body: bytes | None, num_tokens: int, *, may_lack: bool = False) -> bytes:
         most_bytes = _MOST_BYTES + num_tokens * _TOKEN_BYTES
         connect_until: float | None = None  # of attempts since a connection was there
+        asked_s = 0.0
         for attempt in range(self.num_retries + 1):
             last = attempt == self.num_retries
             if attempt:
-                time.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (attempt - 1)))
+                time.sleep(max(asked_s, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (attempt - 1))))
             connect_until = connect_until or time.monotonic() + _CONNECT_S
             try:
-                status, content = self._exchange(method, path, body, connect_until, most_bytes)
+                status, content, asked_s = self._exchange(method, path, body, connect_until, most_bytes)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 if last or time.monotonic() >= connect_until:
                     raise self._unreachable(error, method, path, attempt + 1) from error
@@ -121,9 +123,9 @@ class Client:
 
     def _exchange(
         self, method: str, path: str, body: bytes | None, connect_until: float, most_bytes: int
-    ) -> tuple[int, bytes]:
-        """Status and content of one answer. Raises TimeoutError when it is not complete within `timeout_s`, whatever has come
-        of it until then."""
+    ) -> tuple[int, bytes, float]:
+        """Status and content of one answer, and the seconds that it asks to wait. Raises TimeoutError when it is not complete
+        within `timeout_s`, whatever has come of it until then."""
         content = self._content(method, path, body, max(0.1, connect_until - time.monotonic()), most_bytes)
         request = asyncio.run_coroutine_threadsafe(asyncio.wait_for(content, self.timeout_s), self._loop)
         self._running.add(request)
@@ -137,7 +139,7 @@ class Client:
 
     async def _content(
         self, method: str, path: str, body: bytes | None, connect_s: float, most_bytes: int
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, bytes, float]:
         timeout = httpx.Timeout(None, connect=connect_s)
         async with self._http.stream(method, self.url + path, content=body, timeout=timeout) as answer:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
@@ -152,7 +154,9 @@ class Client:
                         f"The service at {self.url} answered {method} {path} with more than {most_bytes:,} bytes, which "
                         "no such answer has; look at its log."
                     )
-            return answer.status_code, bytes(content)
+            asked = answer.headers.get("Retry-After", "")
+            asked_s = min(_MOST_ASKED_S, float(asked)) if asked.isascii() and asked.isdigit() else 0.0
+            return answer.status_code, bytes(content), asked_s
 
     def _unreachable(self, error: BaseException, method: str, path: str, attempts: int) -> UnreachableError:
         times = "once" if attempts == 1 else f"{attempts} times"

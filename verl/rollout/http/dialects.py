@@ -12,7 +12,7 @@ from verl.config import full_key
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, ModelError
 from verl.foreign_text import clean
-from verl.rollout.http.answers import SampleReply, SampleRequest, checked_reply
+from verl.rollout.http.answers import SampleReply, SampleRequest, checked_reply, require_prompt
 from verl.rollout.http.client import Client
 from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import Manifest
@@ -111,6 +111,8 @@ class OpenAI:
                 "has text at most and no token ids, which training needs. Use a service that knows return_token_ids (vLLM "
                 "0.10.2 or newer), or SGLang"
             )
+        prompt = answer.get(list, "choices", 0, "prompt_token_ids")
+        require_prompt(answer, prompt in (None, body["prompt"]), request)
         log_probs = answer.at(list, "choices", 0, "logprobs", "token_logprobs")
         return checked_reply(answer, tokens, log_probs, answer.at(str, "choices", 0, "finish_reason"), request)
 
@@ -236,6 +238,8 @@ class SGLang:
         if request.files.contents:
             body["image_data"] = [url for _, url in request.urls]
         answer = client.post("/generate", body, num_tokens=request.num_tokens)
+        num_read = None if request.files.contents else answer.get(int, "meta_info", "prompt_tokens")
+        require_prompt(answer, num_read in (None, len(request.token_ids)), request)
         rows = answer.at(list, "meta_info", "output_token_logprobs")
         if not all(type(row) is list and len(row) > 1 for row in rows):
             raise answer.unusable(

@@ -75,8 +75,7 @@ class HTTPRollout(OwnWeights):
         """See RolloutEngine; where the service samples by itself, samples depend on its random numbers. Raises ModelError when
         the service holds other weights than were published."""
         self.require_whole()
-        with self.watched():
-            self.require_version(self.dialect.version(self.client))
+        self.require_current()
         return HTTPGeneration(self, params, step, keep=keep)
 
     def load(self, weights: Weights) -> None:
@@ -123,6 +122,11 @@ class HTTPRollout(OwnWeights):
         reply = self.dialect.sample(self.client, request)
         self.require_version(reply.version)
         return reply
+
+    def require_current(self) -> None:
+        """Raise ModelError when the service holds other weights than the published version."""
+        with self.watched():
+            self.require_version(self.dialect.version(self.client))
 
     def require_version(self, version: str | None) -> None:
         """Raise ModelError when the service reports other weights than the published version."""
@@ -171,6 +175,8 @@ class HTTPGeneration:
                     ended.append(
                         self.samples.finish(key, reply.token_ids, reply.log_probs, reply.finish_reason, version)
                     )
+        if ended and not self._asked:  # a restart since `open` has other weights, and vLLM's answers do not say so
+            self.engine.require_current()
         return ended
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
