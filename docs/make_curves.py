@@ -1,7 +1,7 @@
-"""Train, and draw the curves of docs/grpo.md and docs/ppo.md into docs/images: python docs/make_curves.py NAME ...
+"""Train, and draw the curves of docs/grpo.md, ppo.md and preferences.md into docs/images: python docs/make_curves.py NAME ...
 
-`presets` and `ppo` train a tiny random model, some seconds a curve; `grpo` and `critic` draw the runs of SmolLM2 that the pages
-start, from their run folders.
+`presets`, `ppo` and `preferences` train a tiny random model, some seconds a curve. `grpo` and `critic` draw the runs of SmolLM2
+that the pages start, from their run folders.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def picture(panels: Mapping[str, Curves], columns: int = 4) -> str:
 
 def panel(x: int, y: int, title: str, curves: Curves, labels: list[str]) -> Iterator[str]:
     values = [value for curve in curves.values() for value in curve]
-    low, high = min(0.0, *values), max(0.0, *values)
+    low, high = (round(value, 6) for value in (min(0.0, *values), max(0.0, *values)))
     num_steps = max(map(len, curves.values()))
     yield f'<text x="{x}" y="{y - 6}" font-weight="bold" fill="#222222">{title}</text>'
     yield f'<path d="M{x},{y} v{HEIGHT} h{WIDTH}" fill="none" stroke="#888888"/>'
@@ -130,6 +130,29 @@ def ppo() -> dict[str, Curves]:
     )
 
 
+def preferences() -> dict[str, Curves]:
+    """DPO of the tiny model on pairs of an even and an odd number, with held-out pairs of other numbers."""
+    import verl
+    from verl.models.tiny import make_tiny_model
+
+    folder, runs = ROOT / "outputs" / "curves", {}
+    pairs = [{"prompt": f"Double {n}.", "chosen": f" {2 * n}", "rejected": f" {2 * n + 1}"} for n in range(10, 74)]
+    for lr in (1e-3, 1e-1):
+        run = verl.dpo(
+            make_tiny_model(folder / "model"), pairs[:48], eval_data=pairs[48:], output_dir=folder / f"dpo-{lr}",
+            config={"data": {"train_batch_size": 16}, "optim": {"lr": lr}, "engine": {"dtype": "float32"}},
+            trainer={
+                "total_training_steps": 24, "total_epochs": 8, "test_freq": 1, "resume_mode": "disable", "logger": ["file"]
+            },
+        )  # fmt: skip
+        runs[f"optim.lr={lr:g}"] = rows(run.folder)
+    metrics = {
+        "train/loss": "loss", "val/rewards/accuracies": "held-out accuracy", "train/rewards/margins": "margin of the rewards",
+        "train/logps/chosen": "log-prob of chosen",
+    }  # fmt: skip
+    return compared(metrics, runs)
+
+
 def grpo() -> dict[str, Curves]:
     names = {"lr=1e-5": "healthy", "lr=1e-3": "sick"}  # label -> run folder
     return compared(POLICY, {label: rows(ROOT / "work" / "runs" / name) for label, name in names.items()})
@@ -143,5 +166,8 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         file = ROOT / "docs" / "images" / f"curves-{name}.svg"
         file.write_text(
-            picture({"presets": presets, "ppo": ppo, "grpo": grpo, "critic": critic}[name]()), encoding="utf-8"
+            picture(
+                {"presets": presets, "ppo": ppo, "grpo": grpo, "critic": critic, "preferences": preferences}[name]()
+            ),
+            encoding="utf-8",
         )
