@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
@@ -42,6 +43,12 @@ def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += f"\n\n{navigation(source[0])}\n"
 
 
+def widen(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Let lines of 120 characters of code fit, and formulas have no scroll bar."""
+    style = "<style>.main > .content { width: 58em; max-width: 100% } div.math-wrapper { overflow-y: hidden }</style>"
+    context["metatags"] = context.get("metatags", "") + style
+
+
 def write_index(app: Sphinx, error: Exception | None) -> None:
     """The address of the site leads to the README."""
     page = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">\n'
@@ -57,4 +64,5 @@ def visit_formula(translator: HTML5Translator, node: nodes.math | nodes.math_blo
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_formula, None), (visit_formula, None))
     app.connect("source-read", add_navigation)
+    app.connect("html-page-context", widen)
     app.connect("build-finished", write_index)
