@@ -114,7 +114,7 @@ def on_scale(metric: str, value: float) -> float:
 
 CRITIC = {
     "critic/score/mean": "mean reward", "critic/vf_explained_var": "explained variance (-1: or less)",
-    "critic/vf_loss": "value loss, log10", "critic/grad_norm": "critic's gradient norm, log10",
+    "critic/vf_loss": "value loss, log10",
 }  # fmt: skip
 POLICY = {
     "critic/score/mean": "mean reward", "response/distinct_ratio": "share of different responses",
@@ -125,7 +125,7 @@ POLICY = {
 def ppo() -> dict[str, Curves]:
     rates = {"critic.optim.lr=1e-3": 1e-3, "critic.optim.lr=1": 1.0}
     return compared(
-        CRITIC,
+        {**CRITIC, "critic/grad_norm": "critic's gradient norm, log10"},
         {label: tiny_run(f"ppo-{lr}", "ppo", 20, 1e-3, **{"critic.optim.lr": lr}) for label, lr in rates.items()},
     )
 
@@ -159,7 +159,9 @@ def grpo() -> dict[str, Curves]:
 
 
 def critic() -> dict[str, Curves]:
-    return compared(CRITIC, {"ppo_smollm2": rows(ROOT / "work" / "runs" / "critic")})
+    return compared(
+        {**CRITIC, "critic/vpred_mean": "mean of the values"}, {"ppo_smollm2": rows(ROOT / "work" / "runs" / "critic")}
+    )
 
 
 if __name__ == "__main__":
