@@ -88,6 +88,16 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
+def cache_folder(variable: str, name: str) -> Path:
+    """The folder that an environment variable names, else verl/`name` in the user's cache. Raises OSError for a user without a
+    home."""
+    folder = os.environ.get(variable) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "verl", name)
+    path = os.path.expanduser(folder)
+    if path.startswith("~"):
+        raise FileNotFoundError(errno.ENOENT, "the user has no home folder", folder)
+    return Path(path)
+
+
 def sync_file(path: Path) -> None:
     """Sync a file or folder that other code wrote."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -36,6 +36,7 @@ from verl.data.schema import at
 from verl.data.template_checks import TemplateChecks
 from verl.errors import DataError, UnavailableRowError
 from verl.models.tiny import make_tokenizer
+from verl.page.index import index_folder
 
 SIZE = 4  # of a batch
 NOTHING_LEFT = "All prompts are too long."
@@ -319,12 +320,42 @@ class TestCache:
         assert self.scanned(key)[1] == (put is os.mkdir)  # a folder stays in the place of the entry
         assert caplog.text.count("in the cache of rows is damaged") == 1, caplog.text
 
-    def test_old_entries_are_removed(self, cache):
-        old = cache / "old.arrays"
-        old.write_bytes(b"")
-        os.utime(old, (0, 0))
+    def test_old_entries_are_removed_and_files_of_others_stay(self, cache):
+        entry = "ab" * 16
+        old = [cache / name for name in (f"{entry}.arrays", f"{entry}.first.arrays", f".{entry}.arrow.{entry[:8]}.tmp")]
+        others = [cache / name for name in ("thesis.tex", "mine.arrow", f"{entry}.parquet", "notes.lock")]
+        for path in (*old, *others):
+            path.write_bytes(b"")
+            os.utime(path, (0, 0))
         self.scanned("three")
-        assert not old.exists()
+        assert [path.name for path in (*old, *others) if path.exists()] == [path.name for path in others]
+
+    def test_an_entry_that_cannot_be_touched_is_read(self, cache, monkeypatch, caplog):
+        """Of a read-only folder, or of another user, who alone may set its time."""
+        self.scanned("theirs")
+
+        def forbidden(path):
+            raise PermissionError(1, "Operation not permitted", str(path))
+
+        monkeypatch.setattr(row_cache.os, "utime", forbidden)
+        assert not self.scanned("theirs")[1]
+        assert "damaged" not in caplog.text
+        assert (cache / "theirs.arrays").exists()
+
+    def test_a_user_without_a_home_has_no_cache(self, monkeypatch):
+        for name in ("VERL_DATA_CACHE", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+        assert self.scanned("homeless") == self.scanned("homeless")
+        assert index_folder().name.startswith("verl-page-")
+
+    def test_a_start_that_waits_for_another_says_so(self, monkeypatch, caplog):
+        monkeypatch.setattr(row_cache, "_WAIT_SAID_S", 0.0)
+        monkeypatch.setattr(row_cache, "_CLAIM_S", 0.3)
+        descriptor = row_cache.claim("busy", wait=False)
+        assert self.scanned("busy")[1]
+        os.close(descriptor)
+        assert caplog.text.count("Another start checks the same rows") == 1
 
 
 class TestLargeParquet:

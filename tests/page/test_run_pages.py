@@ -1,6 +1,7 @@
 """Home, steps, log, overlaid curves and the live state of runs, without a browser."""
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -37,6 +38,16 @@ def test_home_has_kind_model_start_and_duration(site):
     assert ">Small-1B<" in rows["tuned"]
     assert 'data-value="4.0">4.0 s<' in rows["one"]  # two steps of two seconds
     assert "<polyline points=" in rows["one"]
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_one_run_of_many(site, tmp_path):
+    odd = tmp_path / os.fsdecode(b"runs\xff\xfe")
+    (tmp_path / "one").rename(odd)
+    opened = Site([odd, tmp_path / "other"])
+    assert list(opened.views) == ["runs", "other"]
+    assert "run-runs" in opened.page("/")
+    assert "samples" in opened.page("/run/runs")
+    opened.close()
 
 
 @pytest.mark.parametrize(

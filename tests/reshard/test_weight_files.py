@@ -41,8 +41,9 @@ def test_loaders_find_their_way(description):
 
 
 def test_a_version_takes_the_place_of_the_last(tmp_path, description):
+    (tmp_path / "version-mine").mkdir()
     write_folder(tmp_path, 2, weights(1).items(), 3000)
-    assert [path.name for path in tmp_path.iterdir()] == ["version-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-mine"]
     with pytest.raises(ModelError, match=r"a cannot be read from .*version-1"):
         next(read_folder(description))
     (tmp_path / "version-2").rename(tmp_path / "version-1")

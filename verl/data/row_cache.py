@@ -5,7 +5,8 @@
     KEY.arrow       the rows of a large parquet file (verl/data/files.py)
 
 All are read as memory maps. A key is a digest of all that the result depends on. An entry ends with a checksum of its name and
-its content; a damaged one is computed again. Files that no run has used for 30 days are removed when another is written.
+its content; a damaged one is computed again. Entries that no run has used for 30 days are removed when another is written;
+other files of the folder stay.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ from verl._version import __version__
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.models.content import checksum_of, digest_of_text
-from verl.regular_files import open_regular, whole_file
+from verl.regular_files import cache_folder, open_regular, whole_file
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ _UNUSED_S = 30 * 86400.0
 _CLAIM_S = 3600.0
 _ALIGNED = 8  # bytes
 _SEAL = 32  # characters of the checksum at the end
+_NAMES = re.compile(
+    r"\.?[0-9a-f]{32}(\.first)?\.(arrays|arrow|lock)(\.[0-9a-f]{8}\.tmp)?"
+)  # of entries; a folder has others
+_WAIT_SAID_S = 5.0
 
 
 def key_of(*parts: object) -> str | None:
@@ -67,10 +73,8 @@ def digest_of_tokenizer(tokenizer: Tokenizer) -> str | None:
 
 def cached_path(name: str) -> Path | None:
     """The path of an entry; None where the folder cannot be made."""
-    folder = os.environ.get("VERL_DATA_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(folder) if folder else Path(base) / "verl" / "rows"
     try:
+        path = cache_folder("VERL_DATA_CACHE", "rows")
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
         return None
@@ -78,14 +82,16 @@ def cached_path(name: str) -> Path | None:
 
 
 def read_entry(path: Path | None) -> memoryview | None:
-    """A memory map of an entry, which is then used now; None without one, and for a damaged one, which is removed."""
+    """A memory map of an entry, which is then used now unless it is another user's; None without one, and for a damaged one,
+    which is removed."""
     if path is None or not os.path.lexists(path):
         return None
     with contextlib.suppress(OSError, ValueError):
         with os.fdopen(open_regular(path), "rb") as file:
             content = mapped(file)
         if content[-_SEAL:] == _seal(path, content[:-_SEAL]):
-            os.utime(path)
+            with contextlib.suppress(OSError):  # read-only, or another user's
+                os.utime(path)
             return content[:-_SEAL]
     discard(path)
     return None
@@ -126,7 +132,7 @@ def new_entry(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())  # a power loss leaves the whole entry under its name, or none
     for entry in path.parent.iterdir():
         with contextlib.suppress(OSError):  # another run removes it too
-            if time.time() - entry.stat().st_mtime > _UNUSED_S:
+            if _NAMES.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _UNUSED_S:
                 entry.unlink()
 
 
@@ -196,6 +202,7 @@ def claim(key: str | None, *, wait: bool) -> int | None:
     except OSError:
         return -1
     deadline = time.monotonic() + (_CLAIM_S if wait else 0.0)
+    say_at = time.monotonic() + _WAIT_SAID_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,4 +211,7 @@ def claim(key: str | None, *, wait: bool) -> int | None:
             if time.monotonic() >= deadline:
                 os.close(descriptor)
                 return None
+            if time.monotonic() >= say_at:
+                log.warning("Another start checks the same rows, and has %s locked. This one waits for it.", path)
+                say_at = deadline
             time.sleep(0.1)

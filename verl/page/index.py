@@ -31,7 +31,7 @@ from verl.page.summaries import (
     summary_of,
     without_arrays,
 )
-from verl.regular_files import open_regular
+from verl.regular_files import cache_folder, open_regular
 from verl.tracking.files import Row
 
 log = logging.getLogger(__name__)
@@ -72,17 +72,14 @@ IndexedSample: TypeAlias = sqlite3.Row | Row  # the columns of a sample, in the 
 _Line = tuple[int, int, int, SampleSummary]  # line, its first byte, its bytes, its summary
 
 
-def cache_folder() -> Path:
+def index_folder() -> Path:
     """The folder of index files: VERL_PAGE_CACHE, else `verl/page` in the user's cache, else a temporary one."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for folder in (Path(os.environ.get("VERL_PAGE_CACHE") or Path(base) / "verl" / "page"), None):
-        if folder is None:
-            return Path(tempfile.mkdtemp(prefix="verl-page-"))
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-    raise AssertionError
+    with suppress(OSError):
+        folder = cache_folder("VERL_PAGE_CACHE", "page")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    return Path(tempfile.mkdtemp(prefix="verl-page-"))
 
 
 class SampleIndex:
@@ -90,7 +87,7 @@ class SampleIndex:
 
     def __init__(self, folder: Path, cache: Path | None = None):
         self.samples = folder / "samples"
-        self.path = (cache or cache_folder()) / f"{folder.name[:60]}-{hash_of(str(folder.resolve()))}.sqlite"
+        self.path = (cache or index_folder()) / f"{folder.name[:60]}-{hash_of(str(folder.resolve()))}.sqlite"
         self._writing_here = threading.Lock()
         self._local = threading.local()
         try:

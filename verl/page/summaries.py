@@ -146,7 +146,7 @@ def _unit(row: Mapping[str, object], line: int) -> str:
     for name in ("ordinal", "uid"):
         value = row.get(name)
         if is_count(value) or (isinstance(value, str) and value):
-            return str(value) if _NAME.fullmatch(str(value)) else f"h{hash_of(valid_utf8(str(value)))}"
+            return str(value) if _NAME.fullmatch(str(value)) else f"h{hash_of(str(value))}"
     prompt = text_of(row, "prompt")
     return f"p{hash_of(prompt)}" if prompt else f"line{line}"
 
@@ -167,7 +167,7 @@ def last_message(prompt: str) -> str:
 def hash_of(text: str) -> str:
     import xxhash
 
-    return xxhash.xxh3_64_hexdigest(text.encode())
+    return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))  # names of files may hold any bytes
 
 
 def text_of(row: Mapping[str, object], name: str) -> str:

@@ -27,7 +27,7 @@ _INDEX = "model.safetensors.index.json"
 def write_folder(folder: Path, number: int, tensors: Iterable[Named], bucket_bytes: int) -> dict[str, Any]:
     """Write `tensors` [any shape, any device] of update `number` to a new folder under `folder`, and describe it in JSON:
     `folder`, and `entries` with name, file and digest. Files have at most `bucket_bytes` (a larger tensor gets its own), and
-    one is in memory at a time. Folders of other updates are removed afterwards.
+    one is in memory at a time. Folders of other updates, version-N, are removed afterwards.
 
     Raises ModelError when the folder cannot be written.
     """
@@ -45,7 +45,7 @@ def write_folder(folder: Path, number: int, tensors: Iterable[Named], bucket_byt
             "folder."
         ) from error
     for other in folder.glob("version-*"):
-        if other != done:
+        if other != done and other.name.removeprefix("version-").isdigit():
             shutil.rmtree(other, ignore_errors=True)
     return {"folder": str(done), "entries": entries}
 
