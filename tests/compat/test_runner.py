@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,23 @@ def test_callbacks_control_the_run_and_checkpoints_have_their_names(tiny_llama, 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3", dtype=torch.float32)
     for (name, one), (_, other) in zip(saved.named_parameters(), runner.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_checkpoints_of_another_trainer_stay(tiny_llama, tokenizer, rows, tmp_path):
+    """A script that called TRL before, with its output_dir: hours of training are in there."""
+    theirs = tmp_path / "run" / "checkpoint-500"
+    theirs.mkdir(parents=True)
+    (theirs / "trainer_state.json").write_text("{}")
+    runner = partial(trained, RLRunner, tmp_path / "run", tiny_llama, tokenizer, rows, StopAt())
+    (theirs / "model.safetensors").write_text("theirs")
+    with pytest.raises(ConfigError, match="has checkpoints of another trainer, such as checkpoint-500"):
+        runner()
+    assert (theirs / "model.safetensors").read_text() == "theirs"
+    theirs.rename(tmp_path / "run" / "checkpoint-best")
+    runner()
+    (tmp_path / "run/checkpoint-3/mine.json").write_text("of a callback")
+    runner()  # its own checkpoints are none of another trainer
+    assert (tmp_path / "run/checkpoint-best/model.safetensors").read_text() == "theirs"
 
 
 def test_a_run_resumes_from_a_checkpoint(tiny_llama, tokenizer, rows, tmp_path):

@@ -129,10 +129,27 @@ class WithCallbacks(Program[Any]):
             script.call("on_save")
 
 
+def refuse_other_checkpoints(folder: Path) -> None:
+    """Raises ConfigError where `folder` has a checkpoint-N of another trainer."""
+    others = []
+    for path in _checkpoints(folder):
+        files = list(path.iterdir())
+        if files and not any(file.is_symlink() for file in files):  # callbacks may have added files to ours
+            others.append(path.name)
+    if others:
+        raise ConfigError(
+            f"The output_dir {folder} has checkpoints of another trainer, such as {others[0]}. Choose another output_dir."
+        )
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("checkpoint-*")) if path.name[11:].isdigit() and path.is_dir()]
+
+
 def _link_checkpoints(folder: Path, step: int, state: Any) -> None:
     """checkpoint-N for each global_step_N: links to the files of its model, and trainer_state.json."""
-    for old in folder.glob("checkpoint-*"):
-        if not (folder / f"global_step_{old.name.partition('-')[2]}").is_dir():
+    for old in _checkpoints(folder):
+        if not (folder / f"global_step_{old.name[11:]}").is_dir():
             shutil.rmtree(old)
     model = next((folder / f"global_step_{step}").glob("*/huggingface"), None)
     if model is None:

@@ -31,7 +31,7 @@ from verl.rewards.functions import require_distinct
 from verl.run.host import evaluate, train
 from verl.runner.arguments import GIVEN_ROWS, Arguments
 from verl.runner.models import init_arguments, is_peft, take_weights, with_adapters, write_merged, write_script_model
-from verl.runner.programs import Script, trainer_order
+from verl.runner.programs import Script, refuse_other_checkpoints, trainer_order
 
 _KINDS = {"sft": "RunnerSFT", "grpo": "RunnerPPO", "ppo": "RunnerPPO", "dpo": "RunnerPreference"}
 _PROGRAMS = {name: f"verl.runner.programs:{kind}" for name, kind in _KINDS.items()}
@@ -132,11 +132,13 @@ class RLRunner:
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
         """Train to the end; returns transformers' TrainOutput. True resumes the newest checkpoint of output_dir, a path that
-        one. Raises the errors of `verl train`; nothing trains when a row, an argument or a key is bad."""
+        one. Raises the errors of `verl train`; nothing trains when a row, an argument or a key is bad, or if output_dir has
+        checkpoints of another trainer."""
         from transformers.trainer_utils import TrainOutput
 
         if self._mapped is None:
             raise ConfigError("RLRunner.train needs train_dataset.")
+        refuse_other_checkpoints(self.folder)
         script = Script.current = self.script
         loaded = self._load(_resume(resume_from_checkpoint))
         self._keep_start()
