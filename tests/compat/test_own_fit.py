@@ -13,6 +13,7 @@ from tests.compat.recipes.dynamic_sampling import DynamicSamplingTrainer, Runner
 from verl import DataProto
 from verl.compat.sections import loaded_config
 from verl.errors import ConfigError, InterruptedRun
+from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.main_ppo_v0 import run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role, compute_advantage
 from verl.trainer.ppo.reward import load_reward_manager
@@ -140,6 +141,98 @@ class TestDynamicSampling:
             assert metrics(two)[step]["actor/grad_norm"] == pytest.approx(
                 metrics(one)[step]["actor/grad_norm"], rel=1e-4
             )
+
+
+class OneStep(RayPPOTrainer):
+    """A step whose parts a test changes."""
+
+    def fit(self):
+        self._load_checkpoint()
+        self.global_steps += 1
+        for columns in self.train_dataloader:
+            self.one_step(DataProto.from_single_dict(columns))
+            self.global_steps += 1
+
+    def generated(self, prompts, sampler=None):
+        generate = self.async_rollout_manager.generate_sequences
+        return (sampler or (lambda rows: generate(rows.repeat(2))))(self._get_gen_batch(prompts))
+
+    def credited(self, prompts, generated):
+        prompts.non_tensor_batch["uid"] = np.array([str(row) for row in range(len(prompts))], dtype=object)
+        batch = prompts.repeat(2).union(generated)
+        batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
+        return compute_advantage(batch.union(self._compute_old_log_prob(batch)[0].select(["old_log_probs"])), "grpo")
+
+
+def test_a_batch_padded_to_a_divisor_gives_the_samples_of_the_batch(tree):
+    """As scripts do before they give rows to workers; the copies of the first rows are further samples of their prompts."""
+    seen = {}
+
+    class Padding(OneStep):
+        padded = True
+
+        def one_step(self, prompts):
+            generate = self.async_rollout_manager.generate_sequences
+
+            def sampled(rows):
+                rows, pad_size = pad_dataproto_to_divisor(rows.repeat(2), 4 if self.padded else 1)
+                seen["rows", self.padded] = len(rows)
+                return unpad_dataproto(generate(rows), pad_size)
+
+            batch = self.credited(prompts, self.generated(prompts, sampled))
+            seen[self.padded] = batch.batch["responses"]
+            self._update_actor(batch)
+
+    tree["trainer"]["total_training_steps"] = 1
+    for Padding.padded in (True, False):
+        tree["trainer"]["default_local_dir"] += "x"
+        Padding(OmegaConf.create(tree)).fit()
+    assert (seen["rows", True], seen["rows", False]) == (8, 6)
+    assert torch.equal(seen[True], seen[False])
+
+
+def test_a_checkpoint_has_every_update_before_its_save(tree):
+    saved = []
+
+    class Saving(OneStep):
+        def one_step(self, prompts):
+            self._save_checkpoint()
+            batch = self.credited(prompts, self.generated(prompts))
+            for _ in range(2):
+                self._update_actor(batch)
+                self._save_checkpoint()
+                saved.append(weights(Path(self.config.trainer.default_local_dir), 1))
+
+    tree["trainer"]["total_training_steps"] = 1
+    Saving(OmegaConf.create(tree)).fit()
+    assert any(not torch.equal(weight, saved[1][name]) for name, weight in saved[0].items())
+    again = Saving(OmegaConf.create(tree))
+    again.fit()
+    assert (len(saved), again.global_steps) == (2, 2)  # all steps are taken: the loader is empty
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda self, prompts: self.generated(prompts[[]]), "The batch has no rows"),
+        (lambda self, prompts: self._update_actor(self.credited(prompts, self.generated(prompts))[[]]), "no rows"),
+        (lambda self, prompts: [self.generated(prompts[:]) for _ in range(2)], "has samples of step 1 already"),
+        (lambda self, prompts: self.edited(prompts, "responses"), "have different tokens. Change them together"),
+        (lambda self, prompts: self.edited(prompts, "input_ids"), "have different tokens. Change them together"),
+    ],
+    ids=["no prompts", "no rows", "the same samples twice", "responses", "input_ids"],
+)
+def test_batches_of_a_script_that_would_train_on_something_else(tree, changed, message):
+    class Changed(OneStep):
+        one_step = changed
+
+        def edited(self, prompts, column):
+            batch = self.credited(prompts, self.generated(prompts))
+            batch.batch[column] = batch.batch[column] + 1
+            self._update_actor(batch)
+
+    with pytest.raises(ConfigError, match=message):
+        Changed(OmegaConf.create(tree)).fit()
 
 
 def test_a_fit_of_earlier_releases(tree, caplog):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.compat import tracking
@@ -58,6 +58,10 @@ class FitRun:
         self._rollout_metrics: dict[str, float] = {}
         self.prompt_batch = DataProto()  # the newest of PromptBatches
         self.forward_s = 0.0  # of the last forward
+        self._sampled_at, self._has_samples = (
+            (-1, -1),
+            set[int](),
+        )  # (step, weights), and the prompts with samples of them
         self._stack.enter_context(tracking.followed_by(self._log))
 
     @contextmanager
@@ -90,36 +94,52 @@ class FitRun:
         self.loop.stop.check()
         self.sync()
         self.loop.spans.begin_step(step)
+        _require_rows(batch)
         if "ordinal" not in batch.batch.keys():
             batch = self._whole_rows(batch)
         ordinals = batch.batch["ordinal"].tolist()
-        first = {ordinal: row for row, ordinal in reversed(list(enumerate(ordinals)))}
-        counts = set(Counter(ordinals).values())
-        if len(counts) > 1:
-            raise ConfigError("Prompts of a batch have different numbers of rows. Repeat each prompt equally often.")
-        prompts = batch.select_idxs(sorted(first.values()))
-        params = replace(sampling_params(self.config.actor_rollout_ref.rollout), n=counts.pop())
+        if batch.meta_info.get("do_sample", True):
+            self._require_new(ordinals, step)
+        rows_of: dict[int, list[int]] = {}
+        for row, ordinal in enumerate(ordinals):
+            rows_of.setdefault(ordinal, []).append(row)
+        parts, places, seconds = [], [], 0.0
+        for count in sorted({len(rows) for rows in rows_of.values()}):  # several where the batch is padded to a divisor
+            rows = [rows for rows in rows_of.values() if len(rows) == count]
+            samples, took = self._sampled(batch.select_idxs([first for first, *_ in rows]), step, count)
+            parts.append(samples)
+            places += [row for of_prompt in rows for row in of_prompt]
+            seconds += took
+        samples = DataProto.concat(parts).select_idxs(np.argsort(places))
+        return _outward(samples, set(batch.non_tensor_batch) - {"media"}, seconds)
+
+    def _require_new(self, ordinals: Sequence[int], step: int) -> None:
+        """Raises ConfigError for a prompt with samples of this step and these weights: new ones would have the same tokens."""
+        if self._sampled_at != (step, self.program.weight_version):
+            self._sampled_at, self._has_samples = (step, self.program.weight_version), set()
+        if again := self._has_samples.intersection(ordinals):
+            raise ConfigError(
+                f"Prompt {min(again)} has samples of step {step} already, and a further call would make the same ones. Repeat "
+                "its row in one batch: that many samples are made."
+            )
+        self._has_samples.update(ordinals)
+
+    def _sampled(self, prompts: DataProto, step: int, count: int) -> tuple[DataProto, float]:
+        """`count` samples of each prompt, with scores, and the seconds of their generation."""
+        params = replace(sampling_params(self.config.actor_rollout_ref.rollout), n=count)
         began, collector = time.perf_counter(), self.program.collector
-        collector.reads_data = True
+        collector.reads_data, do_sample = True, prompts.meta_info.get("do_sample", True)
         with self.loop.spans("gen"):
-            if batch.meta_info.get("do_sample", True):
+            if do_sample:
                 samples = collector.samples_of(prompts, step, params)
             else:
                 samples = generate_samples(
-                    self.roles.rollout, prompts, greedy(params, params.n), step=step, split="greedy"
+                    self.roles.rollout, prompts, greedy(params, count), step=step, split="greedy"
                 )
         seconds = time.perf_counter() - began
-        if batch.meta_info.get("do_sample", True):
-            samples = collector.scored(samples, step)
-        else:
-            samples = samples.union(self.roles.reward.collect(samples))
-        used: Counter[int] = Counter()
-        place = {ordinal: number for number, ordinal in enumerate(prompts.batch["ordinal"].tolist())}
-        rows = []
-        for ordinal in ordinals:
-            rows.append(place[ordinal] * params.n + used[ordinal])
-            used[ordinal] += 1
-        return _outward(samples.select_idxs(rows), set(batch.non_tensor_batch) - {"media"}, seconds)
+        if do_sample:
+            return collector.scored(samples, step), seconds
+        return samples.union(self.roles.reward.collect(samples)), seconds
 
     def _whole_rows(self, batch: DataProto) -> DataProto:
         """The prompts of a batch that a script has taken tokens out of, as fits of earlier releases do."""
@@ -155,6 +175,7 @@ class FitRun:
     def update(self, role: str, batch: DataProto, step: int) -> dict[str, float]:
         """All optimizer steps of a role on `batch`; returns its metrics. Guards check the batch and the steps; a batch that
         they leave out has training/skipped_batches. Raises NumericsError where a guard stops the run or would go back."""
+        _require_rows(batch)
         handle = getattr(self.roles, role)
         result, guards = StepBatch(_inward(batch)), self.program.guards
         try:
@@ -170,6 +191,7 @@ class FitRun:
                 f"{back}. A fit of one's own cannot go back to a checkpoint: set trainer.guards.*.action to skip or stop, or "
                 "run the same command again to resume from the newest checkpoint."
             ) from back
+        self.loop.saved_step = -1  # a checkpoint of this step lacks the update
         if role == "actor":
             self._end_step(result, step)
         return metric_values(result.metrics)
@@ -221,9 +243,10 @@ class FitRun:
 
 
 class PromptBatches:
-    """`for columns in batches`: the rest of an epoch, in batches of data.gen_batch_size prompts with a group filter, else of
-    data.train_batch_size. `columns` has ordinal, row_index, prompt_token_ids, the fields of the rows, and input_ids,
-    attention_mask, position_ids [batch, data.max_prompt_length] and raw_prompt_ids, which fits of earlier releases read."""
+    """`for columns in batches`: the rest of an epoch, up to the last step, in batches of data.gen_batch_size prompts with a
+    group filter, else of data.train_batch_size. `columns` has ordinal, row_index, prompt_token_ids, the fields of the rows, and
+    input_ids, attention_mask, position_ids [batch, data.max_prompt_length] and raw_prompt_ids, which fits of earlier releases
+    read."""
 
     def __init__(self, run: FitRun):
         self._run, self._next = run, 0
@@ -237,7 +260,7 @@ class PromptBatches:
         per_epoch = loader.order.rows_per_epoch
         self._next = max(self._next, self._run.program.samples.cursor)
         end = (self._next // per_epoch + 1) * per_epoch
-        while self._next < end:
+        while self._next < end and self._run.step < self._run.loop.data.num_steps:
             batch = self._run.prompt_batch = loader.take(self._next, self.batch_size)
             self._next += self.batch_size
             yield {**dict(batch.batch.items()), **batch.non_tensor_batch, **self._tokens(batch)}
@@ -280,7 +303,15 @@ def _outward(samples: DataProto, prompt_columns: set[str], seconds: float) -> Da
 
 
 def _inward(batch: DataProto) -> DataProto:
-    """The batch with the masks that roles read."""
+    """The batch with the masks that roles read. Raises ConfigError where a script has changed only some of its tokens."""
     columns = dict(batch.batch.items())
+    is_whole = {"input_ids", "prompts", "responses"} <= columns.keys()
+    if is_whole and not torch.equal(torch.cat([columns["prompts"], columns["responses"]], 1), columns["input_ids"]):
+        raise ConfigError("The columns input_ids, prompts and responses have different tokens. Change them together.")
     columns |= {name: columns[name].bool() for name in _MASKS if name in columns}
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch))
+
+
+def _require_rows(batch: DataProto) -> None:
+    if not len(batch):
+        raise ConfigError("The batch has no rows. Give the call at least one, or leave it out in this step.")

@@ -361,7 +361,7 @@ class DataProto:
         tensors = [part.batch for part in data if part.batch is not None]
         names = {frozenset(td.keys()) for td in tensors}
         if len(tensors) not in (0, len(data)) or len(names) > 1:
-            odd = sorted(frozenset.union(*names) - frozenset.intersection(*names)) if len(names) > 1 else "of tensors"
+            odd = sorted(frozenset.union(*names) - frozenset.intersection(*names)) if len(names) > 1 else "tensors"
             raise ValueError(f"Batches with different columns cannot be concatenated; not all parts have {odd}.")
         batch: Columns = torch.cat(tensors, dim=0) if tensors else None
         return DataProto(
