@@ -11,15 +11,18 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic
 
+from verl.config.active_keys import runs_on_several_devices
 from verl.config.schema import Problem, R, Schema
 from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
 from verl.config.values import absolute_path, escape_path
+from verl.errors import ConfigError
 from verl.foreign_text import printable
 from verl.regular_files import whole_file
 
 # ends of keys of what a run creates, and of what may be a folder
-_CREATED = ("_dir", "reply_cache", "prometheus.file", "save_path")
+CREATED_FILES = ("reply_cache", "prometheus.file", "rejection.file")
+_CREATED = ("_dir", "save_path", *CREATED_FILES)
 _FOLDERS = ("_files", "model.path", "model_path", "tokenizer_path", "adapter_path", "resume_from_path")
 
 
@@ -54,6 +57,23 @@ class LoadedConfig(Generic[R]):
                 is_folder = os.path.lexists if path.endswith(_FOLDERS) else os.path.isfile  # others may name a module
                 values[path] = absolute_path(value, bool if path.endswith(_CREATED) else is_folder)
         return replace(self, config=self.schema.build(values))
+
+    def require_outputs(self) -> None:
+        """Raises ConfigError for chosen files and folders that the run writes, and this user cannot make. Of a run on several
+        devices only those of the trainer, since other machines may write the others."""
+        faults, only = [], "trainer." if runs_on_several_devices(self.config) else ""
+        for path, value in self.schema.flatten(self.config).items():
+            is_chosen = value != self.schema.leaves[path].default or path == "trainer.default_local_dir"
+            if not (is_chosen and isinstance(value, str) and path.endswith(_CREATED) and path.startswith(only)):
+                continue
+            place = Path(value).expanduser().absolute()
+            there = next(p for p in (place, *place.parents) if os.path.lexists(p))
+            kind = "a file" if there == place and path.endswith(CREATED_FILES) else "a folder"
+            fits = there.is_file() if kind == "a file" else there.is_dir()
+            if not fits or not os.access(there, os.W_OK):
+                faults.append(f"{path}={value} cannot be written: {there} is not {kind} that this user can write to.")
+        if faults:
+            raise ConfigError("\n".join(faults))
 
     def write(self, folder: str | Path) -> Path:
         """Write `folder`/config.yaml in one step: every key with its value and, where it is not the default, its origin. The

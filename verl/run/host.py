@@ -201,6 +201,7 @@ def _tracker(
 ) -> Any:
     if not runtime.is_rank_zero:
         return NullOutput()
+    loaded.require_outputs()
     trainer = loaded.config.trainer
     return stack.enter_context(
         Tracker(

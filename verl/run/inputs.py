@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import LoadedConfig, ModelConfig, RunConfig
+from verl.config.loaded import CREATED_FILES
 from verl.config.schema import value_at
 from verl.config.sources import read_limited
 from verl.data.files import files_behind
@@ -32,8 +33,6 @@ log = logging.getLogger(__name__)
 
 _TRAIN, _WEIGHTS, _TOKENIZER = "data.train_files", "weights of the ", "tokenizer of the "
 _DATA = (_TRAIN, "data.val_files")
-# files that the run writes
-_WRITTEN = ("actor_rollout_ref.rollout.prometheus.file", "reward.reward_model.reply_cache", "rejection.file")
 _SERVICES = ("http", "sglang")  # the model of a judge is theirs
 _MODULE_KEYS = ("external_lib", "path", "class_path", "class_name", "_target_")  # a dotted name there is a module
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -65,7 +64,7 @@ def inputs_of(loaded: LoadedConfig[RunConfig], program: type[Program[Any]]) -> d
             add(digests, "reward model", model)
     for path, leaf in loaded.schema.leaves.items():
         follows = loaded.origins[path].startswith("follows ")  # the key that it follows has the same file
-        if leaf.inert or leaf.sizing or follows or path in (*_DATA, *_WRITTEN):
+        if leaf.inert or leaf.sizing or follows or path in _DATA or path.endswith(CREATED_FILES):
             continue
         value = value_at(config, path)
         files, objects = _named_files(path.rpartition(".")[2], value), list(_references(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,20 +67,24 @@ def check_engines(subject: Subject) -> Iterator[Line]:
 
 
 def check_code(subject: Subject) -> Iterator[Line]:
-    """Stages, the sampler, agent loops, users, environments and the runner load and take the calls of the run."""
+    """The program, stages, the sampler, agent loops, users, environments and the runner load and take the calls of the run."""
     from verl.agents.environments import load_environments, players_of_games
     from verl.agents.gateway.runner import load_runner
     from verl.agents.interactions import load_interactions
     from verl.agents.loops import load_loops, loop_named
     from verl.config.active_keys import runs_agents
     from verl.data.order import sampler_class
+    from verl.programs.api import PROGRAMS
     from verl.programs.specs import agent_spec
     from verl.programs.stages import Stages
 
     config = subject.config
     sampler, rollout = config.data.sampler, config.actor_rollout_ref.rollout
     agent, loop = rollout.agent, "actor_rollout_ref.rollout.agent.default_agent_loop"
-    loaders: list[Callable[[], object]] = [lambda: Stages(config.algorithm.stages or [])]
+    loaders: list[Callable[[], object]] = [
+        lambda: PROGRAMS.get(subject.loaded.schema.name).select(config),
+        lambda: Stages(config.algorithm.stages or []),
+    ]
     if sampler.class_path:
         loaders.append(lambda: sampler_class(sampler.class_path, sampler.class_name))
     if runs_agents(config):
@@ -137,17 +140,13 @@ def check_trackers(subject: Subject) -> Iterator[Line]:
 
 
 def check_run_folder(subject: Subject) -> Iterator[Line]:
-    """The run folder can be written; its checkpoints, if any."""
+    """The run folder, and others that the config names, can be written; its checkpoints, if any."""
     from verl.checkpoint.filesystem import examine_folder
     from verl.checkpoint.retention import candidates
     from verl.manifest import find_damage
 
     trainer, folder = subject.config.trainer, _run_folder(subject)
-    for place in (folder, Path(trainer.log_dir or folder).expanduser()):
-        nearest = next(p for p in (place, *place.absolute().parents) if p.exists())
-        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-            yield fail(f"{place} cannot be written: {nearest} is not a folder this user can write to")
-            return
+    subject.loaded.require_outputs()
     file_system = examine_folder(folder)
     for refusal in file_system.refusals:
         yield fail(f"{folder} ({file_system.kind or 'unknown file system'}) cannot hold checkpoints: {refusal}")
