@@ -13,6 +13,8 @@ from verl.cli.main import main
 
 MODEL = "actor_rollout_ref.model.path"
 PROGRAM = "algorithm.program"
+SCORED_BY = "reward.reward_model"
+CLASSIFIER = {f"{SCORED_BY}.enable": True, "reward.custom_reward_function.path": None}
 REWARD_PATH = "reward.custom_reward_function.path"
 NUM_STEPS = 2
 SETTINGS = {
@@ -63,6 +65,13 @@ def bad_rows(task, number, **changes):
 def text(task, name, content, key, ending=""):
     (task / name).write_text(content)
     return {key: f"{task / name}{ending}"}
+
+
+def classifier(task, model):
+    folder = shutil.copytree(model, task / "classifier")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "architectures": ["LlamaForSequenceClassification"]}))
+    return folder
 
 
 def model_folder(task, model, change):
@@ -159,6 +168,18 @@ CASES = {
     "half a program": (
         lambda t, m: text(t, "half.py", "from verl.programs.api import *\nclass Mine(Program): pass\n", PROGRAM, ":Mine"), 2,
         ["half.py:Mine has no method", "verl.programs.ppo.PPO"],
+    ),
+    "reward model missing": (lambda t, m: {**CLASSIFIER, f"{SCORED_BY}.model_path": t / "none"}, 4, ["/none does not exist"]),
+    "reward model without a head": (
+        lambda t, m: {**CLASSIFIER, f"{SCORED_BY}.model_path": m}, 4, ["is a causal language model", "judge_template"],
+    ),
+    "judge's template missing": (
+        lambda t, m: {**CLASSIFIER, f"{SCORED_BY}.model_path": m, f"{SCORED_BY}.judge_template": "none.txt"}, 2,
+        ["judge_template none.txt does not exist"],
+    ),
+    "a reward without the reward model's score": (
+        lambda t, m: {f"{SCORED_BY}.enable": True, f"{SCORED_BY}.model_path": classifier(t, m)}, 5,
+        ["reward.py", "has no parameter 'reward_model_score'"],
     ),
     "no such checkpoint": (
         lambda t, m: {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": t / "run/global_step_9"}, 2,

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -27,6 +28,18 @@ from verl.parallel.balance import pack_by_tokens
 Tokens = tuple[int, ...]
 
 
+def reward_model_config(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """The config of a reward model. Raises ModelError for a causal language model."""
+    config = load_model_config(path, trust_remote_code, None)
+    if is_causal_lm(config):
+        raise ModelError(
+            f"{path} is a causal language model ({config.architectures[0]}), not a reward model. Give a model of "
+            "AutoModelForSequenceClassification with one label, or set reward.reward_model.judge_template to let this "
+            "one judge in words."
+        )
+    return config
+
+
 def load_reward_model(
     path: str | Path,
     *,
@@ -38,13 +51,7 @@ def load_reward_model(
 
     Raises ModelError when there is no head (it would score everything alike) or one with several labels.
     """
-    config = load_model_config(path, trust_remote_code, None)
-    if is_causal_lm(config):
-        raise ModelError(
-            f"{path} is a causal language model ({config.architectures[0]}), not a reward model. Give a model of "
-            "AutoModelForSequenceClassification with one label, or set reward.reward_model.judge_template to let this "
-            "one judge in words."
-        )
+    reward_model_config(path, trust_remote_code)
     module = load_model(path, "token_value", device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     if not module.load_head(fetch(path, weights=True)):
         raise ModelError(

@@ -23,7 +23,7 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, NumericsError
-from verl.models.classifier import load_reward_model, scores_steps, sequence_scores
+from verl.models.classifier import load_reward_model, reward_model_config, scores_steps, sequence_scores
 from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_model_config, load_tokenizer
 from verl.models.tokenizer import eos_token_ids
@@ -55,12 +55,8 @@ def build_reward_model(
     Raises ConfigError without a model_path or for a template that leaves the response out, ModelError for a model that
     cannot score, and what build_judge raises.
     """
-    at_service = bool(config.judge_template) and config.rollout.name in ("http", "sglang")
-    if not config.model_path and not at_service:
-        raise ConfigError("reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.")
-    load_external(config.external_lib)
-    if config.judge_template:
-        template = read_template(config.judge_template, has_rubric=config.rubric is not None)
+    template = examine_reward_model(config)
+    if template:
         judge = build_judge(config, device, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         return JudgeWorker(judge, policy_tokenizer, config, template=template)
     assert config.model_path is not None
@@ -78,6 +74,20 @@ def build_reward_model(
         batch_size=config.reward_batch_size,
         scores_steps=scores_steps(load_model_config(config.model_path, config.trust_remote_code, None)),
     )
+
+
+def examine_reward_model(config: RewardModelConfig) -> str:
+    """The template of a judge, "" of a classifier. Raises what `build_reward_model` raises before it reads weights."""
+    at_service = bool(config.judge_template) and config.rollout.name in ("http", "sglang")
+    if not config.model_path and not at_service:
+        raise ConfigError("reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.")
+    load_external(config.external_lib)
+    if not config.judge_template:
+        reward_model_config(config.model_path or "", config.trust_remote_code)
+        return ""
+    if config.rubric is not None:
+        read_rubric(config.rubric)
+    return read_template(config.judge_template, has_rubric=config.rubric is not None)
 
 
 class RewardModelWorker:

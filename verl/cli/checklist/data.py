@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.checklist import Subject, beginning, no_rows, steps_line, unusable_rows
@@ -136,15 +137,23 @@ def check_template(subject: Subject) -> Iterator[Line]:
 def check_reward(subject: Subject) -> Iterator[Line]:
     """The reward function loads, its manager can be built, and it scores the reference answer of every row."""
     from verl.config.active_keys import brings_reward
+    from verl.models.load import load_tokenizer
     from verl.rewards.check import check_references
     from verl.rewards.managers import build_reward_manager
-    from verl.rewards.managers.build import is_called, manager_class
+    from verl.rewards.managers.build import build_pool, is_called, manager_class
+    from verl.roles.reward_model import examine_reward_model
 
     config = subject.config
     if not is_called(manager_class(config.reward)):
         most = config.actor_rollout_ref.rollout.response_length
         build_reward_manager(config.reward, max_response_length=most).close()
     if config.reward.reward_model.enable:
+        model = config.reward.reward_model
+        examine_reward_model(model)
+        if model.model_path and model.rollout.name not in ("http", "sglang"):  # whose models other processes load
+            load_tokenizer(model.model_path)
+        with closing(build_pool(config.reward)) as pool:
+            pool.start([])
         yield skip("reference answers are not scored: that needs the reward model")
         return
     if brings_reward(subject.config):
