@@ -181,6 +181,12 @@ CASES = {
         lambda t, m: {f"{SCORED_BY}.enable": True, f"{SCORED_BY}.model_path": classifier(t, m)}, 5,
         ["reward.py", "has no parameter 'reward_model_score'"],
     ),
+    "rows of a class that takes other arguments": (
+        lambda t, m: {
+            "data.custom_cls.name": "Mine",
+            **text(t, "rows.py", "class Mine(list):\n    def __init__(self, files): pass\n", "data.custom_cls.path"),
+        }, 2, ["data.custom_cls: Mine has the signature (files)", "data_files=..."],
+    ),
     "no such checkpoint": (
         lambda t, m: {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": t / "run/global_step_9"}, 2,
         ["global_step_9", "resume_from_path"],

@@ -166,7 +166,7 @@ class OneStep(RayPPOTrainer):
 
 def test_a_batch_padded_to_a_divisor_gives_the_samples_of_the_batch(tree):
     """As scripts do before they give rows to workers; the copies of the first rows are further samples of their prompts."""
-    seen = {}
+    results = {}
 
     class Padding(OneStep):
         padded = True
@@ -176,19 +176,19 @@ def test_a_batch_padded_to_a_divisor_gives_the_samples_of_the_batch(tree):
 
             def sampled(rows):
                 rows, pad_size = pad_dataproto_to_divisor(rows.repeat(2), 4 if self.padded else 1)
-                seen["rows", self.padded] = len(rows)
+                results["rows", self.padded] = len(rows)
                 return unpad_dataproto(generate(rows), pad_size)
 
             batch = self.credited(prompts, self.generated(prompts, sampled))
-            seen[self.padded] = batch.batch["responses"]
+            results[self.padded] = batch.batch["responses"]
             self._update_actor(batch)
 
     tree["trainer"]["total_training_steps"] = 1
     for Padding.padded in (True, False):
         tree["trainer"]["default_local_dir"] += "x"
         Padding(OmegaConf.create(tree)).fit()
-    assert (seen["rows", True], seen["rows", False]) == (8, 6)
-    assert torch.equal(seen[True], seen[False])
+    assert (results["rows", True], results["rows", False]) == (8, 6)
+    assert torch.equal(results[True], results[False])
 
 
 def test_a_checkpoint_has_every_update_before_its_save(tree):

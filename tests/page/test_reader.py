@@ -206,6 +206,15 @@ class TestIndex:
         again.update()
         assert len(again.statistics()["train"]) == 3
 
+    def test_an_index_that_cannot_be_written_is_elsewhere(self, run_folder, tmp_path):
+        """A full disk refuses a database like a folder in its place."""
+        name = SampleIndex(run_folder, tmp_path).path.name
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        index = SampleIndex(run_folder, tmp_path / "cache")
+        index.update()
+        assert len(index.statistics()["train"]) == 3
+        assert index.path.parent.name.startswith("verl-page-")
+
     def test_nothing_is_written_to_the_run_folder(self, run_folder, tmp_path):
         before = {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")}
         run, index = read(run_folder), SampleIndex(run_folder, tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any
 
-from verl.data.dataset import DEFAULT_SEED, dataset_class, whole_section
+from verl.data.dataset import DEFAULT_SEED, open_dataset, whole_section
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.registry import load_object
@@ -21,8 +21,8 @@ def create_rl_dataset(
 ) -> Any:
     """The rows of files as RLHFDataset, or as `data.custom_cls`. Raises DataError or ConfigError."""
     config = whole_section(data_config)
-    return dataset_class(config)(
-        data_files=data_paths, tokenizer=tokenizer, processor=processor, config=config, max_samples=max_samples
+    return open_dataset(
+        config, data_files=data_paths, tokenizer=tokenizer, processor=processor, config=config, max_samples=max_samples
     )
 
 

@@ -7,9 +7,10 @@ import json
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl.data.dataset import Files, PromptRows, RLHFDataset, Scored, dataset_class
+from verl.data.dataset import Files, PromptRows, RLHFDataset, Scored, open_dataset
 from verl.data.prompts import PromptEncoder, control_token_in, control_tokens
 from verl.data.scan import BadRows, batches_of
 from verl.data.template_checks import TemplateChecks
@@ -116,11 +117,9 @@ def check_data(
 
 def _unfiltered(files: Files, tokenizer: Tokenizer, config: DataConfig, max_samples: int) -> object:
     """The data set with its overlong rows in it, so that they are counted and a bad row does not stop the reading."""
-    cls = dataset_class(config)
-    if cls is RLHFDataset:
-        cls = _Unfiltered
+    make: Any = partial(open_dataset, config) if config.custom_cls.path else _Unfiltered
     processor = getattr(tokenizer, "processor", None)
-    return cls(data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
+    return make(data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
 
 
 class _Unfiltered(RLHFDataset):

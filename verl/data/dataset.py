@@ -21,7 +21,7 @@ from verl.data.tables import Rows, copy_of_row
 from verl.data.template_checks import TemplateChecks
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
-from verl.registry import load_module, load_object
+from verl.registry import load_module, load_object, require_call
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -361,6 +361,13 @@ def dataset_class(config: DataConfig | SFTDataConfig) -> Any:
     return cls
 
 
+def open_dataset(section: Any, /, **arguments: object) -> Any:
+    """The rows by `dataset_class`. Raises ConfigError also for a class that does not take `arguments`."""
+    cls = dataset_class(section)
+    require_call(f"data.custom_cls: {cls.__name__}", cls, keywords=arguments)
+    return cls(**arguments)
+
+
 def load_dataset(
     files: Files,
     tokenizer: Tokenizer,
@@ -376,8 +383,8 @@ def load_dataset(
     verl/data/scan.py. `agents`: agent loops that rows may name; `scored`: see PromptRows; `checked`: not checked again. Raises
     DataError naming the first bad row, ConfigError for data.custom_cls."""
     processor = getattr(tokenizer, "processor", None)
-    dataset = dataset_class(config)(
-        data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
+    dataset = open_dataset(
+        config, data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
     )
     rows = PromptRows(dataset, config, agents, scored=scored, reads_images=processor is not None)
     if not len(rows):

@@ -87,15 +87,21 @@ class SampleIndex:
 
     def __init__(self, folder: Path, cache: Path | None = None):
         self.samples = folder / "samples"
-        self.path = (cache or index_folder()) / f"{folder.name[:60]}-{hash_of(str(folder.resolve()))}.sqlite"
         self._writing_here = threading.Lock()
         self._local = threading.local()
+        name = f"{folder.name[:60]}-{hash_of(str(folder.resolve()))}.sqlite"
+        self.path = (cache or index_folder()) / name
         try:
             self._create()
         except sqlite3.Error:  # damaged, or of another version: it can be built again
-            for part in ("", "-wal", "-shm"):
-                self.path.with_name(self.path.name + part).unlink(missing_ok=True)
-            self._create()
+            with suppress(OSError):
+                for part in ("", "-wal", "-shm"):
+                    self.path.with_name(name + part).unlink(missing_ok=True)
+            try:
+                self._create()
+            except sqlite3.Error:  # a full disk, or a folder in its place
+                self.path = Path(tempfile.mkdtemp(prefix="verl-page-")) / name
+                self._create()
 
     def _create(self) -> None:
         with closing(self._connect()) as db:

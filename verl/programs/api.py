@@ -200,14 +200,14 @@ class Program(ABC, Generic[C]):
 
 def checked_program(name: str) -> type[Program[Any]]:
     """The program of a name. Raises ConfigError for an object of the user's that is no program, or lacks a method of one."""
-    found = PROGRAMS.get(name)
-    if not (isinstance(found, type) and issubclass(found, Program)):
+    program = PROGRAMS.get(name)
+    if not (isinstance(program, type) and issubclass(program, Program)):
         raise ConfigError(f"algorithm.program={name} is no subclass of verl.programs.ppo.PPO, or of another program.")
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+    if missing := sorted(getattr(program, "__abstractmethods__", ())):
         raise ConfigError(
             f"The program {name} has no method {missing[0]!r}: write it, or subclass verl.programs.ppo.PPO."
         )
-    return found
+    return program
 
 
 class DeclaresRoles(Protocol):

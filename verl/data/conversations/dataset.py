@@ -17,7 +17,7 @@ from verl.data.conversations.formats import example_of
 from verl.data.conversations.store import FileSummary, SequenceStore, columns_of
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.conversations.turn_ends import TurnEnds
-from verl.data.dataset import Files, dataset_class
+from verl.data.dataset import Files, open_dataset
 from verl.data.files import read_rows
 from verl.data.images import RowImages
 from verl.data.order import PromptOrder
@@ -249,8 +249,8 @@ def _sources(
     stop_token_ids: Sequence[int],
 ) -> Iterator[Source]:
     if isinstance(settings, SFTDataConfig) and settings.custom_cls.path:
-        rows = dataset_class(settings)(
-            parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
+        rows = open_dataset(
+            settings, parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
         )
         yield _ClassSource(type(rows).__name__, rows, num_embeddings(tokenizer))
         return
