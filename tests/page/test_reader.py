@@ -123,6 +123,10 @@ def test_a_folder_that_is_not_there_yet(tmp_path):
     make_run(tmp_path / "later")
     run.refresh(0)
     assert run.step == 3
+    shutil.rmtree(tmp_path / "later")
+    run.refresh(0)
+    assert run.status == "removed"
+    assert "was removed" in run.problems[0]
 
 
 def test_crashes_and_resumptions_are_marked(run_folder):

@@ -193,6 +193,8 @@ class RunReader:
     @property
     def problems(self) -> list[str]:
         """A sentence for each file that is missing or damaged."""
+        if self.status == "removed":
+            return [f"The folder {clean(self.folder)} was removed. These are the values that were read before."]
         if not self.folder.is_dir():
             return [f"There is no folder {clean(self.folder)} yet. It appears here when the run starts."]
         sentences = [self.index_problem] if self.index_problem else []
@@ -343,9 +345,11 @@ class RunReader:
 
     @property
     def status(self) -> str:
-        """running, finished or stopped."""
+        """running, finished, stopped, or removed: there is no folder any more."""
         if self.is_running:
             return "running"
+        if self.metrics and not self.folder.is_dir():
+            return "removed"
         return "finished" if (self.folder / "summary.json").is_file() else "stopped"
 
     @property
