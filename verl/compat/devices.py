@@ -1,11 +1,10 @@
 """This machine's accelerator, the environment of Ray workers, traces and memory lines: `verl.utils.device`,
-`verl.utils.memory_utils`, `verl.trainer.constants_ppo`, `verl.utils.profiler`."""
+`verl.utils.memory_utils`, `verl.utils.profiler`."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -80,25 +79,6 @@ def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> Non
 
 
 # settings of libraries that all processes of a run should share; the Ray runtime here sets its own
-_VARIABLES = {
-    "TOKENIZERS_PARALLELISM": "true",
-    "NCCL_DEBUG": "WARN",
-    "VLLM_LOGGING_LEVEL": "WARN",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "NCCL_CUMEM_ENABLE": "0",
-}
-
-
-def get_ppo_ray_runtime_env() -> dict[str, Any]:
-    """A `runtime_env` for `ray.init`: variables that are not set, and the working directory of a Ray job."""
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    environment: dict[str, object] = {"env_vars": {k: v for k, v in _VARIABLES.items() if k not in os.environ}}
-    if job.get("runtime_env", {}).get("working_dir") is None:
-        environment["working_dir"] = None
-    return environment
-
-
 F = TypeVar("F", bound=Callable[..., object])
 
 _GIB = 2**30

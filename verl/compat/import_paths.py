@@ -82,7 +82,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.run.schedule": "DynamicConfigScheduler",
     },
     "verl.trainer.rl_trainer": {"verl.compat.trainer": "RLTrainer"},
-    "verl.trainer.constants_ppo": {"verl.compat.devices": "get_ppo_ray_runtime_env"},
+    "verl.trainer.constants_ppo": {"verl.compat.task_runner": "get_ppo_ray_runtime_env"},
     "verl.trainer.main_ppo_v0": {
         "verl.compat.datasets": _DATASETS,
         "verl.compat.task_runner": "BaseTaskRunner TaskRunner run_ppo",

@@ -3,6 +3,8 @@ It starts without torch."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -183,6 +185,25 @@ class TaskRunner(BaseTaskRunner):
 
         refuse_overrides(self, TaskRunner, _RUNNER_HOOKS)
         train(loaded_config(config))
+
+
+_VARIABLES = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "VLLM_LOGGING_LEVEL": "WARN",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+}
+
+
+def get_ppo_ray_runtime_env() -> dict[str, Any]:
+    """A `runtime_env` for `ray.init`: variables that are not set, and the working directory of a Ray job."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    environment: dict[str, object] = {"env_vars": {k: v for k, v in _VARIABLES.items() if k not in os.environ}}
+    if job.get("runtime_env", {}).get("working_dir") is None:
+        environment["working_dir"] = None
+    return environment
 
 
 def run_ppo(config: object, task_runner_class: object = None) -> None:
