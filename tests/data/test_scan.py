@@ -327,7 +327,11 @@ class TestCache:
         for path in (*old, *others):
             path.write_bytes(b"")
             os.utime(path, (0, 0))
+        partial_entry = cache / f".{entry}.arrow.{entry[8:16]}.tmp"  # of a start that was killed two hours ago
+        partial_entry.write_bytes(b"")
+        os.utime(partial_entry, (time.time() - 7200,) * 2)
         self.scanned("three")
+        assert not partial_entry.exists()
         assert [path.name for path in (*old, *others) if path.exists()] == [path.name for path in others]
 
     def test_an_entry_that_cannot_be_touched_is_read(self, cache, monkeypatch, caplog):

@@ -5,8 +5,8 @@
     KEY.arrow       the rows of a large parquet file (verl/data/files.py)
 
 All are read as memory maps. A key is a digest of all that the result depends on. An entry ends with a checksum of its name and
-its content; a damaged one is computed again. Entries that no run has used for 30 days are removed when another is written;
-other files of the folder stay.
+its content; a damaged one is computed again. Entries that no run has used for 30 days are removed when another is written, and
+what a killed start has left; other files of the folder stay.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def new_entry(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())  # a power loss leaves the whole entry under its name, or none
     for entry in path.parent.iterdir():
         with contextlib.suppress(OSError):  # another run removes it too
-            if _NAMES.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _UNUSED_S:
+            most_s = _CLAIM_S if entry.suffix == ".tmp" else _UNUSED_S  # a start that was killed leaves its file behind
+            if _NAMES.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > most_s:
                 entry.unlink()
 
 
