@@ -258,14 +258,17 @@ def test_saving_a_step_again_replaces_it(store):
     assert [p.name for p in store.root.glob("*global*")] == ["global_step_2"]
 
 
-def test_later_steps_of_an_earlier_run_are_set_aside(store, caplog):
+def test_checkpoints_of_an_earlier_run_are_set_aside(store, caplog):
     for step in (5, 10):
         store.save(step, make_roles(step), {"run": 1})
     store.save(2, make_roles(2), {"run": 2})  # started again in the same folder
     assert store.candidates() == [2]
     assert read_checkpoint(store.find()).trainer_state == {"run": 2}
+    (store.root / "global_step_3" / "actor").mkdir(parents=True)  # of another release, without a manifest
+    for step in (2, 3):
+        CheckpointStore(store.root, keep=1).save(step, make_roles(step), {"run": 3})
     aside = sorted(p.name.split("_", 2)[2] for p in store.root.glob("superseded_*"))
-    assert aside == ["global_step_10", "global_step_5"]
+    assert aside == ["global_step_10", "global_step_2", "global_step_3", "global_step_5"]
     assert "earlier run" in caplog.text
 
 

@@ -79,13 +79,18 @@ def missing_newest(root: Path, steps: list[int]) -> list[str]:
 
 
 def set_aside_later(root: Path, step: int) -> None:
-    """Rename checkpoints of later steps. Steps of a run only grow, so they are of an earlier run that was started over or
-    rewound, and must not be mistaken for this run's newest."""
+    """`set_aside` of checkpoints of later steps. Steps of a run only grow, so they are of an earlier run that was started over
+    or rewound, and must not be mistaken for this run's newest."""
     for later in candidates(root):
         if later > step:
-            aside = root / f"superseded_{time.strftime('%Y%m%d-%H%M%S')}_global_step_{later}"
-            rename(root / f"global_step_{later}", aside)
-            log.warning("global_step_%d is of an earlier run than this one; it is now %s.", later, aside)
+            set_aside(root / f"global_step_{later}", later)
+
+
+def set_aside(path: Path, step: int) -> None:
+    """Rename a checkpoint that an earlier run, or another program, has written."""
+    aside = path.with_name(f"superseded_{time.strftime('%Y%m%d-%H%M%S')}_global_step_{step}")
+    rename(path, aside)
+    log.warning("global_step_%d is of an earlier run than this one; it is now %s.", step, aside)
 
 
 def clean_up(root: Path) -> None:

@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Protocol
 
 from verl.checkpoint.files import read_document, remove_tree, write_json
-from verl.checkpoint.retention import LATEST, Retention, candidates, clean_up, newest_complete, set_aside_later, step_of
+from verl.checkpoint.retention import (
+    LATEST,
+    Retention,
+    candidates,
+    clean_up,
+    newest_complete,
+    set_aside,
+    set_aside_later,
+    step_of,
+)
 from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.errors import SYSTEM_ERRORS, CheckpointError
 from verl.manifest import FileRecord, find_damage, is_there, rename, seal
@@ -62,6 +71,7 @@ class CheckpointStore:
     def __init__(self, root: str | Path, keep: int | None = None):
         self.root = Path(root)
         self.retention = Retention(self.root, keep if keep is not None and keep > 0 else None)
+        self._written: set[int] = set()
         clean_up(self.root)
 
     def candidates(self) -> list[int]:
@@ -147,9 +157,13 @@ class CheckpointStore:
         final = self.path(step)
         with replacing(self.root / LATEST, str(step)):
             set_aside_later(self.root, step)
-            if is_there(final):  # a damaged one, or one of an earlier run
-                rename(final, self.root / f".{final.name}.old-{os.getpid()}")
+            old = self.root / f".{final.name}.old-{os.getpid()}"
+            if is_there(final):
+                rename(final, old)
             rename(temporary, final)
+            if is_there(old) and step not in self._written:
+                set_aside(old, step)
+            self._written.add(step)
             sync_folder(self.root)
         sync_folder(self.root)
 
