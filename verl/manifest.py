@@ -34,6 +34,9 @@ _FORMAT = 2
 _DEPTH = 3  # a model in a checkpoint is at ROLE/huggingface below its manifest
 _OURS = '"blake2b": "'  # manifests of other programs have no digests of this name
 
+# files of checkpoints of the existing release: FSDP of its trainers and of fine-tuning, and Megatron
+_OF_OTHERS = ("model_world_size_*.pt", "*/model_world_size_*.pt", "*/dist_ckpt", "*/model/dist_ckpt")
+
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -188,6 +191,11 @@ def find_damage(
                     return f"{name} {reason}"
         return None if reads is not None else _unlisted(folder, manifest["files"])
     except FileNotFoundError:
+        if theirs := next((file.name for pattern in _OF_OTHERS for file in folder.glob(pattern)), None):
+            return (
+                f"{theirs} is of another release of verl, whose checkpoints are not read here; merge it with that release's "
+                "verl.model_merger, and name the folder as the model's path"
+            )
         return f"{MANIFEST} is missing, so the save did not finish" if folder.is_dir() else "the folder is not there"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a damaged file can raise any
         return f"{manifest_name} cannot be read"

@@ -272,6 +272,15 @@ def test_checkpoints_of_an_earlier_run_are_set_aside(store, caplog):
     assert "earlier run" in caplog.text
 
 
+def test_a_checkpoint_of_the_existing_release_is_named(store):
+    (store.root / "global_step_5/actor").mkdir(parents=True)
+    (store.root / "global_step_5/actor/model_world_size_8_rank_0.pt").write_bytes(b"theirs")
+    with pytest.raises(
+        CheckpointError, match=r"model_world_size_8_rank_0\.pt is of another release .*verl.model_merger"
+    ):
+        store.find()
+
+
 def test_no_room_is_said_before_anything_is_written(store, monkeypatch):
     store.save(1, make_roles(1), {})
     before = sorted(p.name for p in store.root.iterdir())

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 from verl.config.active_keys import runs_on_several_devices
 from verl.config.schema import Problem, R, Schema
@@ -61,7 +61,7 @@ class LoadedConfig(Generic[R]):
     def require_outputs(self) -> None:
         """Raises ConfigError for chosen files and folders that the run writes, and this user cannot make. Of a run on several
         devices only those of the trainer, since other machines may write the others."""
-        faults, only = [], "trainer." if runs_on_several_devices(self.config) else ""
+        faults, only = [], "trainer." if runs_on_several_devices(cast("Any", self.config)) else ""
         for path, value in self.schema.flatten(self.config).items():
             is_chosen = value != self.schema.leaves[path].default or path == "trainer.default_local_dir"
             if not (is_chosen and isinstance(value, str) and path.endswith(_CREATED) and path.startswith(only)):
