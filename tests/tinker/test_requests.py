@@ -153,7 +153,10 @@ def test_a_damaged_checkpoint_is_named_to_its_owner_and_can_be_deleted(bench, tm
     async def act(service, ada, bob):
         saved = await ada.result(await ada.post("save_weights", {"model_id": ada.model, "path": "a", "seq_id": 1}))
         file = service.checkpoints.run_folder(ada.model) / "weights/a/state.json"
-        file.write_text(file.read_text().replace('"rank": 2', '"rank": 3'))
+        text = file.read_text()
+        file.write_text("{")
+        assert (await ada.post("checkpoints", b"", "GET")).json()["checkpoints"] == []
+        file.write_text(text.replace('"rank": 2', '"rank": 3'))
         body = {"model_id": ada.model, "seq_id": 2, "path": saved["path"], "optimizer": True}
         assert "state.json does not have the content" in (await ada.post("load_weights", body)).text
         assert "There is no" in (await bob.post("weights_info", {"tinker_path": saved["path"]})).text
