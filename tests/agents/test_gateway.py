@@ -87,6 +87,67 @@ def chat(client, messages, **more):
     return answer.json()
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """A POST whose client closes its connection before the policy has sampled."""
+    may_sample, poll = threading.Event(), Scripted.poll
+
+    def wait(self, timeout_s=None):
+        return poll(self, timeout_s) if may_sample.wait(0.01) else []
+
+    monkeypatch.setattr(Scripted, "poll", wait)
+
+    def post(client, body):
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/chat/completions", json=body, timeout=0.2)
+        may_sample.set()
+
+    return post
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_sent_again_gets_its_first_answer(play, impatient, stream):
+    """As clients of OpenAI do after a timeout: nothing is sampled twice."""
+
+    def agent(client, task):
+        body = {"model": "policy", "messages": ASK, "stream": stream}
+        impatient(client, body)
+        answer = client.post("/chat/completions", json=body)
+        again = client.post("/chat/completions", json=body)  # after an answer: another sample
+        assert (answer.status_code, again.status_code) == (200, 200)
+        return 1.0
+
+    (result,), engine = play(agent)
+    assert (result.error, result.num_turns) == (None, 4)
+    assert [len(turns) for turns in engine.sampled.values()] == [1, 1]
+
+
+def test_an_answer_that_nobody_has_read_does_not_train(play, impatient):
+    """The agent gives up waiting, and continues with less."""
+    read = []
+
+    def agent(client, task):
+        impatient(client, {"model": "policy", "messages": ASK})
+        read.extend(chat(client, ASK, max_tokens=2)["choices"][0]["token_ids"])
+        return 1.0
+
+    (result,), engine = play(agent)
+    (unread,), (answer,) = engine.sampled.values()
+    assert len(unread[1]) > len(answer[1]) == 2
+    assert (result.num_turns, [*result.trajectory.response_ids]) == (2, read)
+
+
+def test_a_long_conversation_is_looked_up_once(play, monkeypatch):
+    from verl.agents.gateway import sessions
+
+    counted, prefixes = [], sessions.prefixes
+    monkeypatch.setattr(sessions, "prefixes", lambda *a: counted.append(1) or prefixes(*a))
+    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 20] + ASK
+    (result,), _ = play(lambda client, task: float(bool(chat(client, turns))))
+    assert result.reward == 1.0
+    assert len(counted) == 3
+
+
 def test_a_conversation_continues_on_its_tokens(play):
     replies = []
 

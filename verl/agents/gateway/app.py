@@ -21,7 +21,7 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ START_TIMEOUT_S = 30.0
 MAX_BODY = 32 << 20  # bytes
 MAX_REWARD = 1e308  # of a request: the range of a float; the end of the episode checks reward.max_abs_score
 
-Handler = Callable[[EndpointSession, dict[str, Any]], Awaitable[Any]]
+Handler = Callable[[EndpointSession, dict[str, Any]], Coroutine[Any, Any, Any]]
 
 
 class Gateway:
@@ -155,7 +155,8 @@ def _application(gateway: Gateway) -> Starlette:
                 return refusal(404, "There is no such session: its episode has ended.")
             try:
                 body = await _body(request)
-                reply = await handler(session, body)
+                content = f"{request.url.path} {json.dumps(body, sort_keys=True)}"
+                reply = await session.answered(content, partial(handler, session, body), request.is_disconnected)
             except (RequestError, DataError) as error:
                 return refusal(400, f"{str(error).removesuffix('.')}.")
             except ClientDisconnect:

@@ -25,8 +25,8 @@ ChatRequest = tuple[Any, object, int | None]  # messages, tools, most tokens of 
 
 def _refuse(body: Mapping[str, Any]) -> None:
     """Raise RequestError for options that the policy does not support."""
-    if body.get("n") not in (None, 1):
-        raise RequestError("n must be 1: each sample of a prompt is a separate episode")
+    if several := next((name for name in ("n", "best_of") if body.get(name) not in (None, 1)), None):
+        raise RequestError(f"{several} must be 1: each sample of a prompt is a separate episode")
     form = body.get("response_format")
     if (kind := form.get("type", "text") if isinstance(form, dict) else "text") != "text":
         raise RequestError(f"response_format of type {kind} is not available: the policy samples without constraints")

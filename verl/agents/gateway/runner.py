@@ -29,7 +29,7 @@ import numpy as np
 from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeError
 from verl.agents.gateway import loopback
 from verl.agents.gateway.formats import MODEL
-from verl.agents.gateway.sessions import EndpointSession, canonical
+from verl.agents.gateway.sessions import EndpointSession, prefixes
 from verl.agents.images import content_text
 from verl.agents.loops import AgentLoopBase, AgentLoopOutput, Runner
 from verl.agents.parsers import ToolParser
@@ -76,7 +76,7 @@ class EndpointAgentLoop(AgentLoopBase):
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
         kwargs_of_row = {k: v for k, v in (kwargs.get("template_kwargs") or {}).items() if k != "tools"}
         continuity = self.context.continuity.of_row(kwargs_of_row)  # requests bring their tools
-        first = canonical([dict(message) for message in kwargs["raw_prompt"]], [])
+        first = prefixes([dict(message) for message in kwargs["raw_prompt"]], [])[-1]
         session = EndpointSession(
             secrets.token_urlsafe(16), episode, continuity, parser, self.stop_token_ids, first,
             self.tool_calls.images,
@@ -108,14 +108,15 @@ class EndpointAgentLoop(AgentLoopBase):
 
     def _output(self, episode: Episode, session: EndpointSession, returned: object) -> AgentLoopOutput:
         reward, info = _reward(returned, session)
-        branch = longest(episode)
-        start, end = branch.num_prompt, len(branch.tokens)
+        unread = session.unread()
+        branch = longest(episode, unread)
+        start, end = branch.num_prompt, unread.get(branch.number, len(branch.tokens))
         return AgentLoopOutput(
             branch.tokens[:start],
             branch.tokens[start:end],
             [int(sampled) for sampled in branch.sampled[start:end]],
             reward_score=reward,
-            num_turns=session.num_turns,
+            num_turns=session.num_turns - 2 * len(unread),
             metrics={},
             extra_fields={**info, "num_branches": len(episode.branches)},
         )
@@ -162,12 +163,14 @@ class EndpointAgentLoop(AgentLoopBase):
             raise EpisodeError(f"its command {how}: {clean(said[-300:], 300)}")
 
 
-def longest(episode: Episode) -> Branch:
-    """The branch that trains: that with the most sampled tokens, of equal ones the first. Raises EpisodeError without one."""
-    if not any(any(branch.sampled) for branch in episode.branches):
-        raise EpisodeError("its agent asked the policy for nothing")
+def longest(episode: Episode, unread: Mapping[int, int]) -> Branch:
+    """The branch that trains: the branch with the most sampled tokens, of equal ones the first. `unread` has the lengths of
+    branches whose last answer does not count. Raises EpisodeError without one."""
+    counts = {branch: sum(branch.sampled[: unread.get(branch.number)]) for branch in episode.branches}
+    if not any(counts.values()):
+        raise EpisodeError("its agent asked the policy for nothing, or has read no answer")
     # by content where lengths are equal, since the order of the calls may depend on time
-    return max(episode.branches, key=lambda b: (sum(b.sampled), [-token for token in b.tokens]))
+    return max(episode.branches, key=lambda b: (counts[b], [-token for token in b.tokens]))
 
 
 def _reward(returned: object, session: EndpointSession) -> tuple[float | None, dict[str, object]]:

@@ -3,14 +3,18 @@
 A call continues the very tokens of an earlier call if its messages begin with that call's messages and answer. Any other call
 (another system prompt, a shortened history, a sub-agent) begins a branch. The answer that an agent sends back may differ from
 the original only in ids and in the formatting of JSON.
+
+A client that waits too long closes its connection and sends the request again. It gets the answer to the first one, which is
+not sampled again. An answer that no client has read does not train.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +48,14 @@ class ModelTurn:
     raw_text: str  # calls included
 
 
+@dataclass(eq=False)
+class EndpointCall:
+    """A request whose answer was not read yet. `is_gone`: whether the client that waits for it has closed its connection."""
+
+    reply: asyncio.Task[Any]
+    is_gone: Callable[[], Awaitable[bool]]
+
+
 @dataclass
 class EndpointSession:
     """The conversations of one episode."""
@@ -53,13 +65,44 @@ class EndpointSession:
     continuity: ChatContinuity
     parser: ToolParser
     stop_token_ids: frozenset[int]
-    first_messages: str  # messages of the row, canonical
+    first_messages: str  # messages of the row, the last of their `prefixes`
     images: EpisodeImages
     reward: float | None = None
     info: dict[str, object] = field(default_factory=dict)
     num_turns: int = 0
     last_call_at: float = field(default_factory=time.monotonic)
-    _known: dict[str, list[int]] = field(default_factory=dict)  # canonical messages, the answer included -> tokens
+    _known: dict[str, list[int]] = field(default_factory=dict)  # `prefixes` of messages, the answer included -> tokens
+    _calls: dict[str, list[EndpointCall]] = field(default_factory=dict)  # by their content
+    _sampled: dict[object, tuple[int, int]] = field(default_factory=dict)  # a reply's branch and length of its prompt
+
+    async def answered(
+        self, content: str, handle: Callable[[], Coroutine[Any, Any, Any]], is_gone: Callable[[], Awaitable[bool]]
+    ) -> Any:
+        """The reply to a request: of an equal request whose client has gone, else of `handle`. Raises RequestError where the
+        client of this request has gone too."""
+        calls = self._calls.setdefault(content, [])
+        for call in calls:
+            if await call.is_gone():
+                break
+        else:
+            call = EndpointCall(asyncio.ensure_future(handle()), is_gone)
+            calls.append(call)
+        call.is_gone = is_gone
+        try:
+            reply = await asyncio.shield(call.reply)
+        except VerlError:
+            if call in calls:
+                calls.remove(call)
+            raise
+        if call.is_gone is not is_gone or await is_gone():
+            raise RequestError("the client has gone")
+        calls.remove(call)
+        self._sampled.pop(call.reply, None)
+        return reply
+
+    def unread(self) -> dict[int, int]:
+        """Branch -> its length without the answer that no client has read."""
+        return dict(self._sampled[c.reply] for calls in self._calls.values() for c in calls if c.reply in self._sampled)
 
     async def chat(self, messages: object, tools: object, max_tokens: int | None) -> ModelTurn:
         """The next turn of a conversation. Raises RequestError when the conversation cannot be rendered or does not fit."""
@@ -81,7 +124,7 @@ class EndpointSession:
         said = said if prefix is None else said[:-1]
         content = (prefix or "") + answer.text
         turn = {"role": "assistant", "content": content, "tool_calls": [c.in_message() for c in answer.calls]}
-        self._known[canonical([*said, turn], schemas)] = [*answer.prompt_ids, *answer.token_ids]
+        self._known[prefixes([*said, turn], schemas)[-1]] = [*answer.prompt_ids, *answer.token_ids]
         self.episode.messages = [*said, turn]
         self.num_turns += 2
         return answer
@@ -106,6 +149,7 @@ class EndpointSession:
                 f"the response of this episode is full (data.max_response_length={self.episode.task.limit} tokens, tool output "
                 "included)"
             )
+        self._sampled[asyncio.current_task()] = (done.sample, len(prompt_ids))
         ids = list(done.token_ids)
         text = self.continuity.tokenizer.decode(
             ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids, skip_special_tokens=False
@@ -132,10 +176,11 @@ class EndpointSession:
     ) -> tuple[list[int], bool | None]:
         """(token ids, whether the conversation has the random numbers of the sample itself)."""
         try:
+            keys = prefixes(messages, tools)
             for end in range(len(messages) - 1, 0, -1):
                 if messages[end - 1]["role"] != "assistant":
                     continue
-                if tokens := self._known.get(canonical(messages[:end], tools)):
+                if tokens := self._known.get(keys[end]):
                     new = images[num_images(messages[:end]) :]
                     return [
                         *tokens,
@@ -144,19 +189,22 @@ class EndpointSession:
             prompt_ids = self.continuity.prompt(_for_template(messages), tools, images)
         except DataError as error:
             raise RequestError(str(error)) from error
-        return prompt_ids, canonical(messages, []) == self.first_messages
+        return prompt_ids, prefixes(messages, [])[-1] == self.first_messages
 
 
-def canonical(messages: Messages, tools: Schemas) -> str:
-    """Messages as a text that is equal for equal conversations."""
-    rows = []
+def prefixes(messages: Messages, tools: Schemas) -> list[str]:
+    """Digests of the first 0, 1, ... messages, each equal for equal conversations."""
+    state = hashlib.sha256(json.dumps([tool["function"]["name"] for tool in tools]).encode())
+    digests = [state.hexdigest()]
     for message in messages:
         calls = [
             [call["function"]["name"], arguments_of(call["function"].get("arguments"))]
             for call in message.get("tool_calls") or []
         ]
-        rows.append([message["role"], str(message.get("content") or "").strip(), calls])
-    return json.dumps([rows, [tool["function"]["name"] for tool in tools]], sort_keys=True)
+        row = [message["role"], str(message.get("content") or "").strip(), calls]
+        state.update(json.dumps(row, sort_keys=True).encode())
+        digests.append(state.hexdigest())
+    return digests
 
 
 def arguments_of(written: object) -> object:
