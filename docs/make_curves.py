@@ -1,7 +1,7 @@
-"""Train, and draw the curves of docs/grpo.md, ppo.md and preferences.md into docs/images: python docs/make_curves.py NAME ...
+"""Train, and put curves for the guides of algorithms into docs/images: python docs/make_curves.py NAME ...
 
-`presets`, `ppo` and `preferences` train a tiny random model, some seconds a curve. `grpo` and `critic` draw the runs of SmolLM2
-that the pages start, from their run folders.
+`presets`, `ppo`, `lora` and `preferences` train a tiny random model, some seconds a curve. `grpo` and `critic` show the runs of
+SmolLM2 that the guides start, from their run folders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-COLORS = ("#1b6ca8", "#d1495b")
+COLORS = ("#1b6ca8", "#d1495b", "#2e8b57")
 WIDTH, HEIGHT, GAP, TOP = 210, 110, 42, 26  # pixels of a panel
 Curves = Mapping[str, Sequence[float]]  # label -> a value for each step
 
@@ -25,13 +25,15 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [row for row in listed if row["step"] > 0]
 
 
-def picture(panels: Mapping[str, Curves], columns: int = 4) -> str:
+def picture(panels: Mapping[str, Curves]) -> str:
     """An SVG with a panel for each title of `panels`."""
     labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
+    columns = min(len(panels), 4)
     num_rows = -(-len(panels) // columns)
     width, height = columns * (WIDTH + GAP) + GAP, num_rows * (HEIGHT + GAP + TOP) + TOP
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for number, (title, curves) in enumerate(panels.items()):
@@ -130,6 +132,15 @@ def ppo() -> dict[str, Curves]:
     )
 
 
+def lora() -> dict[str, Curves]:
+    adapters = {"actor_rollout_ref.model.lora_rank": 16}
+    cases: tuple[tuple[str, float, dict[str, object]], ...] = (
+        ("all weights, lr=1e-3", 1e-3, {}), ("adapters, lr=1e-3", 1e-3, adapters), ("adapters, lr=1e-2", 1e-2, adapters)
+    )  # fmt: skip
+    runs = {label: tiny_run(f"lora-{n}", "grpo", 20, lr, **keys) for n, (label, lr, keys) in enumerate(cases)}
+    return compared({"critic/score/mean": "mean reward", "actor/grad_norm": "gradient norm"}, runs)
+
+
 def preferences() -> dict[str, Curves]:
     """DPO of the tiny model on pairs of an even and an odd number, with held-out pairs of other numbers."""
     import verl
@@ -164,12 +175,9 @@ def critic() -> dict[str, Curves]:
     )
 
 
+PICTURES = (presets, ppo, lora, preferences, grpo, critic)
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        file = ROOT / "docs" / "images" / f"curves-{name}.svg"
-        file.write_text(
-            picture(
-                {"presets": presets, "ppo": ppo, "grpo": grpo, "critic": critic, "preferences": preferences}[name]()
-            ),
-            encoding="utf-8",
-        )
+        panels = {make.__name__: make for make in PICTURES}[name]()
+        (ROOT / "docs" / "images" / f"curves-{name}.svg").write_text(picture(panels), encoding="utf-8")
