@@ -43,6 +43,7 @@ ADVANTAGES = Registry(
         "gigpo": BuiltIn(f"{_TURNS}:gigpo", f"{_BY_STD} turn_ids responses gamma step_advantage_w"),
     },
     shared="token_level_rewards response_mask epsilon",
+    base="function",
 )
 
 _LOSSES = "verl.algorithms.policy_losses"
@@ -70,6 +71,7 @@ POLICY_LOSSES = Registry(
         ),
     },
     shared="old_log_prob log_prob advantages response_mask agg rollout_is_weights generator",
+    base="function",
 )
 
 _PAIRS = "verl.algorithms.preference_losses"
@@ -104,6 +106,7 @@ PREFERENCE_LOSSES = Registry(
         "bco": BuiltIn(f"{_PAIRS}:bco", f"{_LABELLED} shift"),
     },
     shared="beta",
+    base="function",
 )
 REFERENCE_COLUMNS = ("chosen_ratio", "rejected_ratio", "delta", "mean_delta", "matched_margin", "ratio")
 
@@ -127,6 +130,7 @@ ROLLOUT_ENGINES = Registry(
         "http": "verl.rollout.http.engine:HTTPRollout",
         "sglang": "verl.rollout.http.engine:SGLangRollout",
     },
+    base="verl.rollout.api:RolloutEngine",
 )
 
 REWARD_MANAGERS = Registry(

@@ -268,10 +268,11 @@ class BuiltIn:
 
 class Registry:
     """Names of one family; a lookup of an unknown name says which names there are. `shared`: arguments of every function of
-    the family, in addition to the ones that its BuiltIn names."""
+    the family, in addition to the ones that its BuiltIn names. `base`: the class, by reference, whose methods a user's class
+    must have; "function" of a family of functions."""
 
-    def __init__(self, family: str, rows: Mapping[str, object] | None = None, *, shared: str = ""):
-        self.family, self.shared = family, frozenset(shared.split())
+    def __init__(self, family: str, rows: Mapping[str, object] | None = None, *, shared: str = "", base: str = ""):
+        self.family, self.shared, self.base = family, frozenset(shared.split()), base
         self._declared = {n: r.reference if isinstance(r, BuiltIn) else r for n, r in (rows or {}).items()}
         self._rows: dict[str, Any] = dict(self._declared)
         self.reads = {n: frozenset(r.reads.split()) for n, r in (rows or {}).items() if isinstance(r, BuiltIn)}
@@ -311,17 +312,35 @@ class Registry:
         return add
 
     def get(self, name: str) -> Any:
-        """The object of that name. A name with ':' is loaded as "module:object". Raises NameConfigError when unknown."""
+        """The object of that name. A name with ':' is loaded as "module:object". Raises NameConfigError when unknown,
+        ConfigError for an object that is none of the family."""
         row = self._rows.get(name)
         if row is None:
             if ":" in name:
-                return load_object(name)
+                row = load_object(name)
+                self._require_kind(name, row)
+                return row
             hint = nearest(name, self._rows) or "; there are " + ", ".join(sorted(self._rows))
             raise NameConfigError(f"There is no {self.family} {name!r}{hint}")
         if isinstance(row, str):
             row = load_object(row)
             self._rows[name] = row
         return row
+
+    def _require_kind(self, name: str, row: object) -> None:
+        if self.base == "function" and (isinstance(row, type) or not callable(row)):
+            raise ConfigError(f"The {self.family} {name!r} is no function, but {type(row).__name__} {row!r}.")
+        if ":" in self.base:
+            base = load_object(self.base)
+            methods = [m for m in dir(base) if m[0] != "_" and callable(getattr(base, m))]
+            missing = [m for m in methods if not callable(getattr(row, m, None))] or sorted(
+                getattr(row, "__abstractmethods__", ())
+            )
+            if missing:
+                place = self.base.replace(":", ".")
+                raise ConfigError(
+                    f"The {self.family} {name!r} has no method {missing[0]!r}. Write a subclass of {place}."
+                )
 
     def set(self, name: str, obj: object) -> None:
         """Give `name` an object, in the place of any that it had."""

@@ -12,6 +12,7 @@ from tests.run.conftest import Run
 from verl.cli.main import main
 
 MODEL = "actor_rollout_ref.model.path"
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 PROGRAM = "algorithm.program"
 SCORED_BY = "reward.reward_model"
 CLASSIFIER = {f"{SCORED_BY}.enable": True, "reward.custom_reward_function.path": None}
@@ -164,10 +165,25 @@ CASES = {
         lambda t, m: {"actor_rollout_ref.rollout.prometheus.file": t}, 2, ["prometheus.file", "is not a file that"],
     ),
     "program missing": (lambda t, m: {PROGRAM: f"{t}/mine.py:Mine"}, 2, ["mine.py", "does not exist"]),
-    "no program": (lambda t, m: text(t, "mine.py", "class Mine: pass\n", PROGRAM, ":Mine"), 2, ["no subclass of", "PPO"]),
+    "no program": (
+        lambda t, m: text(t, "mine.py", "class Mine: pass\n", PROGRAM, ":Mine"), 2,
+        ["has no method", "verl.programs.api.Program"],
+    ),
     "half a program": (
         lambda t, m: text(t, "half.py", "from verl.programs.api import *\nclass Mine(Program): pass\n", PROGRAM, ":Mine"), 2,
-        ["half.py:Mine has no method", "verl.programs.ppo.PPO"],
+        ["half.py:Mine' has no method", "verl.programs.api.Program"],
+    ),
+    "estimator that is no function": (
+        lambda t, m: text(t, "mine.py", "class Mine: pass\n", "algorithm.adv_estimator", ":Mine"), 2,
+        ["mine.py:Mine' is no function"],
+    ),
+    "engine without the methods of one": (
+        lambda t, m: text(t, "mine.py", "class Mine: pass\n", "actor_rollout_ref.rollout.name", ":Mine"), 2,
+        ["rollout engine", "mine.py:Mine' has no method", "verl.rollout.api.RolloutEngine"],
+    ),
+    "loss with an argument that it does not get": (
+        lambda t, m: text(t, "mine.py", "def loss(log_prob, foo): pass\n", LOSS_MODE, ":loss"), 2,
+        ["mine.py:loss' has the signature (log_prob, foo)", "missing a required argument: 'foo'"],
     ),
     "reward model missing": (lambda t, m: {**CLASSIFIER, f"{SCORED_BY}.model_path": t / "none"}, 4, ["/none does not exist"]),
     "reward model without a head": (

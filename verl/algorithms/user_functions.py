@@ -19,6 +19,7 @@ from verl.algorithms import reduce
 from verl.algorithms.reduce import Aggregate
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError
+from verl.registry import require_call
 
 _ABSENT = object()
 _agg_in_force: ContextVar[Aggregate | None] = ContextVar("agg_in_force", default=None)
@@ -76,6 +77,18 @@ def agg_loss(
     return reduce.agg_loss(
         loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
     )
+
+
+_LOSS_ARGUMENTS = "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights".split()
+
+
+def require_loss_arguments(name: str, loss_fn: Callable[..., object]) -> None:
+    """Raises ConfigError for a loss of the older contract that needs an argument which it does not get."""
+    parameters = inspect.signature(loss_fn).parameters
+    if "agg" not in parameters:
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        chosen = [argument for argument in _LOSS_ARGUMENTS if takes_all or argument in parameters]
+        require_call(f"The policy loss {name!r}", loss_fn, keywords=chosen)
 
 
 def call_policy_loss(

@@ -20,7 +20,6 @@ from verl.config import SCHEMAS, RunConfig, schema_of
 from verl.config.schema import value_at
 from verl.config.secrets import remember_secrets
 from verl.data_proto.tokenizer import Tokenizer
-from verl.errors import ConfigError
 from verl.families import ADVANTAGES, AGENT_LOOPS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS
 from verl.registry import Registry, load_object
 
@@ -47,6 +46,7 @@ PROGRAMS = Registry(
         "sft": "verl.programs.sft:SFT",
         "preference": "verl.programs.preference:PreferenceOptimization",
     },
+    base="verl.programs.api:Program",
 )
 
 
@@ -196,18 +196,6 @@ class Program(ABC, Generic[C]):
 
     def close(self) -> None:
         """Release files and threads. May be called after an error."""
-
-
-def checked_program(name: str) -> type[Program[Any]]:
-    """The program of a name. Raises ConfigError for an object of the user's that is no program, or lacks a method of one."""
-    program = PROGRAMS.get(name)
-    if not (isinstance(program, type) and issubclass(program, Program)):
-        raise ConfigError(f"algorithm.program={name} is no subclass of verl.programs.ppo.PPO, or of another program.")
-    if missing := sorted(getattr(program, "__abstractmethods__", ())):
-        raise ConfigError(
-            f"The program {name} has no method {missing[0]!r}: write it, or subclass verl.programs.ppo.PPO."
-        )
-    return program
 
 
 class DeclaresRoles(Protocol):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +31,7 @@ from verl.config.active_keys import runs_agents
 from verl.data.order import prompts_per_generation
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.programs.api import Program, RunContext, checked_program
+from verl.programs.api import PROGRAMS, Program, RunContext
 from verl.programs.collect import Collector, rollout_metrics
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
@@ -47,10 +47,9 @@ class AsyncPPO(PPO):
 
     @classmethod
     def select(cls, config: PPOConfig) -> type[Program[Any]]:
-        """The program of algorithm.program; of PPO this one if rollout.prefetch_num asks for samples ahead of training.
-        Raises ConfigError for an object that is no program."""
+        """The program of algorithm.program; of PPO this one if rollout.prefetch_num asks for samples ahead of training."""
         if config.algorithm.program != "ppo":
-            return checked_program(config.algorithm.program)
+            return cast("type[Program[Any]]", PROGRAMS.get(config.algorithm.program))
         return cls if config.actor_rollout_ref.rollout.prefetch_num > 0 else PPO
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):

@@ -50,6 +50,7 @@ def check_engines(subject: Subject) -> Iterator[Line]:
     """Device and dtype; the files of the rollout engine, estimator and loss can be imported; phases are valid."""
     from verl.algorithms.advantages import ADVANTAGES
     from verl.algorithms.policy_losses import POLICY_LOSSES
+    from verl.algorithms.user_functions import require_loss_arguments
     from verl.rollout.api import ENGINES
     from verl.run.schedule import scheduler_of
 
@@ -58,12 +59,10 @@ def check_engines(subject: Subject) -> Iterator[Line]:
     yield from check_device(subject)
     ENGINES.get(group.rollout.name)
     ADVANTAGES.get(config.algorithm.adv_estimator)
-    POLICY_LOSSES.get(group.actor.policy_loss.loss_mode)
+    loss_mode = group.actor.policy_loss.loss_mode
+    require_loss_arguments(loss_mode, POLICY_LOSSES.get(loss_mode))
     scheduler_of(config)
-    yield passed(
-        f"rollout {group.rollout.name}, advantages {config.algorithm.adv_estimator}, "
-        f"loss {group.actor.policy_loss.loss_mode}"
-    )
+    yield passed(f"rollout {group.rollout.name}, advantages {config.algorithm.adv_estimator}, loss {loss_mode}")
 
 
 def check_code(subject: Subject) -> Iterator[Line]:

@@ -14,6 +14,7 @@ from verl.algorithms.masked import token_mean
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import Aggregate
+from verl.algorithms.user_functions import require_loss_arguments
 from verl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl.data_proto.batch_metrics import any_true
 from verl.data_proto.metrics import Metric
@@ -76,6 +77,7 @@ class PolicyObjective(Objective):
         self.config = config
         self.guard = guard
         self.loss_mode = _loss_mode(config, correction)
+        require_loss_arguments(self.loss_mode, POLICY_LOSSES.get(self.loss_mode))
         # Dr.GRPO's norm divides by a constant; the configured limit, not the padded width, keeps padding out of the loss
         self.scale = config.loss_scale_factor or max_response_length
         self.params: dict[str, object] = {**asdict(config), **asdict(config.policy_loss), **asdict(correction)}
