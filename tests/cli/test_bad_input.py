@@ -203,6 +203,12 @@ CASES = {
             **text(t, "rows.py", "class Mine(list):\n    def __init__(self, files): pass\n", "data.custom_cls.path"),
         }, 2, ["data.custom_cls: Mine has the signature (files)", "data_files=..."],
     ),
+    "a reward manager that cannot be made": (
+        lambda t, m: {
+            "reward.reward_manager.source": "importlib", "reward.reward_manager.name": "Mine",
+            **text(t, "mine.py", "class Mine:\n    def __call__(self, batch): pass\n", "reward.reward_manager.module.path"),
+        }, 5, ["reward manager Mine cannot be made", "takes no arguments"],
+    ),
     "no such checkpoint": (
         lambda t, m: {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": t / "run/global_step_9"}, 2,
         ["global_step_9", "resume_from_path"],

@@ -24,20 +24,20 @@ from verl.rewards.managers import RewardManager, function_spec
 from verl.rewards.managers.build import is_called, manager_class
 
 if TYPE_CHECKING:
-    from verl.specs import RewardSpec
+    from verl.config import RewardConfig
 
 
-def called_manager(spec: RewardSpec, tokenizer: Tokenizer) -> CalledManager | None:
+def called_manager(section: RewardConfig, tokenizer: Tokenizer) -> CalledManager | None:
     """The manager of a script, where `reward.reward_manager` names a class with `__call__(batch, return_dict)`; None for a
     manager with workers. Raises RewardError where it cannot be made."""
-    own = manager_class(spec.section)
+    own = manager_class(section)
     if not is_called(own):
         return None
-    function = function_spec(spec.section)
+    function = function_spec(section)
     compute_score = functools.partial(load_reward_function(function), **function.kwargs)
     try:
         manager = own(
-            tokenizer=tokenizer, num_examine=0, compute_score=compute_score, **dict(spec.section.reward_kwargs or {})
+            tokenizer=tokenizer, num_examine=0, compute_score=compute_score, **dict(section.reward_kwargs or {})
         )
     except Exception as error:  # a user's class may raise anything
         raise RewardError(f"The reward manager {own.__name__} cannot be made: {error}") from error

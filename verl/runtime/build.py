@@ -152,7 +152,7 @@ def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:
     run, scoring = context.specs.run, _scoring_ranks(context)
     tokenizer = load_tokenizer(spec.model)
     share = spec.section.num_workers // len(scoring) if context.rank in scoring else 0
-    manager = called_manager(spec, tokenizer) or build_reward_manager(
+    manager = called_manager(spec.section, tokenizer) or build_reward_manager(
         replace(spec.section, num_workers=max(1, share)),
         max_response_length=spec.max_response_length,
         log_dir=run.folder / "logs" / f"reward_rank_{context.rank}",

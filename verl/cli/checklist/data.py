@@ -140,11 +140,12 @@ def check_reward(subject: Subject) -> Iterator[Line]:
     from verl.models.load import load_tokenizer
     from verl.rewards.check import check_references
     from verl.rewards.managers import build_reward_manager
-    from verl.rewards.managers.build import build_pool, is_called, manager_class
+    from verl.rewards.managers.build import build_pool
+    from verl.roles.reward import called_manager
     from verl.roles.reward_model import examine_reward_model
 
     config = subject.config
-    if not is_called(manager_class(config.reward)):
+    if called_manager(config.reward, subject.tokenizer) is None:
         most = config.actor_rollout_ref.rollout.response_length
         build_reward_manager(config.reward, max_response_length=most).close()
     if config.reward.reward_model.enable:
