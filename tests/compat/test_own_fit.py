@@ -15,6 +15,7 @@ from verl.compat.sections import loaded_config
 from verl.errors import ConfigError, InterruptedRun
 from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.main_ppo_v0 import run_ppo
+from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role, compute_advantage
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils import hf_tokenizer
@@ -209,6 +210,34 @@ def test_a_checkpoint_has_every_update_before_its_save(tree):
     again = Saving(OmegaConf.create(tree))
     again.fit()
     assert (len(saved), again.global_steps) == (2, 2)  # all steps are taken: the loader is empty
+
+
+def test_steps_of_a_critic_alone_are_steps(tree, tmp_path):
+    """With trainer.critic_warmup: the prompts of these steps have trained, also for a run that resumes behind one."""
+    steps = {}
+
+    class Warming(OneStep):
+        def one_step(self, prompts):
+            batch = self.generated(prompts)
+            batch = prompts.repeat(2).union(batch)
+            batch = batch.union(self._compute_old_log_prob(batch)[0].select(["old_log_probs"]))
+            batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
+            batch = compute_advantage(batch.union(self._compute_values(batch)), "gae")
+            norms = [reduce_metrics(self._update_critic(batch).meta_info["metrics"])["critic/grad_norm"]]
+            if self.config.trainer.critic_warmup <= self.global_steps:
+                norms.append(reduce_metrics(self._update_actor(batch).meta_info["metrics"])["actor/grad_norm"])
+            self._save_checkpoint()
+            steps[self.config.trainer.default_local_dir, self.global_steps] = (batch.batch["ordinal"].tolist(), norms)
+
+    tree["algorithm"] = {"adv_estimator": "gae"}
+    tree["trainer"] |= {"critic_warmup": 3, "total_training_steps": 4}
+    Warming(OmegaConf.create(tree)).fit()
+    for last in (2, 4):
+        parts = {**tree["trainer"], "default_local_dir": f"{tmp_path}/parts", "total_training_steps": last}
+        Warming(OmegaConf.create({**tree, "trainer": parts})).fit()
+    for step in (1, 2, 3, 4):
+        assert steps[f"{tmp_path}/parts", step] == steps[f"{tmp_path}/run", step]
+    assert steps[f"{tmp_path}/run", 3][0][0] == 6  # the first prompt of the third batch of three
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ class FitRun:
         self._rollout_metrics: dict[str, float] = {}
         self.prompt_batch = DataProto()  # the newest of PromptBatches
         self.forward_s = 0.0  # of the last forward
+        self._open: tuple[StepBatch, int] | None = None  # batch and number of a step whose actor may be updated yet
         self._sampled_at, self._has_samples = (
             (-1, -1),
             set[int](),
@@ -69,9 +70,11 @@ class FitRun:
         """Around a `fit`. A requested stop saves the last step and raises InterruptedRun."""
         try:
             yield self
+            self._end_step()
             self.loop.store.finish()
             self._finish()
         except StopRequested:
+            self._end_step()
             self.save(self.step)
             self.loop.store.finish()
             raise InterruptedRun(
@@ -91,6 +94,8 @@ class FitRun:
         """One sample for each row of `batch`, in the order of its rows, with scores: columns prompts, responses, input_ids,
         attention_mask, response_mask, position_ids, rollout_log_probs, rm_scores and one for each value of the reward function.
         Rows of one prompt are its samples. With meta_info["do_sample"]=False: the greedy sample of each prompt."""
+        if self._open is not None and self._open[1] != step:
+            self._end_step()
         self.loop.stop.check()
         self.sync()
         self.loop.spans.begin_step(step)
@@ -192,8 +197,10 @@ class FitRun:
                 "run the same command again to resume from the newest checkpoint."
             ) from back
         self.loop.saved_step = -1  # a checkpoint of this step lacks the update
+        self._open = result, step
         if role == "actor":
-            self._end_step(result, step)
+            self._trained_policy(result)
+            self._end_step()
         return metric_values(result.metrics)
 
     def sync(self) -> None:
@@ -210,6 +217,7 @@ class FitRun:
 
     def save(self, step: int) -> None:
         """A checkpoint of `step`, from which the same command resumes; nothing before the first step."""
+        self._end_step()
         if step and self.loop.saved_step != step:
             self.loop.state.step = step
             self.loop.save()
@@ -219,10 +227,17 @@ class FitRun:
         if self.loop.is_rank_zero:
             self.loop.tracker.samples("train", step, sample_rows(_inward(batch), self.loop.data.tokenizer))
 
-    def _end_step(self, result: StepBatch, step: int) -> None:
+    def _trained_policy(self, result: StepBatch) -> None:
         if not result.skipped:
             self.program.weight_version += 1
             self._is_synced = False
+
+    def _end_step(self) -> None:
+        """The step of the last update is taken. Without an update of the actor (trainer.critic_warmup) this is known when the
+        next one begins, or is saved."""
+        if self._open is None:
+            return
+        (result, step), self._open = self._open, None
         if step == self.step:  # the script trains several times on its batch
             return
         self.program.samples.train(step, [] if result.skipped else keys_of(result.batch))
