@@ -10,7 +10,6 @@ import ast
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import operator
 import os
 import sys
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError, nearest
 from verl.regular_files import imported_files, require_regular
-from verl.user_objects import LIBRARIES, differs_from_file
+from verl.user_objects import LIBRARIES, differs_from_file, require_kind
 
 T = TypeVar("T")
 
@@ -199,19 +198,6 @@ def load_object(reference: str) -> Any:
     return getattr(module, name)
 
 
-def require_call(label: str, function: Callable[..., object], *positional: str, keywords: Iterable[str] = ()) -> None:
-    """Raises ConfigError, which begins with `label`, where `function` does not take these arguments, given by their names."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of an extension module
-        return
-    try:
-        signature.bind(*positional, **dict.fromkeys(keywords))
-    except TypeError as error:
-        call = ", ".join((*positional, *(f"{name}=..." for name in keywords)))
-        raise ConfigError(f"{label} has the signature {signature}, but it is called as ({call}): {error}.") from error
-
-
 def _origin(obj: Any) -> Any:
     """File, line and name of a function or class: a file imported twice registers the same ones again."""
     code = getattr(obj, "__code__", None)
@@ -318,7 +304,9 @@ class Registry:
         if row is None:
             if ":" in name:
                 row = load_object(name)
-                self._require_kind(name, row)
+                if self.base:
+                    base = load_object(self.base) if ":" in self.base else None
+                    require_kind(f"The {self.family} {name!r}", row, base)
                 return row
             hint = nearest(name, self._rows) or "; there are " + ", ".join(sorted(self._rows))
             raise NameConfigError(f"There is no {self.family} {name!r}{hint}")
@@ -326,21 +314,6 @@ class Registry:
             row = load_object(row)
             self._rows[name] = row
         return row
-
-    def _require_kind(self, name: str, row: object) -> None:
-        if self.base == "function" and (isinstance(row, type) or not callable(row)):
-            raise ConfigError(f"The {self.family} {name!r} is no function, but {type(row).__name__} {row!r}.")
-        if ":" in self.base:
-            base = load_object(self.base)
-            methods = [m for m in dir(base) if m[0] != "_" and callable(getattr(base, m))]
-            missing = [m for m in methods if not callable(getattr(row, m, None))] or sorted(
-                getattr(row, "__abstractmethods__", ())
-            )
-            if missing:
-                place = self.base.replace(":", ".")
-                raise ConfigError(
-                    f"The {self.family} {name!r} has no method {missing[0]!r}. Write a subclass of {place}."
-                )
 
     def set(self, name: str, obj: object) -> None:
         """Give `name` an object, in the place of any that it had."""

@@ -1,4 +1,4 @@
-"""Functions that Python code passes: what decides their results, and whether their file still gives the same.
+"""Functions that Python code passes: what decides their results, whether their file still gives the same, and what they take.
 
 The results depend on the code, the defaults, the closure, the globals that are read, and the functions of the user's that are
 called. Of an instance, a bound method and a partial the state counts too.
@@ -10,16 +10,19 @@ import ast
 import dis
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Any
+
+from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -196,3 +199,29 @@ def _names_bound(statement: ast.AST) -> Iterator[str]:
         yield statement.id
     for inner in ast.iter_child_nodes(statement):
         yield from _names_bound(inner)
+
+
+def require_call(label: str, function: Callable[..., object], *positional: str, keywords: Iterable[str] = ()) -> None:
+    """Raises ConfigError, which begins with `label`, where `function` does not take these arguments, given by their names."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of an extension module
+        return
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join((*positional, *(f"{name}=..." for name in keywords)))
+        raise ConfigError(f"{label} has the signature {signature}, but it is called as ({call}): {error}.") from error
+
+
+def require_kind(label: str, row: object, base: type | None) -> None:
+    """Raises ConfigError, which begins with `label`, unless `row` has the public methods of `base`, or is a function if that is
+    None."""
+    if base is None and (isinstance(row, type) or not callable(row)):
+        raise ConfigError(f"{label} is no function, but {type(row).__name__} {row!r}.")
+    methods = [name for name in dir(base) if name[0] != "_" and callable(getattr(base, name))] if base else []
+    missing = [name for name in methods if not callable(getattr(row, name, None))]
+    missing += sorted(getattr(row, "__abstractmethods__", ())) if base else []
+    if base and missing:
+        place = f"{base.__module__}.{base.__qualname__}"
+        raise ConfigError(f"{label} has no method {missing[0]!r}. Write a subclass of {place}.")

@@ -32,10 +32,11 @@ from verl.config import full_key
 from verl.data.schema import Messages
 from verl.data_proto.media import Media, images_in
 from verl.errors import ConfigError, DataError
-from verl.registry import load_object, require_call
+from verl.registry import load_object
 from verl.specs import AgentSpec
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
+from verl.user_objects import require_call
 
 _ROLLOUT = full_key("rollout")
 _OWN = ("reset", "step", "close", "render", "get_reward")

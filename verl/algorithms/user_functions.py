@@ -19,7 +19,7 @@ from verl.algorithms import reduce
 from verl.algorithms.reduce import Aggregate
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError
-from verl.registry import require_call
+from verl.user_objects import require_call
 
 _ABSENT = object()
 _agg_in_force: ContextVar[Aggregate | None] = ContextVar("agg_in_force", default=None)

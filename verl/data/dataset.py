@@ -21,7 +21,8 @@ from verl.data.tables import Rows, copy_of_row
 from verl.data.template_checks import TemplateChecks
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
-from verl.registry import load_module, load_object, require_call
+from verl.registry import load_module, load_object
+from verl.user_objects import require_call
 
 if TYPE_CHECKING:
     from verl.config import DataConfig

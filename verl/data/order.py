@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.errors import ConfigError, DataError, FewRowsError
-from verl.registry import load_object, require_call
+from verl.registry import load_object
+from verl.user_objects import require_call
 
 if TYPE_CHECKING:
     from verl.config import DataConfig, PPOConfig

@@ -15,8 +15,9 @@ from typing import Any
 from verl.data_proto.proto import DataProto
 from verl.data_proto.stored_column import copied
 from verl.errors import ConfigError
-from verl.registry import load_object, require_call
+from verl.registry import load_object
 from verl.tracking.ledger.records import keys_of
+from verl.user_objects import require_call
 
 Call = Callable[[DataProto, int], DataProto]
 

@@ -37,9 +37,10 @@ from verl.agents.tool_calls import on_thread
 from verl.config import RewardConfig, full_key
 from verl.errors import ConfigError
 from verl.foreign_text import clean
-from verl.registry import load_object, require_call
+from verl.registry import load_object
 from verl.rewards.sandbox.launch import Sandbox, namespace_command, perhaps_from_outside
 from verl.rewards.sandbox.limits import Limits
+from verl.user_objects import require_call
 
 if TYPE_CHECKING:
     from verl.agents.gateway.app import Gateway
