@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 81_131,
+    "core": 81_098,
     "compat": 5_463,
     "page": 3_692,
     "planner": 3_083,

@@ -2,7 +2,7 @@
 
 from verl.data_proto.metrics import merge_metrics, metric_values
 from verl.data_proto.trajectory import Segment, Trajectory
-from verl.roles import group_ends
+from verl.roles import rollout as group_ends
 
 
 def test_the_last_group_of_all_ranks(monkeypatch):

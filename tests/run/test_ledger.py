@@ -8,8 +8,8 @@ import pytest
 
 from tests.run.test_resume import weights
 from verl.errors import CheckpointError
-from verl.tracking.ledger.lengths import ResponseLengths
 from verl.tracking.ledger.reader import Ledger
+from verl.tracking.ledger.tracker import ResponseLengths
 
 AHEAD = ("actor_rollout_ref.rollout.prefetch_num=2", "actor_rollout_ref.rollout.partial_rollout=True")
 SLOW_REWARD = """

@@ -11,14 +11,17 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.cpu.reuse import version_of
+from verl.models.cpu.weights import Projection
 from verl.models.cuda.varlen import FLASH, VarlenKernel
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
@@ -33,10 +36,11 @@ from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.paging import Paging
 from verl.rollout.native.recording import obstacle, open_records
 from verl.rollout.native.scheduler import Scheduler
-from verl.rollout.native.torch.batch_invariance import examine
-from verl.rollout.native.torch.forward import DenseForward
+from verl.rollout.native.torch.forward import DenseForward, compiled
 from verl.rollout.native.torch.kv_cache import SlotStore, rounded
 from verl.rollout.requests import OpenSamples, StopRules, vocab_size
+
+_INVARIANT = full_key("rollout.batch_invariant")
 
 
 @dataclass(eq=False)
@@ -77,7 +81,7 @@ class NativeRollout(RolloutEngine):
     def invariance(self) -> Invariance:
         """Whether a sample's bits depend on the other samples of its batch; determined at the first call."""
         if self._invariance is None:
-            self._invariance = examine(self.module, self.config)
+            self._invariance = _examine(self.module, self.config)
         return self._invariance
 
     def recording(self) -> str | None:
@@ -284,3 +288,34 @@ def _kept_bytes(config: RolloutConfig) -> int | None:
     """Memory for the keys and values of samples that wait for their next turn."""
     most = config.agent.kv_cache_mb
     return None if most is None else int(most * (1 << 20))
+
+
+def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:
+    """Whether samples of `module` are batch-invariant: the compiled kernels add up every row in one order, and torch
+    in an order that depends on the number of rows. Raises ConfigError when they are not, and batch_invariant=require."""
+    invariance = _examined(module, config)
+    if config.batch_invariant == "require" and not invariance.holds:
+        raise ConfigError(
+            f"{_INVARIANT}=require cannot be kept: {invariance.why}. Set it to auto to run without the guarantee."
+        )
+    return invariance
+
+
+def _examined(module: Any, config: RolloutConfig) -> Invariance:
+    if config.batch_invariant == "off":
+        return Invariance(False, f"{_INVARIANT}=off")
+    device = next(module.parameters()).device
+    if device.type != "cpu":
+        return Invariance(False, f"it is not verified on {device.type}")
+    forward = DenseForward.of(module, prepack=False)
+    if not isinstance(forward, DenseForward):
+        return Invariance(False, "the model's own modules compute it, by kernels that were not verified")
+    decoder, head = forward.decoder, module.get_output_embeddings()
+    projection = Projection(head.weight.detach(), head.bias, (head,))
+    required = config.batch_invariant == "require"
+    kernels = compiled(module, decoder, projection, prepack=config.prepack_weights, required=required)
+    if kernels is None:
+        return Invariance(False, "torch computes it, whose order of adding depends on the number of rows")
+    equal = head.weight.dtype == torch.bfloat16 and kernels.equals_trainer(decoder)
+    trainers = ", the order of the fused training forward" if equal else ""
+    return Invariance(True, f"the compiled kernels add up every row in one order{trainers}")

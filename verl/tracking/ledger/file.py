@@ -5,7 +5,7 @@ samples   one row per attempt at a sample, with the steps in which it was issued
 segments  the tokens of a sample in the order in which they were added, and their source: policy or environment
 skipped   prompts that never train, because the run went back to a checkpoint and continued behind them
 steps     the offset at the end of every step, and the samples that had ended without training by then
-lengths   mean response lengths of the prompts that ended in every step (verl/tracking/ledger/lengths.py)
+lengths   mean response lengths of the prompts that ended in every step (verl/tracking/ledger/tracker.py)
 
 Every change carries the number of its step and overwrites nothing that an earlier step wrote, so the file can be rewound to
 the end of any step.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -27,10 +27,12 @@ from verl.manifest import put_in_place
 from verl.tracking.files import Json, json_text
 from verl.tracking.ledger import records
 from verl.tracking.ledger.file import FIX, NAME, copy, create, holds, rewind, run_of
-from verl.tracking.ledger.lengths import ResponseLengths, packed
 from verl.tracking.ledger.reader import open_rows, snapshot
 from verl.tracking.ledger.rows import SAMPLE, Issued, by_sample, is_stored, row_of_segment, rows_of_ends, rows_of_stored
 from verl.tracking.ledger.writer import LedgerWriter
+
+if TYPE_CHECKING:
+    from verl.data_proto.proto import DataProto
 
 log = logging.getLogger(__name__)
 
@@ -334,3 +336,39 @@ def _set_aside(path: Path) -> None:
                 file.rename(path.with_name(aside + suffix))
             else:
                 file.unlink()
+
+
+_PROMPT = np.dtype([("row", "<u4"), ("tokens", "<f4")])
+
+
+def packed(lengths: Iterable[tuple[int, float]]) -> bytes:
+    """(row of the data, mean tokens of a sample) of prompts, as the ledger has them."""
+    return np.array(list(lengths), _PROMPT).tobytes()
+
+
+class ResponseLengths:
+    """The mean tokens of a sample in the newest ended prompt of each row. They are a function of the steps so far: a resumed
+    run begins its prompts in the order of an unbroken one."""
+
+    def __init__(self, prompts: bytes = b""):
+        self._tokens = np.zeros(0, np.float32)  # by row, 0 if unknown
+        self.add(prompts)
+
+    def add(self, prompts: bytes) -> None:
+        """Add prompts as `packed` gave them, the newest last."""
+        new = np.frombuffer(prompts, _PROMPT)
+        self._tokens.resize(max(len(self._tokens), int(new["row"].max(initial=0)) + 1), refcheck=False)
+        self._tokens[new["row"]] = new["tokens"]
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """float32 [rows], 0 for rows without a prompt that has ended."""
+        return np.where(rows < len(self._tokens), self._tokens.take(rows, mode="clip"), np.float32(0))
+
+    def expected(self, prompts: DataProto) -> DataProto:
+        """The loader's prompts with the column expected_tokens, or as they are where no row has a length."""
+        import torch
+
+        from verl.data_proto.proto import DataProto
+
+        tokens = torch.from_numpy(self.of(prompts.batch["row_index"].numpy()))
+        return prompts.slice().union(DataProto.from_dict({"expected_tokens": tokens})) if tokens.any() else prompts

@@ -87,8 +87,6 @@ def _record(store: ActivationStore, slots: np.ndarray) -> RecordedSlots:
 class CpuForward:
     """Holds a packed copy of the weights, so it serves while the weights stay as they are."""
 
-    is_batch_invariant = True
-
     def __init__(self, kernels: Kernels, module: torch.nn.Module, decoder: DenseDecoder, head: Projection):
         self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], partial(PackedAdapter, kernels))
         self.decoder, self._kernels = decoder, kernels
