@@ -57,6 +57,14 @@ CASES = [
         ["\\boxed{(3, 2)}"],
     ),
     ("DigitalLearningGmbH/MATH-lighteval", "x^2+2x+1", {}, ["\\boxed{(x+1)^2}"], ["\\boxed{x^2}"]),
+    (
+        "HuggingFaceH4/MATH-500",
+        "\\frac{\\sqrt{3}}{2}+\\sqrt[3]{x^{10}}",
+        {},
+        ["\\boxed{√3/2 + ∛(x¹⁰)}", "\\boxed{√{3}⁄2 + ∛{x^{10}}}"],
+        ["\\boxed{√2/2 + ∛(x¹⁰)}", "\\boxed{√3/2 + √(x¹⁰)}", "\\boxed{√3/2 + ∛(x¹)}", "\\boxed{√}"],
+    ),
+    ("HuggingFaceH4/MATH-500", "\\frac{2}{3}", {}, ["\\boxed{⅔}", "\\boxed{⅔°}"], ["\\boxed{⅓}", "\\boxed{⅔²}"]),
     ("numina_aops_forum", ["\\boxed{7}"], {}, ["\\boxed{7.0}"], ["\\boxed{8}"]),
     ("hiyouga/geometry3k", "2 \\sqrt { 221 }", {}, ["\\boxed{2\\sqrt{221}}"], ["\\boxed{\\sqrt{221}}"]),
     (

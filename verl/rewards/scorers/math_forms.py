@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,19 @@ MAGNITUDES = {
 _MAGNITUDE = re.compile(
     rf"(\d(?:[\d,]*\d)?(?:\.\d+)?)(?:\\[,;: ]|[\s~])*(?:\\(?:text|textbf|mathrm|mbox)\s*\{{)?\s*({'|'.join(MAGNITUDES)})s?\b"
 )
+_MINUS = "\u2212"
+_FRACTIONS = {c: unicodedata.normalize("NFKD", c).split("\u2044") for c in "½¼¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _UNICODE = str.maketrans(
     {
         "\u200b": "", "\ufeff": "", "\u00b7": r"\cdot ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ",
-        "\u00b2": "^2", "\u00b3": "^3", "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}",
+        "\u2044": "/", "\u00b0": r"^\circ", **{c: rf"\frac{{{above}}}{{{below}}}" for c, (above, below) in _FRACTIONS.items()},
     }
 )  # fmt: skip
+_RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u207b]+")
+_DEGREES = {"\u221a": "", "\u221b": "[3]", "\u221c": "[4]"}
+_ROOT = re.compile(
+    r"([\u221a-\u221c])\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|\(((?:[^()]|\([^()]*\))*)\)|(\d+(?:\.\d+)?|\\[a-zA-Z]+|[a-zA-Z]))"
+)
 _NUMBER_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{\s*([+-]?\$?\d[\d.,]*)(?:\\[,;: ]|[\s~])*([^{}\d]*)\}")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
 _REPEATING = re.compile(r"(\d{0,15})\.(\d{0,15})\\overline\s*\{(\d{1,15})\}|(\d{0,15})\.(\d{0,15})\\overline\s*(\d)")
@@ -59,6 +67,8 @@ def rewritten(text: str) -> str:
     """`text` with numbers out of \\text{}, repeating decimals as fractions, 1e3 as a product, signs of Unicode as LaTeX, and
     5 million as a number."""
     text = text.translate(_UNICODE)
+    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKD', m[0]).replace(_MINUS, '-')}}}", text)
+    text = _ROOT.sub(lambda m: rf"\sqrt{_DEGREES[m[1]]}{{{m[2] or m[3] or m[4]}}}", text)
     text = _MAGNITUDE.sub(_multiplied, text) if _MAGNITUDE.search(text) else text
     text = _NUMBER_IN_TEXT.sub(r"\1\\text{ \2}", text.strip())
     text = _REPEATING.sub(_fraction, text)
