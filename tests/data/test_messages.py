@@ -1,5 +1,6 @@
 """One reader of messages: every program renders the same row to the same prompt, from every kind of file."""
 
+import inspect
 import json
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from tests.data.conversations.templates import with_template
 from verl.agents.continuity import ChatContinuity
@@ -19,6 +21,7 @@ from verl.data.conversations.tokens import ConversationEncoder
 from verl.data.dataset import load_dataset
 from verl.data.files import read_rows
 from verl.data.loader import PromptLoader
+from verl.data.messages import checked_kwargs
 from verl.data.order import PromptOrder
 from verl.data.preferences.formats import preference_of
 from verl.data.preferences.scored import StepDataset
@@ -236,6 +239,7 @@ def test_an_empty_beginning_is_a_new_turn(tokenizer, tmp_path):
         ({"tokenize": False}, "sets 'tokenize'"),
         ({"messages": []}, "sets 'messages'"),
         ({"tokenizer": "x"}, "sets 'tokenizer'"),
+        ({"truncation": True}, "sets 'truncation', which is an argument of the tokenizer.* no effect. Remove it"),
         ({"continue_final_message": "false"}, "continue_final_message in .* true or false, but it is 'false'"),
     ],
 )
@@ -249,6 +253,16 @@ def test_arguments_of_the_template_that_a_program_sets(tokenizer, tmp_path, kwar
         PromptEncoder(tokenizer, DataConfig(apply_chat_template_kwargs=kwargs))
     with pytest.raises(ConfigError, match=match):
         example_of({"messages": [*BEGUN]}, SFTDataConfig(apply_chat_template_kwargs=kwargs))
+
+
+def test_arguments_of_the_template_act_or_are_refused():
+    """Whatever transformers' methods take by name either reaches a template or is refused."""
+    acting = {"tools", "documents", "chat_template", "continue_final_message", "kwargs"}
+    for owner in (PreTrainedTokenizerBase, ProcessorMixin):
+        taken = set(inspect.signature(owner.apply_chat_template).parameters) - acting
+        for name in taken:
+            with pytest.raises(DataError, match=rf"x sets '{name}'"):
+                checked_kwargs({name: None}, "x")
 
 
 def test_rows_that_train_have_whole_answers():

@@ -53,6 +53,11 @@ _SET_BY_PROGRAMS = {
     "tokenize",
     "tokenizer",
 }
+# arguments of a tokenizer or a processor beside the template's, which get tokens and pictures in other ways here
+OF_TOKENIZERS = {
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "processor_kwargs", "load_audio_from_video"),
+}
 MARKS = ("loss_mask", "train", "weight")  # of a message, 0 or 1: whether it trains; weight is OpenAI's
 
 
@@ -118,6 +123,11 @@ def checked_kwargs(kwargs: Mapping[str, object], name: str, fault: type[VerlErro
     if taken := sorted(_SET_BY_PROGRAMS & kwargs.keys()):
         raise fault(
             f"{name} sets {taken[0]!r}, which is no argument for the chat template: the program sets it. Remove it."
+        )
+    if without_effect := sorted(OF_TOKENIZERS & kwargs.keys()):
+        raise fault(
+            f"{name} sets {without_effect[0]!r}, which is an argument of the tokenizer: no template reads it, and it would "
+            "have no effect. Remove it; keys of data bound the tokens of a row."
         )
     if not isinstance(kwargs.get(CONTINUE, False), bool | None):
         raise fault(f"{CONTINUE} in {name} must be true or false, but it is {quoted(kwargs[CONTINUE], 80)}.")
