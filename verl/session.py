@@ -257,6 +257,8 @@ class Session:
         path = Path(folder).expanduser().absolute()
         try:
             state = read_json(path / _STATE, has(num_prompts=is_count, version=is_count))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is no checkpoint of a session{_other_content(path)}") from error
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a session: {_STATE}: {error}.") from error
         self._on_rank_zero(functools.partial(_require_intact, path, state))
@@ -331,6 +333,16 @@ def _sentence(error: OSError | CheckpointError) -> str:
 def _make_empty(folder: Path) -> None:
     remove_tree(folder)
     make_folder(folder)
+
+
+def _other_content(path: Path) -> str:
+    """What a folder without a session's state is, as the end of a sentence."""
+    if not path.exists():
+        return ": the folder does not exist. Session.save writes one."
+    models = [folder for folder in (path, *path.glob("*/huggingface")) if (folder / "config.json").is_file()]
+    if models:
+        return f", but has a model. Begin from it with verl.Session({str(models[0])!r})."
+    return f": it has no {_STATE}, which Session.save writes."
 
 
 def _require_intact(path: Path, state: Mapping[str, object]) -> None:

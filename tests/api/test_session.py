@@ -75,10 +75,17 @@ def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
     assert (folder / "actor" / "huggingface" / "config.json").is_file()
     with pytest.raises(CheckpointError, match="exists already"):
         session.save(folder)
-    with pytest.raises(CheckpointError, match="no checkpoint of a session"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of a session: it has no session\.json"):
         session.load(tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint of a session: the folder does not exist"):
+        session.load(tmp_path / "none")
     (folder / "session.json").write_text('{"num_prompts": 2')
     with pytest.raises(CheckpointError, match="no checkpoint of a session"):
+        session.load(folder)
+    (folder / "session.json").unlink()  # what is left is what a step of a run has
+    with pytest.raises(
+        CheckpointError, match=r"but has a model\. Begin from it with verl\.Session\('.*actor/huggingface'"
+    ):
         session.load(folder)
 
 
