@@ -10,6 +10,7 @@ import torch
 
 from tests.models import damaged_gguf
 from tests.models.damaged_gguf import write_gguf
+from verl.checkpoint.export import export
 from verl.errors import ConfigError, MissingExtraError, ModelError
 from verl.models.convert import convert_gguf, find_gguf
 from verl.models.gguf_header import read_gguf_header
@@ -92,6 +93,13 @@ class TestDamagedFiles:
     def test_mutated_files(self, tmp_path):
         outcomes = Counter(damaged_gguf.cases(random.Random(0), 40, tmp_path))
         assert sum(n for (_, what), n in outcomes.items() if what == "refused") > 15, outcomes
+
+
+@needs_gguf
+def test_a_tokenizer_without_merges_is_named(tmp_path):
+    export(make_tiny_model(tmp_path / "tiny"), tmp_path / "tiny.gguf", gguf=True)
+    with pytest.raises(ModelError, match=r"tiny\.gguf has no merges .* tokenizer of kind gpt2"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
 
 
 @needs_gguf

@@ -185,6 +185,11 @@ def _require_keys(file: Path, header: GGUFHeader) -> None:
             f"{clean(file)} has no value for {', '.join(clean(key, 80) for key in lacking)}, without which no model can be "
             "built. It is incomplete, or made by a converter of another kind."
         )
+    if values["tokenizer.ggml.model"] == "gpt2" and not header.lists.get("tokenizer.ggml.merges"):
+        raise ModelError(
+            f"{clean(file)} has no merges (tokenizer.ggml.merges), without which neither transformers nor llama.cpp builds its "
+            "tokenizer of kind gpt2. Use the folder that the file was made from."
+        )
     if wrong := [key for key in counts if type(number := values.get(key, 1)) is not int or number < 1]:
         raise ModelError(f"{clean(file)}: {clean(wrong[0], 80)} is {quoted(values[wrong[0]], 40)}; it is at least 1.")
     if not header.tensors:
