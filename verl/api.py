@@ -39,7 +39,6 @@ from verl.registry import is_in_process, reference_to, with_references
 from verl.rewards.functions import (
     FUNCTION_LIST,
     RewardFunction,
-    no_reward,
     require_columns,
     require_distinct,
     reward_parameters,
@@ -79,7 +78,6 @@ class Trainer(SteppedRun):
     """
 
     defaults: Face = "command"
-    default_reward: Reward | None = None  # where neither `reward` nor a key of a reward is given
 
     def __init__(
         self,
@@ -119,9 +117,6 @@ class Trainer(SteppedRun):
             return load_config(texts, schema=SCHEMAS[self.program_name], check=check, defaults=self.defaults, **calls)
 
         first = load([r if isinstance(r, str | None) else "rows" for r in (rows, eval_rows)], check=False)
-        unscored = {} if self.default_reward is None or reward is not None else _reward_keys(self.default_reward)
-        if not {*unscored, "reward.reward_model.enable"} & first.settings.keys():  # one of them is another reward
-            fallbacks |= unscored
         if _FOLDER not in first.settings:
             label = (name or first.config.algorithm.adv_estimator).rpartition(":")[2]
             fallbacks[_FOLDER] = f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -236,7 +231,6 @@ class _Sampler(Trainer):
     """A run that samples and trains nothing: one response to a prompt."""
 
     defaults = "release"
-    default_reward = staticmethod(no_reward)
 
 
 def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
@@ -289,7 +283,7 @@ def generate(
     model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
-    (0 without `reward`). `data` may also be a list of prompts, each a text or messages. In a list of
+    (None where nothing scores). `data` may also be a list of prompts, each a text or messages. In a list of
     data files at least one exists. Sampling follows `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
     from verl.programs.generate import generate as write_samples
 

@@ -92,14 +92,22 @@ def one_number(completions):
     return [1.0]
 
 
-def test_a_function_of_verls_form_fails_for_one_sample(tiny_llama, tmp_path):
+@pytest.mark.parametrize("further", [(), (length,)], ids=["by itself", "beside a function over lists"])
+def test_a_function_of_verls_form_fails_for_one_sample(tiny_llama, tmp_path, further):
     def halves(data_source, solution_str, ground_truth, extra_info):
         return float(solution_str) / 2
 
-    trainer = verl.Trainer(tiny_llama, [{"prompt": "a"}] * 2, halves, output_dir=tmp_path, config=DATA)
+    rewards = [halves, *further]
+    trainer = verl.Trainer(tiny_llama, [{"prompt": "a"}] * 2, rewards, output_dir=tmp_path, config=DATA)
     pool = build_pool(trainer.loaded.config.reward)
     scores = pool.score_all([ScoreRequest(key, "d", key, None) for key in ("1", "x", "3")])
-    assert [(score.score, bool(score.error)) for score in scores] == [(0.5, False), (0.0, True), (1.5, False)]
+    added = 0.1 * len(further)
+    assert [(score.score, bool(score.error)) for score in scores] == [
+        (0.5 + added, False),
+        (0.0, True),
+        (1.5 + added, False),
+    ]
+    assert "raised ValueError: could not convert string to float: 'x' (line " in str(scores[1].error)
 
 
 def test_references_lead_back_to_their_objects():
@@ -182,7 +190,17 @@ def test_evaluate_and_generate(tiny_llama, tmp_path):
     prompts = ["Say 1.", [{"role": "user", "content": "2?"}], *ROWS[:2]]
     samples = verl.generate(tiny_llama, iter(prompts), output_dir=tmp_path / "generate", config=DATA)
     assert metrics["val/reward"] >= 0
-    assert [set(sample) >= {"response", "response_ids", "log_probs", "score"} for sample in samples] == [True] * 4
+    assert [set(sample) >= {"response", "response_ids", "log_probs"} for sample in samples] == [True] * 4
+    assert [sample["score"] for sample in samples] == [None] * 4
+
+
+def test_generate_takes_a_file_of_prompts_and_scores_what_a_scorer_reads(tiny_llama, tmp_path):
+    gsm8k = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}}
+    rows = [{"prompt": "Hi."}, {"prompt": "3 + 4?", **gsm8k}, {"prompt": "5?", **gsm8k, "data_source": "mine"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = verl.generate(tiny_llama, file, output_dir=tmp_path / "run", config=DATA)
+    assert [sample["score"] for sample in samples] == [None, 0.0, None]
 
 
 def test_iterators_are_read_once(tiny_llama, tmp_path):

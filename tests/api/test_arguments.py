@@ -52,11 +52,8 @@ def values(monkeypatch, tmp_path):
             super().__init__(*args, **arguments)
             raise Loaded(self.loaded.schema.flatten(self.loaded.config))
 
-    class Samples(Stops):
-        default_reward = vars(verl.api._Sampler)["default_reward"]
-
     monkeypatch.setattr(verl.api, "Trainer", Stops)
-    monkeypatch.setattr(verl.api, "_Sampler", Samples)
+    monkeypatch.setattr(verl.api, "_Sampler", Stops)
 
     def call(entry, **arguments):
         function = Stops if entry == "Trainer" else getattr(verl, entry)
@@ -116,10 +113,8 @@ def test_the_loss_of_a_name_and_another_loss_are_refused(values):
             values(entry, config={"preference.loss": "ipo"})
 
 
-def test_samples_without_a_reward_have_no_score_and_a_key_gives_one(values):
-    assert values("generate")["reward.custom_reward_function.reward_kwargs"] == {
-        "functions": ["verl.rewards.functions:no_reward"]
-    }
+def test_samples_are_scored_by_the_function_of_a_key(values):
+    assert values("generate")[PATH] is None
     loaded = values("generate", config={PATH: __file__})
     assert (loaded[KEY_OF_REWARD], loaded["reward.custom_reward_function.reward_kwargs"]) == ("compute_score", {})
 

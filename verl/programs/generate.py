@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from verl.config import LoadedConfig, PPOConfig
 from verl.data.files import write_parquet
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
+from verl.foreign_text import quoted
 from verl.manifest import put_in_place
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import ProgramSpecs
@@ -23,9 +25,12 @@ from verl.programs.ppo_roles import PPORoles
 from verl.registry import reference_to
 from verl.regular_files import kind_of, make_folder, sync_file
 from verl.rewards.functions import FUNCTION_LIST, no_reward
+from verl.rewards.scorers.route import find_scorer
 from verl.roles.rollout import sampling_params
 from verl.runtime.api import open_runtime
 from verl.tracking.files import json_text
+
+log = logging.getLogger(__name__)
 
 
 @run_settings()
@@ -42,6 +47,8 @@ def generate(loaded: LoadedConfig[Any], output: Path) -> str:
     data = load_data(config, train=False, scored=_names_reward(config))
     if data.validation is None:
         raise ConfigError("Generation needs prompts: set data.val_files.")
+    unscored = [] if _names_reward(config) else [name for name in data.data_sources if find_scorer(name) is None]
+    data.data_sources = [name for name in data.data_sources if name not in unscored]
     if not data.data_sources:
         config = _without_reward(config)
     with open_runtime(ProgramSpecs(PPO, config)) as runtime:
@@ -53,12 +60,14 @@ def generate(loaded: LoadedConfig[Any], output: Path) -> str:
             roles.close()
     if not runtime.is_rank_zero:
         return ""
+    if unscored:
+        log.info("Tasks without a built-in scorer, whose samples have no score: %s.", ", ".join(map(quoted, unscored)))
     mean = f", mean score {statistics.mean(known):.3f}" if (known := [s for s in scores if s is not None]) else ""
     return f"{len(scores)} samples of {data.validation.num_rows} prompts{mean}: {output}"
 
 
 def _names_reward(config: PPOConfig) -> bool:
-    """Whether the config names a reward. Without one only rows with a reference answer are scored."""
+    """Whether the config names a reward. Without one only rows with a reference answer for a built-in scorer are scored."""
     return config.reward.custom_reward_function.path is not None or config.reward.reward_model.enable
 
 

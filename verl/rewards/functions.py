@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.errors import RewardError, VerlError, nearest
 from verl.registry import load_module, load_object, referenced_name, user_file
@@ -200,6 +200,19 @@ def no_reward(completions: Sequence[object], **columns: object) -> list[float]:
 Sample = tuple[str, str, Any, Mapping[str, Any]]  # data source, response, reference answer, columns of the row
 
 
+class Raised(NamedTuple):
+    """In place of the result of a sample: the exception that its function raised."""
+
+    error: Exception
+
+
+def _tried(function: RewardFunction, sample: Sample) -> object:
+    try:
+        return results_of(function, [sample])[0]
+    except Exception as error:  # noqa: BLE001 - user code may raise anything
+        return Raised(error)
+
+
 def score_lists(
     data_sources: Sequence[str],
     solution_strs: Sequence[str],
@@ -208,15 +221,18 @@ def score_lists(
     *,
     functions: Sequence[str],
     weights: Sequence[float] = (),
-) -> list[dict[str, object]]:
+) -> list[dict[str, object] | Raised]:
     """The weighted sum of all `functions` (references, see verl/registry.py) for each sample as "score"; with several functions
-    each is a part under its name. A function that returns None for a sample is left out of its sum. Raises RewardError as
-    `results_of`."""
+    each is a part under its name. A function that returns None for a sample is left out of its sum. Where one that scores a
+    sample raises, that sample is a Raised, and no other is lost. Raises RewardError as `results_of`."""
     samples = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True))
     results = {}
     for reference in functions:
         function = load_object(reference)
-        results[name_of(function)] = results_of(function, samples)
+        one_by_one = "solution_str" in reward_parameters(function)
+        results[name_of(function)] = (
+            [_tried(function, s) for s in samples] if one_by_one else results_of(function, samples)
+        )
     rows = zip(*results.values(), strict=True)
     return [_sum(list(results), row, weights or [1.0] * len(results)) for row in rows]
 
@@ -228,12 +244,14 @@ def score_sample(
     extra_info: Mapping[str, object],
     *,
     functions: Sequence[str],
-) -> dict[str, object]:
+) -> dict[str, object] | Raised:
     """`score_lists` of one sample: a function that scores samples fails, and has its limits, for each of them."""
     return score_lists([data_source], [solution_str], [ground_truth], [extra_info], functions=functions)[0]
 
 
-def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) -> dict[str, object]:
+def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) -> dict[str, object] | Raised:
+    if raised := next((value for value in values if isinstance(value, Raised)), None):
+        return raised
     if len(names) == 1:
         value = values[0]
         parts = value if isinstance(value, Mapping) else {"score": value}

@@ -31,6 +31,7 @@ from verl.rewards.functions import (
     MODEL_REPLY,
     MODEL_SCORE,
     SAMPLE_ARGUMENTS,
+    Raised,
     RewardFunction,
     RewardFunctionSpec,
     finished,
@@ -94,6 +95,8 @@ class Caller:
         return [self._outcome(result) for result in results]
 
     def _outcome(self, result: object) -> Outcome:
+        if isinstance(result, Raised):
+            return self._failure(result.error)
         try:
             return outcome(result, self.limits)
         except BaseException as error:  # noqa: BLE001 - a result may be an object of any class

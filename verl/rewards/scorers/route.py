@@ -70,7 +70,7 @@ def route(data_source: str) -> Scorer:
     if scorer is None:
         hint = nearest(data_source, SCORERS) or f"; there are {', '.join(SCORERS)}."
         raise RewardError(
-            f"There is no built-in scorer for data_source {data_source!r}{hint} Set custom_reward_function.path to a "
+            f"There is no built-in scorer for data_source {data_source!r}{hint} Set reward.custom_reward_function.path to a "
             "file with your compute_score function; from Python, pass `reward`."
         )
     return scorer
