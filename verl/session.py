@@ -336,7 +336,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _other_content(path: Path) -> str:
-    """What a folder without a session's state is, as the end of a sentence."""
+    """The end of a sentence about a folder without a session's state."""
     if not path.exists():
         return ": the folder does not exist. Session.save writes one."
     models = [folder for folder in (path, *path.glob("*/huggingface")) if (folder / "config.json").is_file()]

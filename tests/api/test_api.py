@@ -55,6 +55,40 @@ def test_grpo_on_rows_with_a_function_of_a_file(tiny_llama, tmp_path):
     assert "debug: false" in (tmp_path / "run/config.yaml").read_text()  # the sandbox scored
 
 
+@pytest.mark.parametrize(
+    ("keys", "header"),
+    [
+        (
+            {},
+            [
+                "batch: 12 prompts x 8 samples",
+                "learning rate: 5e-06",
+                "steps: 2; few for a policy to learn: trainer.total_epochs takes the rows again\n",
+            ],
+        ),
+        (
+            {"data.train_batch_size": 16, "actor_rollout_ref.rollout.n": 2},
+            [
+                "batch: 16 prompts x 2 samples",
+                "steps: 1; an epoch leaves out 8 of the 24 rows, other ones each time; few for",
+            ],
+        ),
+    ],
+    ids=["by default", "with a batch of the user's"],
+)
+def test_a_run_says_which_rows_an_epoch_trains(tiny_llama, tmp_path, capsys, keys, header):
+    rows = [{"prompt": f"{n}?"} for n in range(24)]
+    lengths = {"data.max_prompt_length": 64, "data.max_response_length": 2}
+    run = verl.train(tiny_llama, rows, length, output_dir=tmp_path / "run", config={**lengths, **keys})
+    said = capsys.readouterr().out
+    assert [line for line in header if line not in said] == []
+    prompts = {
+        json.loads(line)["prompt"] for file in (tmp_path / "run/samples/train").iterdir() for line in file.open()
+    }
+    assert len(prompts) == (16 if keys else 24)
+    assert run.summary()["step"] == (1 if keys else 2)
+
+
 def test_two_functions_are_parts_and_add_up():
     scores = score_lists(
         ["a"] * 2, ["7", "88"], ["7", "7"], [{"prompt": "p", "answer": "7"}] * 2,

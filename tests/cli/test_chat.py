@@ -83,7 +83,19 @@ def test_rows_with_only_a_prompt_get_no_score(tiny_llama, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [((), "Name prompts: `verl generate MODEL --prompt TEXT`"), (("--prompt=a", "--output=b"), "Give one of them")],
+    [
+        ((), "Name prompts: `verl generate MODEL --prompt TEXT`"),
+        (("--prompt=a", "--output=b"), "Give one of them"),
+        (
+            ("--prompt=a", "data.val_files=b.jsonl"),
+            "data.val_files='b.jsonl' and --prompt set the same. Give one of them",
+        ),
+        (
+            ("--prompt=a", "actor_rollout_ref.model.path=b"),
+            "actor_rollout_ref.model.path='b' and the model of the command set the same",
+        ),
+        (("--output=b", "--log-dir=c", "trainer.log_dir=d"), "trainer.log_dir='d' and --log-dir set the same"),
+    ],
 )
 def test_generate_needs_prompts_from_one_place(options, sentence, tiny_llama, capsys):
     assert main(["generate", str(tiny_llama), *options]) == 2

@@ -1,12 +1,14 @@
 """Defaults of our commands and of existing releases."""
 
+import dataclasses
+
 import pytest
 
 from verl.cli.arguments import parse
 from verl.compat.commands import RELEASE
-from verl.config import PPO, PREFERENCE, RM, SFT, load_config, with_smaller_batch
+from verl.config import PPO, PREFERENCE, RM, SFT, load_config, with_fitting_defaults
 from verl.config.checks import check_config
-from verl.config.command_defaults import DEFAULTS
+from verl.config.command_defaults import DEFAULTS, ORIGIN, Facts
 from verl.config.presets import PRESETS, preset_settings
 from verl.errors import ConfigError
 
@@ -70,13 +72,63 @@ def test_a_file_that_builds_on_a_config_of_existing_releases_keeps_their_default
     assert values(PPO, config_name="ppo_trainer")["trainer.total_epochs"] == 30
 
 
-def test_a_default_batch_has_no_more_rows_than_train():
+@pytest.mark.parametrize(
+    ("num_rows", "devices", "size"),
+    [
+        (5, 1, 5),
+        (16, 1, 16),
+        (24, 1, 12),
+        (17, 1, 16),
+        (25, 1, 12),
+        (100, 1, 14),
+        (200, 1, 15),
+        (1000, 1, 16),
+        (24, 8, 16),
+    ],
+)
+def test_a_default_batch_fits_the_rows(num_rows, devices, size):
+    """It has no more rows than train, and is smaller where that leaves out fewer rows of an epoch."""
+    loaded = load_config([GRPO, f"trainer.n_gpus_per_node={devices}"], check=False, defaults="command")
+    fitted = with_fitting_defaults(loaded, Facts(num_rows)) or loaded
+    config = fitted.config
+    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (size, size)
+    assert fitted.origins[BATCH] == (ORIGIN if size == 16 else "the number of rows")
+    assert with_fitting_defaults(fitted, Facts(num_rows)) is None
+
+
+def test_a_small_model_learns_at_a_higher_rate():
+    def rate(*overrides, width):
+        loaded = load_config([GRPO, *overrides], check=False, defaults="command")
+        return (with_fitting_defaults(loaded, Facts(None, width)) or loaded).config.actor_rollout_ref.actor.optim.lr
+
+    assert [rate(width=width) for width in (576, 1024, 1536, None)] == [5e-6, 5e-6, 1e-6, 1e-6]
+    assert (rate(LORA, width=576), rate(f"{LR}=1e-4", width=576)) == (1e-5, 1e-4)
+
+
+def test_what_a_user_or_a_run_has_set_stays():
+    for key, num_rows in ((BATCH, 5), ("actor_rollout_ref.actor.ppo_mini_batch_size", 24)):
+        loaded = load_config([GRPO, "data.seed=7", f"{key}=8"], check=False, defaults="command")
+        assert with_fitting_defaults(loaded, Facts(num_rows)) is None
+    assert with_fitting_defaults(load_config([GRPO], check=False), Facts(5, 64)) is None  # of existing releases
     loaded = load_config([GRPO, "data.seed=7"], check=False, defaults="command")
-    smaller = with_smaller_batch(loaded, 5)
-    assert (smaller.config.data.train_batch_size, smaller.config.actor_rollout_ref.actor.ppo_mini_batch_size) == (5, 5)
-    assert (smaller.config.data.seed, smaller.origins[BATCH]) == (7, "the number of rows")
-    for defaults, override in (("command", [f"{BATCH}=8"]), ("release", [])):
-        assert with_smaller_batch(load_config(override, check=False, defaults=defaults), 5) is None
+    trainer = dataclasses.replace(loaded.config.trainer, resume_mode="resume_path", default_local_dir="named")
+    loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, trainer=trainer))
+    fitted = with_fitting_defaults(loaded, Facts(5)).config
+    assert (fitted.data.seed, fitted.data.train_batch_size, fitted.trainer) == (7, 5, trainer)
+
+
+def test_a_preset_has_groups_on_a_file_with_defaults_of_existing_releases(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {seed: 1}")
+    for n, argv in ((8, ["--preset=dapo"]), (1, []), (1, ["--preset=ppo"]), (2, ["--preset=grpo", f"{N}=2"])):
+        for base in ([f"--config-path={tmp_path}", "--config-name=theirs"], ["--config-name=ppo_trainer"]):
+            config = parse("train", "", [*base, *argv]).load(check=False).config
+            assert (config.actor_rollout_ref.rollout.n, config.trainer.total_epochs) == (n, 30)
+    assert (
+        parse("generate", "", ["--preset=grpo"], defaults="release")
+        .load(check=False)
+        .config.actor_rollout_ref.rollout.n
+        == 1
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -18,7 +18,9 @@ from verl.config import PPO, LoadedConfig, PPOConfig, PreferenceConfig, RunConfi
 from verl.config.command_defaults import FACES, Face
 from verl.config.diff import settings_of_work
 from verl.config.presets import PRESETS, preset_settings
+from verl.config.user_settings import COMMAND_LINE
 from verl.errors import ConfigError
+from verl.foreign_text import quoted
 
 # schema -> the keys that most scripts set, shown by --help
 _COMMON_PPO = (
@@ -41,7 +43,7 @@ COMMON_KEYS = {
 }
 _SHORTEST = {
     "ppo": "verl train --preset grpo actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.train_files=train.jsonl "
-    "data.val_files=null reward.custom_reward_function.path=my_reward.py"
+    "reward.custom_reward_function.path=my_reward.py"
 }
 _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help
 
@@ -64,6 +66,15 @@ class ConfigArguments:
         return load_config(
             self.overrides, *names, schema=self.schema, check=check, defaults=self.defaults, fallbacks=self.preset
         )
+
+    def set_by(self, option: str, key: str, value: object) -> None:
+        """Add the override that `option` stands for. Raises ConfigError where another argument names the key too."""
+        setting = self.load(check=False).settings.get(key)
+        if setting is not None and setting.source == COMMAND_LINE:
+            raise ConfigError(
+                f"{setting.spelled}={quoted(setting.value, 80)} and {option} set the same. Give one of them."
+            )
+        self.overrides.append(f"{key}={value}")
 
 
 def with_model(loaded: LoadedConfig[Any]) -> LoadedConfig[Any]:
@@ -116,11 +127,12 @@ def parse(
     for flag, settings in (options or {}).items():
         parser.add_argument(flag, **settings)
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.log_dir is not None:
-        arguments.overrides.append(f"trainer.log_dir={arguments.log_dir}")
     names = (arguments.config_path, arguments.config_name)
     preset = preset_settings(arguments.preset) if schema is PPO and arguments.preset else {}
-    return ConfigArguments(schema, arguments.overrides, *names, arguments.defaults, preset, arguments)
+    parsed = ConfigArguments(schema, arguments.overrides, *names, arguments.defaults, preset, arguments)
+    if arguments.log_dir is not None:
+        parsed.set_by("--log-dir", "trainer.log_dir", arguments.log_dir)
+    return parsed
 
 
 def _key_help(schema: Schema[RunConfig]) -> str:

@@ -131,7 +131,7 @@ def run_generate(argv: list[str]) -> int:
     with ExitStack() as stack:
         if options.model:
             folder = stack.enter_context(model_folder(options.model))
-            arguments.overrides.append(f"actor_rollout_ref.model.path={escape_path(str(folder))}")
+            arguments.set_by("the model of the command", "actor_rollout_ref.model.path", escape_path(str(folder)))
         if options.prompt:
             return _print_responses(options.prompt, arguments)
         loaded = with_model(arguments.load())
@@ -150,7 +150,8 @@ def _print_responses(prompts: list[str], arguments: ConfigArguments) -> int:
 
         rows, samples = Path(folder, "prompts.jsonl"), Path(folder, "samples.jsonl")
         rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
-        arguments.overrides += [f"data.val_files={rows}", f"trainer.default_local_dir={folder}/run"]
+        arguments.set_by("--prompt", "data.val_files", str(rows))
+        arguments.overrides.append(f"trainer.default_local_dir={folder}/run")
         if generate(with_model(arguments.load()), samples):
             responses = [json.loads(line)["response"] for line in samples.read_text(encoding="utf-8").splitlines()]
             print("\n\n".join(map(printable, responses)))

@@ -3,7 +3,7 @@
 Importing this package needs neither torch nor OmegaConf.
 """
 
-from verl.config.load import load_config, with_smaller_batch
+from verl.config.load import load_config, with_fitting_defaults
 from verl.config.loaded import LoadedConfig
 from verl.config.roots import (
     PPO,
@@ -35,5 +35,5 @@ __all__ = [
     "ModelConfig", "OptimConfig", "PPOConfig", "PolicyLossConfig", "PreferenceConfig", "RayKwargsConfig",
     "RewardConfig", "RewardManagerConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig",
     "RunConfig", "SFTConfig", "SFTModelConfig", "Schema", "StepGuardsConfig", "TrainerConfig", "full_key",
-    "load_config", "schema_of", "with_smaller_batch",
+    "load_config", "schema_of", "with_fitting_defaults",
 ]  # fmt: skip

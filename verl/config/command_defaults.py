@@ -22,6 +22,18 @@ _MODEL, _ESTIMATOR = "actor_rollout_ref.model", "algorithm.adv_estimator"
 # cases in which a default holds, as docs/differences.md names them
 _LORA, _GROUPS = "LoRA adapters train", "the estimator compares the samples of a prompt"
 _ORPO = "`preference.loss=orpo`"
+MAX_SMALL = 1024  # hidden size of a small model: a useful rate falls with the width (arXiv 2203.03466)
+_SMALL = f"the model is at most {MAX_SMALL:,} wide"
+
+
+class Facts(NamedTuple):
+    """Knowledge of a run before its first step: the number of rows that train, and the model's hidden size."""
+
+    num_rows: int | None = None
+    width: int | None = None
+
+
+NO_FACTS = Facts()
 
 
 class Default(NamedTuple):
@@ -32,6 +44,7 @@ class Default(NamedTuple):
     applies: str = ""
 
 
+_GROUP_SIZE = Default("actor_rollout_ref.rollout.n", 8, _GROUPS)
 _SCHEDULE = (
     Default("trainer.total_epochs", 1),
     Default("trainer.save_freq", AFTER_EACH_EPOCH),
@@ -43,7 +56,8 @@ DEFAULTS: Mapping[str, tuple[Default, ...]] = {
     "ppo": (
         Default(BATCH, 16),
         Default("data.val_files", []),
-        Default("actor_rollout_ref.rollout.n", 8, _GROUPS),
+        _GROUP_SIZE,
+        Default("actor_rollout_ref.actor.optim.lr", 5e-6, _SMALL),
         Default("actor_rollout_ref.actor.optim.lr", 1e-5, _LORA),
         *_SCHEDULE,
     ),
@@ -60,23 +74,39 @@ DEFAULTS: Mapping[str, tuple[Default, ...]] = {
 
 
 def command_defaults(
-    program: str, values: Mapping[str, object], set_keys: set[str], num_rows: int | None = None
+    program: str, values: Mapping[str, Any], set_keys: set[str], facts: Facts = NO_FACTS, face: Face = "command"
 ) -> Derived:
-    """The defaults that hold for `values`, of keys that the user has not set. A batch has at most `num_rows` rows."""
-    cases = {"", *_cases(values)}
-    holding = {d.key: d.value for d in DEFAULTS[program] if d.applies in cases and d.key not in set_keys}
+    """The defaults that hold for `values` and `facts`, of keys that the user has not set. Of existing releases' defaults a
+    preset leaves all but the size of a group, which is 1 there."""
+    cases, defaults = {"", *_cases(values, facts)}, DEFAULTS[program] if face == "command" else (_GROUP_SIZE,)
+    holding = {d.key: d.value for d in defaults if d.applies in cases and d.key not in set_keys}
     derived: Derived = {key: (value, ORIGIN) for key, value in holding.items()}
-    if num_rows is not None and num_rows < holding.get(BATCH, 0):
-        derived[BATCH] = (num_rows, "the number of rows")
+    if facts.num_rows and BATCH in holding:
+        divisor = values["trainer.n_gpus_per_node"] * values["trainer.nnodes"]
+        divisor = holding[BATCH] if any(key.endswith("batch_size") for key in set_keys) else divisor
+        if (size := _fitting_batch(facts.num_rows, holding[BATCH], divisor)) != holding[BATCH]:
+            derived[BATCH] = (size, "the number of rows")
     return derived
 
 
-def _cases(values: Mapping[str, object]) -> Iterator[str]:
+def _fitting_batch(num_rows: int, most: int, divisor: int) -> int:
+    """The size of a batch: all rows up to `most`, and less where equal batches leave out fewer rows of an epoch and devices or
+    another size, the `divisor`, divide them."""
+    if num_rows <= most:
+        return num_rows
+    num_steps = -(-num_rows // most)
+    even = num_rows // num_steps
+    return even if num_rows - even * num_steps < num_rows % most and even % divisor == 0 else most
+
+
+def _cases(values: Mapping[str, Any], facts: Facts) -> Iterator[str]:
     model = _MODEL if f"{_MODEL}.path" in values else "model"
     rank = values[f"{model}.lora_rank"]
     if (isinstance(rank, int) and rank > 0) or values[f"{model}.lora_adapter_path"]:
         yield _LORA
     if values.get(_ESTIMATOR) in ADVANTAGES.reading("index"):
         yield _GROUPS
+    if facts.width is not None and facts.width <= MAX_SMALL:
+        yield _SMALL
     if values.get("preference.loss") == "orpo":
         yield _ORPO

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config import sources
 from verl.config.checks import check_config
-from verl.config.command_defaults import BATCH, ORIGIN, Face, command_defaults
+from verl.config.command_defaults import NO_FACTS, Face, Facts, command_defaults
 from verl.config.derived_defaults import COMPOSED_FOLDER
 from verl.config.loaded import LoadedConfig
 from verl.config.presets import BRIEFER
@@ -77,9 +77,8 @@ def _user_settings(
     fallbacks: Mapping[str, object] | None = None,
 ) -> UserSettings:
     file = sources.find(schema, config_path, config_name)
-    user = UserSettings(
-        schema, defaults="release" if sources.builds_on_release(schema, config_name, file) else defaults
-    )
+    face: Face = "release" if sources.builds_on_release(schema, config_name, file) else defaults
+    user = UserSettings(schema, defaults=face, has_preset=bool(fallbacks) and defaults == "command")
     if fallbacks:
         user.add_file("preset", dict(fallbacks))
     for path, tree in sources.read_tree(schema, file, user.notices) if file is not None else ():
@@ -92,17 +91,19 @@ def _user_settings(
     return user
 
 
-def with_smaller_batch(loaded: LoadedConfig[Any], num_rows: int) -> LoadedConfig[Any] | None:
-    """`loaded` with batches of all `num_rows` rows that train; None if the user has chosen their size."""
-    if loaded.origins[BATCH] != ORIGIN:
+def with_fitting_defaults(loaded: LoadedConfig[Any], facts: Facts) -> LoadedConfig[Any] | None:
+    """`loaded` with the defaults of our commands that fit its rows and its model; None where it has them."""
+    if loaded.defaults != "command":
         return None
     settings = [setting for entries in loaded.entries.values() for setting in entries]
-    user = UserSettings(loaded.schema, settings, defaults="command", num_rows=num_rows)
-    fitted = _resolve(user)
-    trainer, names = fitted.config.trainer, ("default_local_dir", "experiment_name")  # named by the run
-    trainer = dataclasses.replace(trainer, **{name: getattr(loaded.config.trainer, name) for name in names})
-    config = dataclasses.replace(fitted.config, trainer=trainer)
-    return dataclasses.replace(fitted, config=config, notices=loaded.notices, without_effect=loaded.without_effect)
+    users = (UserSettings(loaded.schema, settings, defaults="command", facts=known) for known in (NO_FACTS, facts))
+    before, fitted = map(_resolve, users)
+    values, flat = loaded.schema.flatten(loaded.config), loaded.schema.flatten(fitted.config)
+    changed = {key: flat[key] for key, value in loaded.schema.flatten(before.config).items() if flat[key] != value}
+    if changed.items() <= values.items():
+        return None
+    config = loaded.schema.build(values | changed)  # of keys that the run has set, such as its folder, all others
+    return dataclasses.replace(loaded, config=config, origins=loaded.origins | {k: fitted.origins[k] for k in changed})
 
 
 def load_composed(tree: dict[str, object], *, schema: Schema[RunConfig] = PPO, check: bool = True) -> LoadedConfig[Any]:
@@ -185,6 +186,7 @@ def _resolve(user: UserSettings) -> LoadedConfig[Any]:
         faults,
         {path: value for path, (value, _) in misfits.items()},
         user.without_effect,
+        user.defaults,
     )
 
 
@@ -226,8 +228,8 @@ def _complete(
     """Fill in keys that follow others (also where null was given); returns what given keys would have been."""
     schema, set_keys = user.schema, set(settings)
     steps: list[Callable[[dict[str, object], set[str]], Derived]] = [schema.derive]
-    if user.defaults == "command":
-        steps.insert(0, partial(command_defaults, schema.name, num_rows=user.num_rows))
+    if user.defaults == "command" or user.has_preset:
+        steps.insert(0, partial(command_defaults, schema.name, facts=user.facts, face=user.defaults))
     for derive in steps:
         for path, (value, origin) in derive(values, set_keys).items():
             values[path], origins[path] = value, origin

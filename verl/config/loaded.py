@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, cast
 
 from verl.config.active_keys import runs_on_several_devices
+from verl.config.command_defaults import Face
 from verl.config.schema import Problem, R, Schema
 from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
@@ -35,7 +36,7 @@ class LoadedConfig(Generic[R]):
     holds the keys the user set. Where such a key would follow another key, `followed` holds the value it would have
     had. `entries` holds every setting of a key; a free-form key may have several. `faults` are the problems found
     while loading. `misfits` are the values that do not fit their key, which has its default instead. `without_effect`
-    are keys that are not in the tree, each with the reason why that is no fault.
+    are keys that are not in the tree, each with the reason why that is no fault. `defaults`: of keys that are not set.
     """
 
     schema: Schema[R]
@@ -48,6 +49,7 @@ class LoadedConfig(Generic[R]):
     faults: list[Problem] = field(default_factory=list)
     misfits: dict[str, object] = field(default_factory=dict)
     without_effect: list[tuple[str, str]] = field(default_factory=list)
+    defaults: Face = "release"
 
     def absolute(self) -> LoadedConfig[R]:
         """The config with every file named from the root: code of the user may leave the current folder."""

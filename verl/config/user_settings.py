@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.command_defaults import Face
+from verl.config.command_defaults import NO_FACTS, Face, Facts
 from verl.config.compat import clause, one_typo_away
 from verl.config.schema import Leaf, Problem, Schema, error
 from verl.config.values import parse_override
 from verl.errors import ConfigError
 from verl.foreign_text import quoted
 
-_COMMAND_LINE = "command line"  # the source of overrides
-_OF_USER = (_COMMAND_LINE, "Python")
+COMMAND_LINE = "command line"  # the source of overrides
+_OF_USER = (COMMAND_LINE, "Python")
 ARGUMENT = "the argument "  # begins the source of a key that an argument of a Python call stands for
 
 
@@ -50,7 +50,8 @@ class UserSettings:
     faults: list[Problem] = field(default_factory=list)
     without_effect: list[tuple[str, str]] = field(default_factory=list)  # (key=value, reason)
     defaults: Face = "release"  # of keys that are not set
-    num_rows: int | None = None  # rows that train, once they are counted
+    facts: Facts = NO_FACTS
+    has_preset: bool = False
 
     def add_file(self, source: str, tree: Mapping[str, object]) -> None:
         for spelled, value in self._flatten(tree, "") if tree else ():  # a file may have nothing but a defaults list
@@ -79,13 +80,13 @@ class UserSettings:
                 self._delete(key)
             else:
                 for spelled, value in self._flatten(override.value, key):
-                    self._add(spelled, value, _COMMAND_LINE, override.text)
+                    self._add(spelled, value, COMMAND_LINE, override.text)
 
     def _choose(self, group: str, option: str, options: Mapping[str, Mapping[str, object]]) -> None:
         """Take the keys that an option of a Hydra config group stands for."""
         if option not in options:
             self._fault(group, f"{group}={option}: there is no such option; there are {', '.join(options)}.")
-        first = next((n for n, s in enumerate(self.settings) if s.source == _COMMAND_LINE), len(self.settings))
+        first = next((n for n, s in enumerate(self.settings) if s.source == COMMAND_LINE), len(self.settings))
         for path, value in options.get(option, {}).items():  # below single keys of the command line, which override it
             self.settings.insert(first, Setting(path, value, f"{group}={option}", path))
 
@@ -125,7 +126,7 @@ class UserSettings:
         path, _ = self.schema.resolve(key)
         known = [p for p in self.schema.leaves if p == path or p.startswith(path + ".")]
         if not known and self.schema.locate(path) is None:
-            self._fault(path, self._unknown(key, path, _COMMAND_LINE))
+            self._fault(path, self._unknown(key, path, COMMAND_LINE))
             return
         self.settings = [s for s in self.settings if s.path not in known and s.spelled != key]
         self.notices.append(f"~{key}: back to its default.")
@@ -138,7 +139,7 @@ class UserSettings:
             formers = of_key[setting.path, setting.source]
             for former in formers:
                 respelled = former.spelled != setting.spelled
-                if (respelled or setting.source != _COMMAND_LINE) and _clash(former.value, setting.value):
+                if (respelled or setting.source != COMMAND_LINE) and _clash(former.value, setting.value):
                     both = f"{former.spelled} and {setting.spelled} ({setting.source}) are two spellings of one key,"
                     subject = both if respelled else f"{setting.spelled} ({setting.source}) is"
                     values = f"({former.value!r} and {setting.value!r})"

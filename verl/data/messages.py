@@ -53,7 +53,7 @@ _SET_BY_PROGRAMS = {
     "tokenize",
     "tokenizer",
 }
-# arguments of a tokenizer or a processor beside the template's, which get tokens and pictures in other ways here
+# arguments of tokenizers and processors that no template reads; rows become tokens and pictures in other ways
 OF_TOKENIZERS = {
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("tokenizer_kwargs", "processor_kwargs", "load_audio_from_video"),

@@ -86,7 +86,7 @@ class RunContext:
 
 class ProgramData(Protocol):
     """The data of a run, read and checked before any model is loaded. It may also have `inputs`, the digests of files that rows
-    name, see verl/run/inputs.py."""
+    name, see verl/run/inputs.py, and `num_rows`, the rows that train."""
 
     tokenizer: Tokenizer
 

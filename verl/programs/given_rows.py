@@ -59,6 +59,7 @@ class GivenRows:
     num_steps_per_epoch: int = 1
     data_sources: list[str] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)
+    num_rows: int | None = None  # that train
 
     @property
     def has_validation(self) -> bool:
@@ -133,6 +134,7 @@ class GivenRowsProgram(Program[G]):
             with pictures_noted(loaded.inputs, "data.train_files"):
                 rows = load(data.train_files, max_samples=data.train_max_samples, seed=seed if data.shuffle else None)
             loaded.train = ConversationLoader(rows, data.train_batch_size, seed=seed, shuffle=data.shuffle)
+            loaded.num_rows = len(rows)
             loaded.num_steps_per_epoch = loaded.train.num_steps_per_epoch
             loaded.num_steps = trainer.total_training_steps or trainer.total_epochs * loaded.num_steps_per_epoch
         for dataset in (loaded.train.dataset if loaded.train else None, loaded.validation):
@@ -232,7 +234,7 @@ class GivenRowsProgram(Program[G]):
             )
 
     def header(self) -> dict[str, object]:
-        facts: dict[str, object] = {"loss": self.loss_name()}
+        facts: dict[str, object] = {"loss": self.loss_name(), "batch": f"{self.config.data.train_batch_size} rows"}
         for name, rows in (
             ("training rows", self.data.train.dataset if self.data.train else None),
             ("validation rows", self.data.validation),

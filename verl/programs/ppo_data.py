@@ -41,6 +41,7 @@ class PPOData:
     num_steps: int = 1
     num_steps_per_epoch: int = 1
     inputs: dict[str, str] = field(default_factory=dict)
+    num_rows: int | None = None  # that train, without a sampler
 
     @property
     def has_validation(self) -> bool:
@@ -120,6 +121,7 @@ def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = No
             make = partial(load_sampler, data.sampler.class_path, data.sampler.class_name, rows, data)
             order = SamplerOrder(make, len(rows), data.train_batch_size)
         else:
+            run_data.num_rows = len(rows)
             order = PromptOrder(len(rows), data.seed if data.seed is not None else 42, data.shuffle)
         loader = run_data.train = PromptLoader(rows, encoder, order, data.train_batch_size)
         steps = run_data.num_steps_per_epoch = max(1, loader.order.rows_per_epoch // prompts_per_generation(config))

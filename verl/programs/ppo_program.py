@@ -329,6 +329,7 @@ class PPOProgram(Program[PPOConfig]):
             "training prompts": data.train.num_rows if data.train else 0,
             "validation prompts": data.validation.num_rows if data.validation else 0,
             "batch": f"{self.config.data.train_batch_size} prompts x {group.rollout.n} samples",
+            "learning rate": f"{group.actor.optim.lr:g}",
             "samples": f"{training} in training, {held_out} in validation"
             if data.validation
             else f"{training} in training",

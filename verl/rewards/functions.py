@@ -223,8 +223,8 @@ def score_lists(
     weights: Sequence[float] = (),
 ) -> list[dict[str, object] | Raised]:
     """The weighted sum of all `functions` (references, see verl/registry.py) for each sample as "score"; with several functions
-    each is a part under its name. A function that returns None for a sample is left out of its sum. Where one that scores a
-    sample raises, that sample is a Raised, and no other is lost. Raises RewardError as `results_of`."""
+    each is a part under its name. A function that returns None for a sample is left out of its sum. If a function of one sample
+    raises, the sample is a Raised, and no other is lost. Raises RewardError as `results_of`."""
     samples = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True))
     results = {}
     for reference in functions:

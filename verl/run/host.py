@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl.config import LoadedConfig, RunConfig, with_smaller_batch
+from verl.config import LoadedConfig, RunConfig
 from verl.config.diff import changed_keys
 from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
@@ -23,6 +23,7 @@ from verl.errors import ConfigError, FewRowsError
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
 from verl.roles.api import Roles
+from verl.run.facts import about_steps, num_rows_of, with_facts
 from verl.run.inputs import inputs_of
 from verl.run.loop import Loop, StopSignal
 from verl.run.schedule import Phases, scheduler_of
@@ -66,15 +67,16 @@ def open_run(
 ) -> Iterator[tuple[Loop, Callable[[], None]]]:
     """The loop of a run that is ready for its next step, and a function that ends it with its summary.
 
-    A batch that is larger than the data takes all rows, unless the user has chosen its size."""
+    Defaults of our commands fit the rows and the model: a batch has no more rows than train, and small models learn faster."""
+    loaded = with_facts(loaded, None) or loaded
     with ExitStack() as stack:
         try:
             run = stack.enter_context(_open_run(loaded, program, restarted))
         except FewRowsError as error:
-            smaller = with_smaller_batch(loaded, error.num_rows) if error.num_rows else None
-            if smaller is None:
+            fitting = with_facts(loaded, error.num_rows)
+            if fitting is None:
                 raise
-            run = stack.enter_context(_open_run(smaller, program, restarted))
+            run = stack.enter_context(_open_run(fitting, program, restarted))
         yield run
 
 
@@ -93,6 +95,8 @@ def _open_run(
         started_at = runtime.broadcast(time_of_start(folder.root, config.trainer, restarted=restarted))
         set_template_time(started_at)
         data = kind.load_data(config)
+        if with_facts(loaded, num_rows_of(data)) is not None:  # it begins again
+            raise FewRowsError(num_rows_of(data) or 0, config.data.train_batch_size)
         store, resume, state = _checkpoints(loaded, kind, data, runtime, folder, started_at)
         resume.find()
         scheduler = scheduler_of(config)
@@ -227,11 +231,12 @@ def _facts(
     state: RunState,
 ) -> dict[str, object]:
     total, model = data.num_steps, next((spec.model.path for spec in roles.specs if spec.trains), None)
+    rest = about_steps(total, num_rows_of(data), loaded.config)
     return {
         "model": model,
         **roles.facts,
         **program.header(),
-        "steps": f"{state.step + 1} to {total}" if 0 < state.step < total else f"{total}",
+        "steps": f"{state.step + 1} to {total}{rest}" if 0 < state.step < total else f"{total}{rest}",
         "validation": _validates(loaded.config.trainer) if data.has_validation else "none: data.val_files is empty",
         "checkpoints": _every(loaded.config.trainer.save_freq)
         or "none on schedule, one when interrupted; trainer.save_freq=after_each_epoch keeps the trained model",

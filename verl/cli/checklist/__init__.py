@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.cli.report import Line, fail, passed
-from verl.config import FSDPConfig, LoadedConfig, ModelConfig, with_smaller_batch
+from verl.config import FSDPConfig, LoadedConfig, ModelConfig
 from verl.data.order import prompts_per_generation
 from verl.errors import FewRowsError
 
@@ -69,13 +69,14 @@ def no_rows(subject: Subject, name: str, key: str) -> Line:
 
 def steps_line(subject: Subject, num_rows: int, unit: str) -> Line:
     """The steps of a run on `num_rows` usable rows, which this sets in `subject`."""
-    size, subject.num_rows = subject.config.data.train_batch_size, num_rows
+    from verl.run.facts import about_steps, with_facts
+
+    subject.num_rows, subject.loaded = num_rows, with_facts(subject.loaded, num_rows) or subject.loaded
+    size = subject.config.data.train_batch_size
     if num_rows < size:
-        smaller = with_smaller_batch(subject.loaded, num_rows) if num_rows else None
-        if smaller is None:
-            return fail(str(FewRowsError(num_rows, size)))
-        subject.loaded, size = smaller, num_rows
-    return passed(f"{subject.num_steps:,} steps of {size} {unit}")
+        return fail(str(FewRowsError(num_rows, size)))
+    num_steps = subject.num_steps or 0
+    return passed(f"{num_steps:,} steps of {size} {unit}{about_steps(num_steps, num_rows, subject.config)}")
 
 
 def beginning(text: str) -> str:
