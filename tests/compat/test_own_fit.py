@@ -212,6 +212,31 @@ def test_a_checkpoint_has_every_update_before_its_save(tree):
     assert (len(saved), again.global_steps) == (2, 2)  # all steps are taken: the loader is empty
 
 
+def test_prompts_that_a_script_leaves_out_never_train(tree, tmp_path):
+    """A batch without the update, and prompts out of the middle of a batch; a run that resumes continues behind them."""
+    trained = []
+
+    class Choosing(OneStep):
+        def fit(self):
+            self._load_checkpoint()
+            self.global_steps += 1
+            for columns in self.train_dataloader:
+                if columns["ordinal"][0] % 2:
+                    self.one_step(DataProto.from_single_dict(columns)[[0, 2]])
+                    self.global_steps = np.int64(self.global_steps + 1)
+
+        def one_step(self, prompts):
+            batch = self.credited(prompts, self.generated(prompts))
+            self._update_actor(batch)
+            self._save_checkpoint()
+            trained.append((int(self.global_steps), batch.batch["ordinal"].tolist()))
+
+    for last in (1, 2):
+        tree["trainer"]["total_training_steps"] = last
+        Choosing(OmegaConf.create(tree)).fit()
+    assert trained == [(1, [3, 3, 5, 5]), (2, [9, 9, 11, 11])]
+
+
 def test_steps_of_a_critic_alone_are_steps(tree, tmp_path):
     """With trainer.critic_warmup: the prompts of these steps have trained, also for a run that resumes behind one."""
     steps = {}
@@ -246,14 +271,21 @@ def test_steps_of_a_critic_alone_are_steps(tree, tmp_path):
         (lambda self, prompts: self.generated(prompts[[]]), "The batch has no rows"),
         (lambda self, prompts: self._update_actor(self.credited(prompts, self.generated(prompts))[[]]), "no rows"),
         (lambda self, prompts: [self.generated(prompts[:]) for _ in range(2)], "has samples of step 1 already"),
+        (lambda self, prompts: self.at_step(0, prompts), "global_steps is 0: a fit counts its steps from 1"),
+        (lambda self, prompts: self.at_step(2, prompts), "has samples of an earlier step, which are dropped"),
         (lambda self, prompts: self.edited(prompts, "responses"), "have different tokens. Change them together"),
         (lambda self, prompts: self.edited(prompts, "input_ids"), "have different tokens. Change them together"),
     ],
-    ids=["no prompts", "no rows", "the same samples twice", "responses", "input_ids"],
+    ids=["no prompts", "no rows", "the same samples twice", "step 0", "an earlier step", "responses", "input_ids"],
 )
 def test_batches_of_a_script_that_would_train_on_something_else(tree, changed, message):
     class Changed(OneStep):
         one_step = changed
+
+        def at_step(self, number, prompts):
+            batch = self.credited(prompts, self.generated(prompts))
+            self.global_steps = np.int64(number)
+            self._update_actor(batch)
 
         def edited(self, prompts, column):
             batch = self.credited(prompts, self.generated(prompts))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -59,10 +60,10 @@ class FitRun:
         self.prompt_batch = DataProto()  # the newest of PromptBatches
         self.forward_s = 0.0  # of the last forward
         self._open: tuple[StepBatch, int] | None = None  # batch and number of a step whose actor may be updated yet
-        self._sampled_at, self._has_samples = (
-            (-1, -1),
-            set[int](),
-        )  # (step, weights), and the prompts with samples of them
+        self._sampled_at, self._sampled_by = (
+            0,
+            dict[int, int](),
+        )  # step, and its prompts with the weights that sampled them
         self._stack.enter_context(tracking.followed_by(self._log))
 
     @contextmanager
@@ -94,6 +95,7 @@ class FitRun:
         """One sample for each row of `batch`, in the order of its rows, with scores: columns prompts, responses, input_ids,
         attention_mask, response_mask, position_ids, rollout_log_probs, rm_scores and one for each value of the reward function.
         Rows of one prompt are its samples. With meta_info["do_sample"]=False: the greedy sample of each prompt."""
+        step = _number(step)
         if self._open is not None and self._open[1] != step:
             self._end_step()
         self.loop.stop.check()
@@ -120,14 +122,15 @@ class FitRun:
 
     def _require_new(self, ordinals: Sequence[int], step: int) -> None:
         """Raises ConfigError for a prompt with samples of this step and these weights: new ones would have the same tokens."""
-        if self._sampled_at != (step, self.program.weight_version):
-            self._sampled_at, self._has_samples = (step, self.program.weight_version), set()
-        if again := self._has_samples.intersection(ordinals):
-            raise ConfigError(
-                f"Prompt {min(again)} has samples of step {step} already, and a further call would make the same ones. Repeat "
-                "its row in one batch: that many samples are made."
-            )
-        self._has_samples.update(ordinals)
+        if self._sampled_at != step:
+            self._sampled_at, self._sampled_by = step, {}
+        for ordinal in set(ordinals):
+            if self._sampled_by.get(ordinal) == self.program.weight_version:
+                raise ConfigError(
+                    f"Prompt {ordinal} has samples of step {step} already, and a further call would make the same ones. Repeat "
+                    "its row in one batch: that many samples are made."
+                )
+            self._sampled_by[ordinal] = self.program.weight_version
 
     def _sampled(self, prompts: DataProto, step: int, count: int) -> tuple[DataProto, float]:
         """`count` samples of each prompt, with scores, and the seconds of their generation."""
@@ -181,6 +184,12 @@ class FitRun:
         """All optimizer steps of a role on `batch`; returns its metrics. Guards check the batch and the steps; a batch that
         they leave out has training/skipped_batches. Raises NumericsError where a guard stops the run or would go back."""
         _require_rows(batch)
+        step = _number(step)
+        if self._sampled_at != step or not self._sampled_by.keys() >= set(batch.batch["ordinal"].tolist()):
+            raise ConfigError(
+                f"The batch of step {step} has samples of an earlier step, which are dropped when that ends. Train in a step "
+                "on what it has generated."
+            )
         handle = getattr(self.roles, role)
         result, guards = StepBatch(_inward(batch)), self.program.guards
         try:
@@ -219,7 +228,7 @@ class FitRun:
         """A checkpoint of `step`, from which the same command resumes; nothing before the first step."""
         self._end_step()
         if step and self.loop.saved_step != step:
-            self.loop.state.step = step
+            self.loop.state.step = _number(step)
             self.loop.save()
 
     def write_rows(self, batch: DataProto, step: int) -> None:
@@ -240,7 +249,7 @@ class FitRun:
         (result, step), self._open = self._open, None
         if step == self.step:  # the script trains several times on its batch
             return
-        self.program.samples.train(step, [] if result.skipped else keys_of(result.batch))
+        self.program.samples.train(step, [] if result.skipped else keys_of(result.batch), leaves_out=True)
         self.step = self.loop.state.step = step
         now = time.perf_counter()
         self.loop.state.seconds += now - self._began
@@ -325,6 +334,14 @@ def _inward(batch: DataProto) -> DataProto:
         raise ConfigError("The columns input_ids, prompts and responses have different tokens. Change them together.")
     columns |= {name: columns[name].bool() for name in _MASKS if name in columns}
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch))
+
+
+def _number(step: SupportsIndex) -> int:
+    """The number of a step, as an int. Raises ConfigError for a number that the existing trainer would not count."""
+    number = operator.index(step) if hasattr(step, "__index__") else 0
+    if number < 1:
+        raise ConfigError(f"global_steps is {step}: a fit counts its steps from 1, and increments it before the first.")
+    return number
 
 
 def _require_rows(batch: DataProto) -> None:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Generic, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 from verl.config.active_keys import runs_on_several_devices
 from verl.config.command_defaults import Face
@@ -20,6 +20,9 @@ from verl.config.values import absolute_path, escape_path
 from verl.errors import ConfigError
 from verl.foreign_text import printable
 from verl.regular_files import whole_file
+
+if TYPE_CHECKING:
+    from verl.config.roots.ppo import PPOConfig
 
 # ends of keys of what a run creates, and of what may be a folder
 CREATED_FILES = ("reply_cache", "prometheus.file", "rejection.file")
@@ -63,7 +66,7 @@ class LoadedConfig(Generic[R]):
     def require_outputs(self) -> None:
         """Raises ConfigError for chosen files and folders that the run writes, and this user cannot make. Of a run on several
         devices only those of the trainer, since other machines may write the others."""
-        faults, only = [], "trainer." if runs_on_several_devices(cast("Any", self.config)) else ""
+        faults, only = [], "trainer." if runs_on_several_devices(cast("PPOConfig", self.config)) else ""
         for path, value in self.schema.flatten(self.config).items():
             is_chosen = value != self.schema.leaves[path].default or path == "trainer.default_local_dir"
             if not (is_chosen and isinstance(value, str) and path.endswith(_CREATED) and path.startswith(only)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,7 @@ def check_data(
 
 def _unfiltered(files: Files, tokenizer: Tokenizer, config: DataConfig, max_samples: int) -> object:
     """The data set with its overlong rows in it, so that they are counted and a bad row does not stop the reading."""
-    make: Any = partial(open_dataset, config) if config.custom_cls.path else _Unfiltered
+    make: Callable[..., object] = partial(open_dataset, config) if config.custom_cls.path else _Unfiltered
     processor = getattr(tokenizer, "processor", None)
     return make(data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
 

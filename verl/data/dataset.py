@@ -362,7 +362,7 @@ def dataset_class(config: DataConfig | SFTDataConfig) -> Any:
     return cls
 
 
-def open_dataset(section: Any, /, **arguments: object) -> Any:
+def open_dataset(section: DataConfig | SFTDataConfig, /, **arguments: object) -> Any:
     """The rows by `dataset_class`. Raises ConfigError also for a class that does not take `arguments`."""
     cls = dataset_class(section)
     require_call(f"data.custom_cls: {cls.__name__}", cls, keywords=arguments)

@@ -173,23 +173,24 @@ class SampleTracker:
         )
         self._write("score", rows)
 
-    def train(self, step: int, keys: Iterable[records.Key]) -> None:
+    def train(self, step: int, keys: Iterable[records.Key], *, leaves_out: bool = False) -> None:
         """Record a step that succeeded. Of the samples scored in it, the samples of `keys` trained and the others were dropped.
-        A key occurs several times where the algorithm resamples rows."""
+        A key occurs several times where the algorithm resamples rows. `leaves_out`: prompts between the prompts of the step
+        never train, by the choice of a script."""
         self._digested.result()
         scored = {ordinal for ordinal, issued in self._open.items() if issued.scored == step}
-        ending = range(self.cursor, self.cursor + len(scored))
-        if not scored.issuperset(ending):
+        ending = range(self.cursor, max(scored, default=-1) + 1 if leaves_out else self.cursor + len(scored))
+        if not leaves_out and not scored.issuperset(ending):
             lost = next(ordinal for ordinal in ending if ordinal not in scored)
             raise CheckpointError(
                 f"Step {step} skipped prompt {lost}, which would be lost. This is a fault of the program; stop the run and "
                 "report it."
             )
         for ordinal, sample in keys:
-            if ordinal not in ending or sample not in self._open[ordinal].samples:
+            if ordinal not in ending or ordinal not in self._open or sample not in self._open[ordinal].samples:
                 self._reject((ordinal, sample), f"trained in step {step}")
             self._open[ordinal].entry(sample)["uses"] += 1
-        ended = [(ordinal, self._open.pop(ordinal)) for ordinal in ending]
+        ended = [(ordinal, self._open.pop(ordinal)) for ordinal in ending if ordinal in self._open]
         trained = (
             (ordinal, sample, uses, issued.digest(sample))
             for ordinal, issued in ended
