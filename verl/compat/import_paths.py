@@ -232,11 +232,12 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.workers.sharding_manager.megatron_vllm": {_SHARDING: "MegatronVLLMShardingManager"},
     "verl.workers.reward_manager": {
         "verl.compat.reward_managers": "AbstractRewardManager BatchRewardManager DAPORewardManager NaiveRewardManager "
-        "REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
+        "PrimeRewardManager REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
     },
     "verl.workers.reward_manager.abstract": {"verl.compat.reward_managers": "AbstractRewardManager RawRewardFn"},
     "verl.workers.reward_manager.batch": {"verl.compat.reward_managers": "BatchRewardManager"},
     "verl.workers.reward_manager.dapo": {"verl.compat.reward_managers": "DAPORewardManager"},
+    "verl.workers.reward_manager.prime": {"verl.compat.reward_managers": "PrimeRewardManager"},
     "verl.workers.reward_manager.naive": {"verl.compat.reward_managers": "NaiveRewardManager"},
     "verl.workers.reward_manager.registry": {
         "verl.compat.reward_managers": "REWARD_MANAGER_REGISTRY get_reward_manager_cls register"

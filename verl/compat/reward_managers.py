@@ -143,6 +143,9 @@ class BatchRewardManager(NaiveRewardManager):
         return list(finished(self.compute_score(**lists, **self.reward_kwargs)))
 
 
+PrimeRewardManager = NaiveRewardManager  # `verl train` scores in parallel with either
+
+
 @dataclass(eq=False)
 class DAPORewardManager(NaiveRewardManager):
     """Naive, minus the penalty of overlong replies (`overlong_buffer_cfg`, `max_resp_len`)."""
