@@ -197,6 +197,11 @@ def test_a_checkpoint_has_every_update_before_its_save(tree):
 
     class Saving(OneStep):
         def one_step(self, prompts):
+            self.global_steps = 0
+            measured = self._get_gen_batch(prompts[:])
+            measured.meta_info["do_sample"] = False
+            assert len(self.async_rollout_manager.generate_sequences(measured)) == 3
+            self.global_steps = 1
             self._save_checkpoint()
             batch = self.credited(prompts, self.generated(prompts))
             for _ in range(2):

@@ -95,7 +95,8 @@ class FitRun:
         """One sample for each row of `batch`, in the order of its rows, with scores: columns prompts, responses, input_ids,
         attention_mask, response_mask, position_ids, rollout_log_probs, rm_scores and one for each value of the reward function.
         Rows of one prompt are its samples. With meta_info["do_sample"]=False: the greedy sample of each prompt."""
-        step = _number(step)
+        do_sample = batch.meta_info.get("do_sample", True)
+        step = _number(step) if do_sample else int(step)  # a fit may measure before its first step
         if self._open is not None and self._open[1] != step:
             self._end_step()
         self.loop.stop.check()
@@ -105,7 +106,7 @@ class FitRun:
         if "ordinal" not in batch.batch.keys():
             batch = self._whole_rows(batch)
         ordinals = batch.batch["ordinal"].tolist()
-        if batch.meta_info.get("do_sample", True):
+        if do_sample:
             self._require_new(ordinals, step)
         rows_of: dict[int, list[int]] = {}
         for row, ordinal in enumerate(ordinals):
