@@ -14,6 +14,12 @@ from verl.cli.main import main
 MODEL = "actor_rollout_ref.model.path"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 PROGRAM = "algorithm.program"
+SAMPLER = """from verl.experimental.dataset.sampler import AbstractSampler
+class Mine(AbstractSampler):
+    def __init__(self, data_source, data_config): pass
+    def __iter__(self): return iter(range(1000, 1008))
+    def __len__(self): return 8
+"""
 SCORED_BY = "reward.reward_model"
 CLASSIFIER = {f"{SCORED_BY}.enable": True, "reward.custom_reward_function.path": None}
 REWARD_PATH = "reward.custom_reward_function.path"
@@ -208,6 +214,10 @@ CASES = {
             "reward.reward_manager.source": "importlib", "reward.reward_manager.name": "Mine",
             **text(t, "mine.py", "class Mine:\n    def __call__(self, batch): pass\n", "reward.reward_manager.module.path"),
         }, 5, ["reward manager Mine cannot be made", "takes no arguments"],
+    ),
+    "a sampler of rows that do not exist": (
+        lambda t, m: {"data.sampler.class_name": "Mine", **text(t, "order.py", SAMPLER, "data.sampler.class_path")}, 3,
+        ["data.sampler: Mine gave row 1000; there are 8 rows"],
     ),
     "no such checkpoint": (
         lambda t, m: {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": t / "run/global_step_9"}, 2,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,3 +179,15 @@ def load_sampler(path: str, name: str | None, rows: Sized, config: DataConfig) -
         return sampler(data_source=rows, data_config=config)
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"data.sampler: {path}:{name} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def order_of(rows: Sized, config: DataConfig) -> PromptOrder | SamplerOrder:
+    """The order of the rows that `config` asks for. Raises ConfigError for a sampler that cannot be made, FewRowsError where it
+    has too few rows, DataError where its first row does not exist."""
+    sampler = config.sampler
+    if not sampler.class_path:
+        return PromptOrder(len(rows), config.seed if config.seed is not None else 42, config.shuffle)
+    make = partial(load_sampler, sampler.class_path, sampler.class_name, rows, config)
+    order = SamplerOrder(make, len(rows), config.train_batch_size)
+    order.row(0)
+    return order

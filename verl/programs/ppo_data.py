@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from verl.agents.agents import known_loops
@@ -13,7 +12,7 @@ from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
 from verl.data.dataset import PromptRows, load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
-from verl.data.order import PromptOrder, SamplerOrder, load_sampler, prompts_per_generation
+from verl.data.order import order_of, prompts_per_generation
 from verl.data.pictures import pictures_noted
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.tokenizer import Tokenizer
@@ -116,14 +115,8 @@ def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = No
         refuse_images(config, rows)
         if len(rows) < data.train_batch_size:
             raise FewRowsError(len(rows), data.train_batch_size, f" of {data.train_files}")
-        order: PromptOrder | SamplerOrder
-        if data.sampler.class_path:
-            make = partial(load_sampler, data.sampler.class_path, data.sampler.class_name, rows, data)
-            order = SamplerOrder(make, len(rows), data.train_batch_size)
-        else:
-            run_data.num_rows = len(rows)
-            order = PromptOrder(len(rows), data.seed if data.seed is not None else 42, data.shuffle)
-        loader = run_data.train = PromptLoader(rows, encoder, order, data.train_batch_size)
+        run_data.num_rows = None if data.sampler.class_path else len(rows)
+        loader = run_data.train = PromptLoader(rows, encoder, order_of(rows, data), data.train_batch_size)
         steps = run_data.num_steps_per_epoch = max(1, loader.order.rows_per_epoch // prompts_per_generation(config))
         run_data.num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps
         sources |= set(rows.data_sources)

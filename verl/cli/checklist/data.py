@@ -69,6 +69,7 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
     """Counts, lengths, invalid rows, repeated prompts."""
     from verl.agents.agents import known_loops
     from verl.data.check import check_data
+    from verl.data.order import order_of
     from verl.programs.ppo_data import scoring_of
     from verl.programs.specs import rollout_spec
 
@@ -89,6 +90,8 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
         left_out = train.num_overlong if config.filter_overlong_prompts else 0
         unit = f"prompts x {subject.config.actor_rollout_ref.rollout.n} samples"
         yield steps_line(subject, train.num_rows - left_out, unit)
+    if config.sampler.class_path and train is not None and subject.data.ok:
+        order_of(_load(subject, config.train_files, config.train_max_samples), config)
     if subject.config.distillation.enabled and subject.data.train is not None and subject.data.ok:
         yield _teachers(subject)
 
