@@ -15,8 +15,8 @@ from verl.config import RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
+from verl.parallel.framing import most_connections
 from verl.rollout.api import ENGINES
-from verl.rollout.http.client import most_connections
 
 VOCABULARY = 264
 SCRIPT = (10, 11, 12, 13, 14, 15, 16, 17)  # the greedy response of the scripted services

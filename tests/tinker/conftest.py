@@ -27,7 +27,7 @@ def served(bench, tmp_path_factory):
 def shared(bench, tmp_path_factory):
     """A service with the tenants ada, bob (with limits) and an admin."""
     from tests.tinker.served import running
-    from verl.tinker import server
+    from verl.parallel import connections
     from verl.tinker.tenants import Tenant, TenantLimits, Tenants
 
     people = {
@@ -38,6 +38,6 @@ def shared(bench, tmp_path_factory):
     tenants = Tenants({hashlib.sha256(key.encode()).hexdigest(): tenant for key, tenant in people.items()})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_TELEMETRY", "0")
-        patch.setattr(server, "_HEAD_S", 0.5)
+        patch.setattr(connections, "_LOOK_S", 0.5)
         with running(bench, tmp_path_factory.mktemp("shared"), tenants) as served:
             yield served

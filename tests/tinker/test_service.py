@@ -120,7 +120,9 @@ def test_a_result_that_is_not_there_yet_is_asked_for_again(served, monkeypatch):
     early = post(served, "forward_backward", body(trainer.model_id, 2), "application/x-protobuf").json()["request_id"]
     waits = result(served, early)
     assert waits.status_code == 408
-    assert waits.json() == {"type": "try_again", "request_id": early, "queue_state": "active"}
+    why = "Request 1 of this model has not come, and later ones wait for it."
+    waiting = {"type": "try_again", "request_id": early}
+    assert waits.json() == {**waiting, "queue_state": "paused_capacity", "queue_state_reason": why}
 
 
 @pytest.mark.parametrize("num_steps", [10, pytest.param(150, marks=pytest.mark.slow)])

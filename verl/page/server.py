@@ -94,6 +94,8 @@ try:
     from starlette.routing import Mount, Route
     from starlette.staticfiles import StaticFiles
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from verl.parallel.connections import PatientProtocol
 except ImportError as error:
     raise MissingExtraError("The page about runs", "page", error.name or "starlette") from error
 
@@ -306,8 +308,8 @@ def serve_page(
     app = make_app(site, token, host, port, labels=labels)
     adopt_loggers("uvicorn", "starlette", "asyncio")
     config = uvicorn.Config(
-        app, log_config=None, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1,
-        server_header=False,
+        app, http=PatientProtocol, log_config=None, log_level="warning", access_log=False, lifespan="off",
+        timeout_graceful_shutdown=1, server_header=False,
     )  # fmt: skip
     try:
         uvicorn.Server(config).run(sockets=[listening])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import struct
 import time
@@ -13,6 +14,7 @@ from verl.errors import RewardError
 
 _HEADER = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 << 20
+_OTHER_FILES = 256  # of a process that has connections
 
 
 def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
@@ -26,6 +28,12 @@ def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def most_connections() -> int:
+    """Connections that this process can have open beside its files."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 16 if limit == resource.RLIM_INFINITY else max(16, limit - _OTHER_FILES)
 
 
 class ChannelClosed(Exception):

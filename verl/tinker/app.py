@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 _SWEEP_S = 30.0
 _PAGE = "page"  # the route that a browser opens
 
-_BODY_S = 60.0  # longest time that the body of a request may take to come
-
 Handler = Callable[[ClientCall], Awaitable[object]]
 
 
@@ -128,11 +126,7 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
 
 async def _call(service: Service, route: str, request: Request) -> ClientCall:
     tenant = Tenant() if route == "healthz" else _tenant(service, request)
-    try:
-        sent = await asyncio.wait_for(_body(request), _BODY_S)
-    except asyncio.TimeoutError as error:
-        raise RefusedRequest(f"The body did not come within {_BODY_S:.0f} s. Send fewer rows in a request.") from error
-    body = decompressed(sent, request.headers.get("content-encoding", ""))
+    body = decompressed(await _body(request), request.headers.get("content-encoding", ""))
     digest = hashlib.sha256(body).hexdigest()
     return ClientCall(route, body, tenant, digest, request.path_params, request.query_params)
 

@@ -1,7 +1,7 @@
 """Requests in the order in which they are computed, and their answers.
 
-Requests of one model run strictly by `seq_id`; one that comes early waits for those before it. Models and samplers take turns.
-A repeated request gets the first one's future, so nothing is computed twice.
+Requests of one model run strictly by `seq_id`; an early request waits for the requests before it. Models and samplers take
+turns. A repeated request gets the first one's future, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -166,6 +166,13 @@ class Ordered:
 
     next_seq: int = 1
     _waiting: dict[int, QueuedJob | None] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> str:
+        """The reason why requests wait that have come early; "" where none have."""
+        return (
+            f"Request {self.next_seq} of this model has not come, and later ones wait for it." if self._waiting else ""
+        )
 
     def require_free(self, seq_id: int | None) -> int:
         """The number. Raises RefusedRequest for one that was used, or is none."""

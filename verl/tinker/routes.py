@@ -172,7 +172,8 @@ class Routes:
         answer = await future.wait(POLL_S)
         if answer is None:
             pending = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
-            if paused := self.service.paused:
+            model = self.service.models.get(future.owner)
+            if paused := self.service.paused or (model.order.missing if model else ""):
                 pending |= {"queue_state": "paused_capacity", "queue_state_reason": paused}
             return JSONResponse(pending, 408)
         return Response(answer.body, media_type=answer.media_type)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.config import PPOConfig
+from verl.parallel.connections import PatientProtocol
 from verl.tinker.app import application
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.journal import RequestJournal
@@ -25,23 +25,6 @@ from verl.tinker.worker import Bench, open_bench
 log = logging.getLogger(__name__)
 
 _END_S = 2  # for requests that wait for a result when the server ends
-_HEAD_S = 20.0  # longest time that a connection may take for the head of a request
-
-
-class PatientProtocol(H11Protocol):
-    """HTTP/1.1 on a connection that is closed when no whole head of a request comes within _HEAD_S."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.loop.call_later(_HEAD_S, self._look, None)
-
-    def _look(self, last: object) -> None:
-        """Close the connection unless a request is in progress, or was since the last look."""
-        cycle = self.cycle
-        if cycle is last and (cycle is None or cycle.response_complete):
-            self.transport.abort()
-        if not self.transport.is_closing():
-            self.loop.call_later(_HEAD_S, self._look, cycle)
 
 
 def uvicorn_config(app: Starlette, certificate: tuple[str, str] | None = None) -> uvicorn.Config:

@@ -21,7 +21,7 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ START_TIMEOUT_S = 30.0
 MAX_BODY = 32 << 20  # bytes
 MAX_REWARD = 1e308  # of a request: the range of a float; the end of the episode checks reward.max_abs_score
 
-Handler = Callable[[EndpointSession, dict[str, Any]], Coroutine[Any, Any, Any]]
+Handler = Callable[[EndpointSession, dict[str, Any]], Awaitable[Any]]
 
 
 class Gateway:
@@ -53,6 +53,8 @@ class Gateway:
         try:
             import starlette.applications
             import uvicorn
+
+            from verl.parallel.connections import PatientProtocol
         except ImportError:
             raise MissingExtraError(full_key("rollout.agent.runner"), "agents", "uvicorn") from None
         del starlette
@@ -69,6 +71,7 @@ class Gateway:
         adopt_loggers("uvicorn", "starlette", "asyncio")
         self._config = uvicorn.Config(
             _application(self),
+            http=PatientProtocol,
             log_config=None,  # else it would get handlers again
             log_level="warning",
             access_log=False,

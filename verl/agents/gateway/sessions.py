@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ class EndpointSession:
     _sampled: dict[object, tuple[int, int]] = field(default_factory=dict)  # a reply's branch and length of its prompt
 
     async def answered(
-        self, content: str, handle: Callable[[], Coroutine[Any, Any, Any]], is_gone: Callable[[], Awaitable[bool]]
+        self, content: str, handle: Callable[[], Awaitable[Any]], is_gone: Callable[[], Awaitable[bool]]
     ) -> Any:
         """The reply to a request: of an equal request whose client has gone, else of `handle`. Raises RequestError where the
         client of this request has gone too."""

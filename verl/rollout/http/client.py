@@ -7,7 +7,6 @@ import functools
 import ipaddress
 import json
 import os
-import resource
 import ssl
 import threading
 import time
@@ -31,7 +30,6 @@ _LONGEST_WAIT_S = 8.0
 _MOST_ASKED_S = 30.0  # of a wait that the service asks for (Retry-After)
 _CONNECT_S = 10.0  # for a service to accept a connection, repetitions included
 _GRACE_S = 5.0  # for a request that is past its deadline to be dropped
-_OTHER_FILES = 256
 
 
 class Client:
@@ -213,12 +211,6 @@ def _host(url: str, keys: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 80) < 1 << 16:
         raise ConfigError(f"{keys}.url={clean(url)} is not an address like http://127.0.0.1:8000.")
     return parsed.host
-
-
-def most_connections() -> int:
-    """Connections that this process can have open beside its files."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 16 if limit == resource.RLIM_INFINITY else max(16, limit - _OTHER_FILES)
 
 
 def is_loopback(host: str) -> bool:

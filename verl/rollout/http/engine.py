@@ -20,9 +20,10 @@ from verl.config import RolloutConfig, full_key
 from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, MissingExtraError, ModelError, RefusedError, UnreachableError, WorkerLostError
+from verl.parallel.framing import most_connections
 from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
-from verl.rollout.http.client import Client, most_connections
+from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect, require_tempered
 from verl.rollout.http.server import SGLangServer
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
