@@ -298,6 +298,31 @@ def test_a_command_with_a_closed_output_has_its_own_exit_code(monkeypatch):
     assert main(["--version"]) == 0
 
 
+_STREAMS = """
+import importlib, json, os, subprocess, sys
+main = importlib.import_module("verl.cli.main")
+
+def report(*_, **__):
+    file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+    child = subprocess.run([sys.executable, "-c", "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"])
+    os.write(file, json.dumps([file, child.returncode, sys.stdin.read(), sys.stdout.write("a")]).encode())
+    return 0
+
+main._main = report
+main.main([])
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_process_without_standard_streams_has_empty_ones(closed, tmp_path):
+    """`verl chat` reads an end, and no file that a program opens gets the number of a stream."""
+    command = ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", _STREAMS, str(tmp_path / "report")]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
+    file, child, text, written = json.loads((tmp_path / "report").read_text())
+    assert file > 2
+    assert (child, text, written) == (0, "", 1)
+
+
 _MAX_OWN_MODULES = 421  # 420 when written; a run of one process imports no engine, tracker or program that it lacks
 _UNUSED = ("ray", "vllm", "sglang", "deepspeed", "megatron", "matplotlib", "pandas", "datasets", "starlette", "uvicorn")
 _RUN = """

@@ -39,8 +39,9 @@ def run_chat(argv: list[str]) -> int:
         if text == "/clear":
             messages = list(start)
         elif text:
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": chat.answer(messages)})
+            question = {"role": "user", "content": text}
+            if (answer := chat.answer([*messages, question])) is not None:
+                messages += [question, {"role": "assistant", "content": answer}]
     return 0
 
 
@@ -79,8 +80,8 @@ class Chat:
         self._max_tokens = max_tokens
         self._settings = {"pad_token_id": self._tokenizer.pad_token_id, **sampled}
 
-    def answer(self, messages: Sequence[dict[str, str]]) -> str:
-        """The answer to `messages`. Ctrl-C ends it early."""
+    def answer(self, messages: Sequence[dict[str, str]]) -> str | None:
+        """The answer to `messages`; None where the model cannot read them all. Ctrl-C ends it early."""
         import torch
 
         ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
@@ -89,8 +90,11 @@ class Chat:
             or len(ids) + self._max_tokens
         )
         if len(ids) >= most:
-            print(f"The conversation has {len(ids)} tokens, and the model reads {most}. /clear begins a new one.")
-            return ""
+            print(
+                f"With this text the conversation has {len(ids)} tokens, and the model reads {most}. The text is left out; "
+                "/clear begins a new conversation."
+            )
+            return None
         prompt = torch.tensor([ids], device=self._device)
         texts: list[str] = []
         streamer, mask = _streamer(self._tokenizer, texts), torch.ones_like(prompt)

@@ -90,13 +90,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0, the code of the error's type, 1 for a refusal of the system, 130 for an
     interrupt, 70 for a bug in verl or in the user's code."""
     try:
+        _open_streams()
         try:
             return _main(list(sys.argv[1:] if argv is None else argv), whole_process=argv is None)
         finally:  # after --help too, which exits
-            if sys.stdout is not None:  # None where the process was started with a closed output
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         return _output_closed()
+
+
+def _open_streams() -> None:
+    """Open /dev/null in place of a standard stream with which the process was not started: else the next file that is opened
+    gets its number, and what a library or a child writes there."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
 def _main(arguments: list[str], whole_process: bool) -> int:
