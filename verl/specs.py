@@ -28,12 +28,14 @@ class AgentSpec:
 @dataclass(frozen=True)
 class RolloutSpec:
     """Generation with the weights of the role "actor", or of `model`'s files where nothing trains. `section` has sampling,
-    lengths, and the engine with its settings. `dtype`: the compute dtype of the weights, as the config spells it.
+    lengths, and the engine with its settings. `dtype`: the compute dtype of the weights, as the config spells it;
+    `rounding`: how wider weights become it (fsdp_config.master_rounding).
     `devices_key`: the keys that say on how many devices it runs, with their values, for errors."""
 
     section: RolloutConfig
     model: ModelConfig
     dtype: str
+    rounding: str
     agents: AgentSpec | None
     devices_key: str
 

@@ -252,6 +252,33 @@ def test_validation_metrics_and_val_only(tiny_run):
     assert Run(run.folder / "eval").rows[0]["val/reward"] == first["val/reward"]
 
 
+def test_an_evaluation_has_the_weights_of_a_run(tiny_run):
+    """Rounded to nearest they would lose most updates of a small rate, which the run's own validation shows."""
+    settings = ("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "trainer.val_before_train=True")
+    run = tiny_run(*settings, "trainer.total_training_steps=1")
+    tiny_run(*settings, "trainer.val_only=True")
+    validated, evaluated = (
+        [(row["response_ids"], row["log_probs"]) for row in one.samples_of(0, "val")]
+        for one in (run, Run(run.folder / "eval"))
+    )
+    assert evaluated == validated
+
+
+def test_an_evaluation_has_the_adapters_that_it_names(tiny_run):
+    model = "actor_rollout_ref.model"
+    trained = tiny_run(
+        f"{model}.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.05", "trainer.save_freq=2", "trainer.test_freq=2"
+    )
+    adapter = f"{model}.lora_adapter_path={trained.folder}/global_step_2/actor/lora_adapter"
+    log_probs = {}
+    for name, keys in {"adapted": (adapter,), "base": ()}.items():
+        run = tiny_run(*keys, "trainer.val_only=True", folder=name)
+        log_probs[name] = [row["log_probs"][0] for row in Run(run.folder / "eval").samples_of(0, "val")]
+    validated = [row["log_probs"][0] for row in trained.samples_of(2, "val")]
+    assert log_probs["adapted"] == pytest.approx(validated, abs=1e-4)
+    assert log_probs["base"] != pytest.approx(validated, abs=1e-2)
+
+
 def test_unknown_reward_part_is_named(tiny_run):
     from verl.errors import ConfigError
 

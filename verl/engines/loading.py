@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from verl.config import ModelConfig
-from verl.models.load import adopt_model, empty_model, load_external, load_model, load_model_config
+from verl.models.frozen import load_frozen
+from verl.models.load import adopt_model, empty_model, load_external, load_model
 from verl.models.lora import LoRASpec, add_adapters, load_adapter, merge_adapters, read_adapter
 from verl.models.padded import ForwardKind
 from verl.models.rounding import Rounding
@@ -32,22 +33,15 @@ def build_module(
     load_external(model.external_lib)
     spec = LoRASpec.of(model, adapts_head) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
-    narrows = not trains and rounding.kind == "dithered" and _stored_dtype(model) != compute_dtype != wide
-    where: dict[str, Any] = {
-        "device": "cpu" if narrows else device,  # where it is wide, it may not fit
-        "dtype": wide if narrows or (trains and spec is None) else compute_dtype,
-        "gradient_checkpointing": model.enable_gradient_checkpointing and trains,
-    }
-    if build is not None:
-        module = adopt_model(build(), head, **where)
+    dtype = wide if trains and spec is None else compute_dtype
+    own: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
+    where: dict[str, Any] = {"device": device, "dtype": dtype}
+    if not trains:
+        module = load_frozen(model.path, head, **where, rounding=rounding, build=build, **own)
     else:
-        own: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
-        module = load_model(model.path, head, **own, **where)
-    _make_uniform(module, where["dtype"])
-    if narrows:
-        for name, parameter in module.named_parameters():
-            parameter.data = rounding.rounded(name, parameter.data, compute_dtype)
-        module.to(device)
+        where["gradient_checkpointing"] = model.enable_gradient_checkpointing
+        module = load_model(model.path, head, **where, **own) if build is None else adopt_model(build(), head, **where)
+    _make_uniform(module, dtype)
     module.fused_log_probs = model.use_fused_kernels
     _adapt(module, model, spec, wide)
     if spec is not None and model.lora_adapter_path:
@@ -87,9 +81,3 @@ def _make_uniform(module: nn.Module, dtype: torch.dtype) -> None:
 def _adapt(module: nn.Module, model: ModelConfig, spec: LoRASpec | None, wide: torch.dtype) -> None:
     if spec is not None:
         add_adapters(module, spec, wide)
-
-
-def _stored_dtype(model: ModelConfig) -> torch.dtype | None:
-    """The dtype in which the model's folder says that it has the weights."""
-    config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-    return getattr(config, "dtype", None)

@@ -19,8 +19,9 @@ from verl.data_proto.media import Spans
 from verl.errors import ModelError
 from verl.models.folder import fetch
 from verl.models.forward import packed_outputs
+from verl.models.frozen import load_frozen
 from verl.models.heads import ScalarHeadModel, TokenValueModel
-from verl.models.load import load_model, load_model_config
+from verl.models.load import load_model_config
 from verl.models.packing import Reads, pack_rows
 from verl.models.rope import row_limits
 from verl.parallel.balance import pack_by_tokens
@@ -52,13 +53,13 @@ def load_reward_model(
     Raises ModelError when there is no head (it would score everything alike) or one with several labels.
     """
     reward_model_config(path, trust_remote_code)
-    module = load_model(path, "token_value", device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    module = load_frozen(path, "token_value", device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     if not module.load_head(fetch(path, weights=True)):
         raise ModelError(
             f"{path} has no reward head (score.weight, classifier.weight or v_head.weight): every response would get the "
             "same score. Use a model saved by AutoModelForSequenceClassification with num_labels=1."
         )
-    frozen: ScalarHeadModel = module.requires_grad_(False).eval()
+    frozen: ScalarHeadModel = module.eval()
     return frozen
 
 

@@ -81,6 +81,7 @@ def rollout_spec(config: PPOConfig) -> RolloutSpec:
         group.rollout,
         group.model,
         group.actor.fsdp_config.dtype,
+        group.actor.fsdp_config.master_rounding,
         agent_spec(config) if runs_agents(config) else None,
         _devices_key(config),
     )

@@ -23,8 +23,9 @@ from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.foreign_text import valid_utf8
+from verl.models.frozen import load_frozen
 from verl.models.hf_module import HFModule
-from verl.models.load import load_causal_lm, load_tokenizer, meta_model
+from verl.models.load import load_tokenizer, meta_model
 from verl.models.padded import forward_kind
 from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import compute_dtype
@@ -76,9 +77,7 @@ def build_judge(
             transfer=_as_in_its_files(model, device, dtype, start_timeout_s, call_timeout_s),
         )  # fmt: skip
     else:
-        module = load_causal_lm(
-            config.model_path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code
-        ).requires_grad_(False)
+        module = load_frozen(config.model_path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
         engine = ENGINES.get("native" if forward_kind(module) == "packed" else "hf")(
             module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer)
         )

@@ -19,10 +19,12 @@ import torch.distributed as dist
 
 from verl.config import ModelConfig, full_key
 from verl.engines.api import TrainEngine
+from verl.engines.loading import build_module
 from verl.errors import ConfigError
 from verl.models.hf_module import HFModule
-from verl.models.load import load_causal_lm, load_external, meta_model
+from verl.models.load import load_external, meta_model
 from verl.models.padded import require_packed
+from verl.models.rounding import Rounding
 from verl.models.vision import is_vision_model
 from verl.parallel.collectives import Collectives
 from verl.parallel.device import compute_dtype
@@ -102,16 +104,11 @@ def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, o
 
 
 def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
-    """A copy of the policy in the compute dtype, only for generation; divided over `group`, if there is one."""
-    model = spec.model
-    load_external(model.external_lib)
-    module = load_causal_lm(
-        model.path,
-        device=device if group is None else "cpu",  # a divided model may not fit the device whole
-        dtype=compute_dtype(spec.dtype, device),
-        trust_remote_code=model.trust_remote_code,
-        override_config=model.override_config,
-    ).requires_grad_(False)
+    """A copy of the policy in the compute dtype, only for generation; divided over `group`, if there is one. Its weights are
+    those of a policy that trains: rounded in the same way, with adapters merged in."""
+    place = device if group is None else torch.device("cpu")  # a divided model may not fit the device whole
+    dtype, rounding = compute_dtype(spec.dtype, device), Rounding(spec.rounding)
+    module = build_module(spec.model, "lm", place, dtype, rounding, trains=False)
     if group is not None:
         require_packed(module, "rollout.tensor_model_parallel_size")
         if is_vision_model(module):
