@@ -101,7 +101,7 @@ class TestLog:
 
     def test_each_step_has_a_line(self, run):
         records = log_context(run, {"rank": "steps"})["records"]
-        assert [r.text for r in records] == [f"step {n} of 10, reward 0.5, length 6, tokens/s 99" for n in (1, 2)]
+        assert [r.text for r in records] == [f"step {n} of 10 · reward 0.5 · length 6 · tokens/s 99" for n in (1, 2)]
 
     def test_a_record_has_any_number_of_lines(self, tmp_path):
         file, lines = (

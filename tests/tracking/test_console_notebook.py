@@ -64,6 +64,14 @@ def test_a_run_is_one_output_that_ends_with_curve_warnings_and_result(outputs, c
     assert capsys.readouterr().out == ""
 
 
+def test_an_evaluation_has_no_steps(outputs):
+    with NotebookConsole() as console:
+        console.validation(None, {"val/reward": 0.25})
+    html = outputs[0][-1]["text/html"]
+    assert html.startswith("<div><b>verl</b> finished<br><pre")
+    assert "reward=0.250" in html
+
+
 def test_the_time_left_and_the_phase_are_named_meanwhile(outputs):
     run(steps=3)
     (contents,) = outputs

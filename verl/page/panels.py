@@ -93,7 +93,7 @@ _SPECS = (
     _Spec(
         "Memory",
         {"perf/max_memory_allocated_gb": "device, allocated", "perf/max_memory_reserved_gb": "device, reserved",
-         "perf/cpu_memory_used_gb": "processor"},
+         "perf/cpu_memory_used_gb": "host"},
         "GB",
     ),
     _Spec("Age of the samples", {"training/off_policy/trajectory_staleness/mean": "mean",
@@ -111,7 +111,7 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     ours = {name for spec in _SPECS for name in spec.metrics}
     # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
-    shown = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [_signal(files), _plan(run), _phases(run)]
+    shown = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [*_signal(files), _plan(run), _phases(run)]
     return [p for p in shown if p.lines]
 
 
@@ -158,14 +158,15 @@ def _reward(run: RunReader, files: Sequence[sqlite3.Row]) -> Panel:
     )
 
 
-def _signal(files: Sequence[sqlite3.Row]) -> Panel:
+def _signal(files: Sequence[sqlite3.Row]) -> list[Panel]:
     rows = [row for row in files if row["without_signal"] is not None]
     steps = [row["step"] for row in rows]
-    lines = [
-        ChartLine("groups of equal rewards (share)", steps, [row["without_signal"] for row in rows]),
-        ChartLine("mean spread within a group", steps, [row["group_spread"] for row in rows]),
-    ]
-    return Panel("Learning signal", lines if rows else [], "", "a group whose rewards are equal trains nothing")
+    equal = ChartLine("", steps, [row["without_signal"] for row in rows])
+    spread = ChartLine("mean over the groups", steps, [row["group_spread"] for row in rows])
+    return [
+        Panel("Groups of equal rewards", [equal], "share", "a group whose rewards are equal trains nothing"),
+        Panel("Spread of rewards in a group", [spread], "", "standard deviation"),
+    ] if rows else []  # fmt: skip
 
 
 def _phases(run: RunReader) -> Panel:

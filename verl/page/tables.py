@@ -65,9 +65,9 @@ def _step_lines(run: RunReader) -> list[LogLine]:
     for row in run.metric_rows(max(run.step - _NUM_RECORDS, 0) + 1):
         step = int(row["step"])
         if (written := run.times.get(step)) is not None:
-            shown = [f"{_SHORT[name]} {number(row[name])}" for name in _HEADLINES[run.kind] if name in row]
+            shown = [f"{_SHORT[name]} {number(row[name], 3)}" for name in _HEADLINES[run.kind] if name in row]
             time_ms = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)) + f",{int(written % 1 * 1000):03d}"
-            lines.append(LogLine(time_ms, _STEPS, "INFO", ", ".join([f"step {step}{of}", *shown])))
+            lines.append(LogLine(time_ms, _STEPS, "INFO", " · ".join([f"step {step}{of}", *shown])))
     return lines
 
 

@@ -108,7 +108,7 @@ class NotebookConsole(Console):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._state = "stopped" if error[0] is not None else self._state
+        self._state = "stopped" if error[0] is not None else self._state if self._total else "finished"
         self._update()
 
     def _update(self) -> None:
@@ -128,10 +128,12 @@ class NotebookConsole(Console):
         state = f"step {self._done} of {self._total} · {self._state}" + (
             f" · {left} left" * (self._done < self._total) if left else ""
         )
+        bar = f'<progress style="width:{_WIDTH}px" max="{self._total}" value="{self._done}"></progress>'
+        if not self._total:  # an evaluation, or a run that loads
+            state, bar = self._state, ""
         facts = f"<details><summary>settings</summary>{_pre(self._facts)}</details>" if self._facts else ""
         return (
-            f'<div><b>verl</b> {escape(state)}<br><progress style="width:{_WIDTH}px" max="{self._total or 1}" '
-            f'value="{self._done}"></progress>{_chart(self._label, self._curves)}{_pre(self._warnings, "#b3261e")}'
+            f"<div><b>verl</b> {escape(state)}<br>{bar}{_chart(self._label, self._curves)}{_pre(self._warnings, '#b3261e')}"
             f"{_pre(self._lines_shown)}{facts}</div>"
         )
 

@@ -119,7 +119,7 @@
     if (low === null || high === null) return log ? [0.1, 1] : [0, 1];
     if (log) return [low / 1.2, high * 1.2];
     if (low === 0 && high === 0) return [0, 1];
-    if (panel.unit === "share" && low >= 0 && high <= 1) return [0, 1.03];
+    if (panel.unit === "share" && low >= 0 && high <= 1.1) return [0, Math.max(1.03, 1.03 * high)];  // rounding may add a little
     if (low >= 0 && (FROM_ZERO.has(panel.unit) || panel.series.some((s) => s.style === "stack"))) return [0, 1.06 * high];
     const least = 0.1 * Math.max(Math.abs(low), Math.abs(high)), room = Math.max(0.06 * (high - low), (least - (high - low)) / 2);
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
