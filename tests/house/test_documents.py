@@ -25,6 +25,7 @@ SCHEMAS = (PPO, PREFERENCE, SFT, RM)
 KEY = re.compile(
     r"`(?![\w.]+\.(?:py|md|json|jsonl|yaml|txt|png|sqlite|lock|safetensors)`)([a-z_]\w*(?:\.[a-z_]\w*)+)(?:=[^`]*)?`"
 )
+KEY_OF_COMMAND = re.compile(r"(?<=[\s\"'])([a-z_]\w*(?:\.[a-z_]\w*)+)=")
 NO_KEYS = {  # names with dots that begin as a section does
     "reward_model.ground_truth": "a field of a row",
     "reward.collect": "a span of the timeline",
@@ -127,7 +128,10 @@ def config_names():
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_config_keys_that_a_page_names_exist(page):
     sections = {name.split(".")[0] for name in config_names() if "." in name}
-    keys = [key for key in KEY.findall(page.read_text(encoding="utf-8")) if key.split(".")[0] in sections]
+    text = page.read_text(encoding="utf-8")
+    lines = [line for line in commands(text.replace("\\\n", " ")) if re.search(r"\bverl(?:\.trainer\.| )", line)]
+    written = [*KEY.findall(text), *(key for line in lines for key in KEY_OF_COMMAND.findall(line))]
+    keys = [key for key in written if key.split(".")[0] in sections]
     unknown = set(keys) - config_names() - set(NO_KEYS)
     missing = [key for key in unknown if not any(schema.locate(schema.resolve(key)[0]) for schema in SCHEMAS)]
     assert not missing, missing

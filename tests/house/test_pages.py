@@ -1,8 +1,10 @@
-"""Commands of the task pages end, and pages in a row share no run folder."""
+"""Commands of the task pages end, pages in a row share no run folder, and each block says what it is."""
 
+import json
 import re
 
 import pytest
+import yaml
 
 from tests.house.source import ROOT
 
@@ -31,3 +33,28 @@ def test_each_page_has_run_folders_of_its_own():
             folders.setdefault(folder, []).append(page.name)
     assert len(folders) > 20
     assert not {folder: pages for folder, pages in folders.items() if len(pages) > 1}
+
+
+ANY_BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+READ_AS = {
+    "json": json.loads,
+    "yaml": yaml.safe_load,
+    "mermaid": str,
+    "text": str,
+    "bash": str,
+    "sh": str,
+    "python": str,
+}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))],
+    ids=lambda p: p.stem,
+)
+def test_each_block_says_what_it_is(page):
+    """`sh` and `python` of a task page run (tests/examples/test_pages.py), `bash` needs a network, a browser, GPUs or hours."""
+    every = ANY_BLOCK.findall(page.read_text(encoding="utf-8"))
+    assert {language for language, _ in every} <= set(READ_AS)
+    for language, code in every:
+        READ_AS[language](code)
