@@ -4,6 +4,9 @@ import json
 import math
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from PIL import Image
 from tests.page.browsing import assert_accessible, open_browser, watched_tab
 from tests.page.folders import PLAN, add_step, append, live_run, make_run, sample, write_samples
 from tests.page.runs import KINDS, train_kind
+from tests.page.test_server import HOLDER
 from verl.page.launch import start_page
 from verl.planner import Cluster, Dataflow, Lengths, Workload, known_shape, search
 from verl.planner.simulate import Conditions, simulate
@@ -103,6 +107,36 @@ def test_no_page_scrolls_sideways(tab, width):
             assert_accessible(tab)
         root = "document.documentElement"
         assert tab.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"), (path, width)
+
+
+def test_labels_of_an_axis_are_exact(tab):
+    tab.goto(f"{tab.base}/run/run")
+    labels = tab.evaluate("[[2.25, 2.5, 2.75], [0, 0.0005], [1200, 1400]].map(verlCharts.labels)")
+    assert labels == [["2.25", "2.5", "2.75"], ["0", "5.0e-4"], ["1200", "1400"]]
+
+
+def test_notes_are_written_and_a_run_is_stopped_in_forms(tab, tmp_path, browser):
+    """Their forms open above the page; only a run in progress has the second one."""
+    folder = make_run(tmp_path / "noted")
+    page = start_page(folder, "127.0.0.1", 0)
+    try:
+        with watched_tab(browser, page) as own:
+            own.goto(f"{own.base}/run/noted")
+            assert own.locator("[data-dialog='stop-form']").count() == 0
+            own.click("text=Add notes")
+            own.keyboard.type("begun at noon #first")
+            assert_accessible(own)
+            own.click("#notes-form >> text=Save")
+            own.wait_for_selector(".notes:has-text('begun at noon')")
+            assert (folder / "notes.md").read_text() == "begun at noon #first\n"
+            with subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE) as holder:
+                holder.stdout.readline()
+                own.reload()
+                own.click("[data-dialog='stop-form']")
+                own.click("#stop-form >> text=Stop the run")
+                assert holder.wait(30) == -signal.SIGTERM
+    finally:
+        page.close()
 
 
 def test_the_badge_is_there_while_the_heartbeat_lives(tab, run_folder):

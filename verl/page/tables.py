@@ -119,7 +119,7 @@ _COLUMNS = {
     "sft": {"loss": "train/loss", "accuracy": "train/token_accuracy", "samples": "rows"},
     "preference": {"loss": "train/loss", "ranked as labelled": "train/rewards/accuracies",
                    "margin": "train/rewards/margins", "samples": "rows"},
-    "rm": {"loss": "train/loss", "accuracy": "train/accuracy", "samples": "rows"},
+    "rm": {"loss": "train/loss", "accuracy": "train/accuracy"},
 }  # fmt: skip
 _SHORT = {
     "critic/score/mean": "reward", "val/reward": "held-out", "val/greedy": "held-out, greedy",

@@ -34,12 +34,12 @@
     return made;
   }
 
-  // labels of an axis with as few digits as tell them apart
+  // labels of an axis with as few digits as are exact: 2.25 is not 2.3
   function labels(values) {
     const shown = values.filter((v) => v !== null && v !== undefined);
     for (let digits = 2; digits < 8; digits++) {
       const texts = new Map(shown.map((v) => [v, String(+v.toPrecision(digits))]));
-      if (new Set(texts.values()).size === new Set(shown).size) {
+      if (shown.every((v) => Math.abs(Number(texts.get(v)) - v) <= 1e-6 * Math.abs(v))) {
         return values.map((v) => (texts.has(v) ? (Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(Math.min(digits - 1, 2)) : texts.get(v)) : ""));
       }
     }
@@ -302,18 +302,13 @@
       made.marks = found.marks;
       describe(made);
       if (made.plot) {
-        const same = made.ordered.length === panel.series.length;
-        const { ordered, data } = columns(panel);
-        if (same) {
-          ordered.forEach((s, i) => { s.color = made.ordered[i].color; });
-          build(made);
-        } else build(made);
+        build(made);
       }
     });
   }
 
   window.verlCharts = {
-    show,
+    show, labels,
     redraw() { for (const made of plots) if (made.plot) build(made); },
     first() { const box = document.querySelector(".chart:not([hidden])"); if (box) box.focus(); return Boolean(box); },
   };
