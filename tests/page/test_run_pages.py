@@ -36,6 +36,10 @@ def test_home_has_kind_model_start_and_duration(site):
     assert ">grpo<" in rows["one"]
     assert ">sft<" in rows["tuned"]
     assert ">Small-1B<" in rows["tuned"]
+    (site.views["tuned"].run.folder / "config.yaml").write_text(
+        "model: {path: runs/sft/global_step_8/model/huggingface}\n"
+    )
+    assert site.views["tuned"].run.model == "sft/global_step_8"
     assert 'data-value="4.0">4.0 s<' in rows["one"]  # two steps of two seconds
     assert "<polyline points=" in rows["one"]
 

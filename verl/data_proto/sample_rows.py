@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -74,6 +74,21 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object
             # such rows can train another student, see docs/distillation.md
             row |= {name: objects[name][i] for name in ("raw_prompt", "reward_model") if name in objects}
         rows.append(row)
+    return rows
+
+
+def from_first_trained(rows: list[dict[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """`sample_rows` of given texts, in which the response begins at the first token that trains. In the batch it begins where
+    rows differ, so that their common beginning is computed once."""
+    for row in rows:
+        start = int(np.argmax(row["response_mask"])) if "response_mask" in row else 0  # 0 also where nothing trains
+        if start:
+            row["prompt_ids"] = np.concatenate([row["prompt_ids"], row["response_ids"][:start]])
+            row |= {name: row[name][start:] for name in ("response_ids", *_PER_TOKEN) if name in row}
+            if row["response_mask"].all():
+                del row["response_mask"]
+            row["prompt"] = tokenizer.decode(row["prompt_ids"].tolist(), skip_special_tokens=False)
+            row["response"] = tokenizer.decode(row["response_ids"].tolist(), skip_special_tokens=True)
     return rows
 
 

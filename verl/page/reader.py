@@ -324,9 +324,10 @@ class RunReader:
 
     @property
     def model(self) -> str:
-        """The last part of the model's name; "" without a readable config."""
+        """The last part of the model's name, of a checkpoint its run and step; "" without a readable config."""
         path = self.config_value("actor_rollout_ref.model.path") or self.config_value("model.path", "")
-        return clean(str(path).rstrip("/").rpartition("/")[2])
+        parts = str(path).rstrip("/").split("/")
+        return clean("/".join(parts[-4:-2]) if parts[-1] == "huggingface" and len(parts) > 3 else parts[-1])
 
     @property
     def began(self) -> float | None:

@@ -27,7 +27,7 @@ from verl.data.files import Files
 from verl.data.pictures import pictures_noted
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
-from verl.data_proto.sample_rows import sample_rows
+from verl.data_proto.sample_rows import from_first_trained, sample_rows
 from verl.data_proto.token_values import add_token_columns
 from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import MicroBatching
@@ -191,7 +191,7 @@ class GivenRowsProgram(Program[G]):
 
     def row_facts(self, batch: DataProto) -> list[dict[str, object]]:
         """The rows of a batch for samples/."""
-        return sample_rows(batch, self.data.tokenizer)
+        return from_first_trained(sample_rows(batch, self.data.tokenizer), self.data.tokenizer)
 
     def fingerprint(self, metrics: Mapping[str, float]) -> object:
         """See Program: the likelihoods of the held-out rows."""
