@@ -47,7 +47,9 @@ def main(folders: list[Path]) -> None:
         for name in _views(tab, address.partition("/?")[0], keys):
             tab.wait_for_timeout(800)
             picture = Image.open(io.BytesIO(tab.screenshot()))
-            picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(OUT / f"page-{name}.png", optimize=True)
+            # median cut, the default, loses the colours of thin lines
+            few = picture.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            few.save(OUT / f"page-{name}.png", optimize=True)
 
 
 def _views(tab: Any, base: str, keys: list[str]) -> Iterator[str]:
