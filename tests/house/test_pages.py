@@ -40,6 +40,7 @@ READ_AS = {
     "json": json.loads,
     "yaml": yaml.safe_load,
     "mermaid": str,
+    "math": str,
     "text": str,
     "bash": str,
     "sh": str,

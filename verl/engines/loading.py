@@ -35,12 +35,13 @@ def build_module(
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
     own: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
-    where: dict[str, Any] = {"device": device, "dtype": dtype}
+    checkpoints = model.enable_gradient_checkpointing
     if not trains:
-        module = load_frozen(model.path, head, **where, rounding=rounding, build=build, **own)
+        module = load_frozen(model.path, head, device=device, dtype=dtype, rounding=rounding, build=build, **own)
+    elif build is not None:
+        module = adopt_model(build(), head, device=device, dtype=dtype, gradient_checkpointing=checkpoints)
     else:
-        where["gradient_checkpointing"] = model.enable_gradient_checkpointing
-        module = load_model(model.path, head, **where, **own) if build is None else adopt_model(build(), head, **where)
+        module = load_model(model.path, head, device=device, dtype=dtype, gradient_checkpointing=checkpoints, **own)
     _make_uniform(module, dtype)
     module.fused_log_probs = model.use_fused_kernels
     _adapt(module, model, spec, wide)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from verl.models.load import adopt_model, load_model, load_model_config
 from verl.models.rounding import Rounding
@@ -19,22 +20,21 @@ def load_frozen(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     rounding: Rounding | None = None,
+    build: Callable[[], nn.Module] | None = None,
     trust_remote_code: bool = False,
-    override_config: dict[str, Any] | None = None,
-    build: Callable[[], Any] | None = None,
+    **own: Any,
 ) -> Any:
     """`load_model`, or `adopt_model` of what `build` returns, without gradients. Wider weights are rounded to `dtype` as
     masters are (default: dithered). To nearest, a checkpoint of float32 would lose most updates of a small rate, although
     its run has measured them."""
     rounding, wide = rounding or Rounding(), torch.promote_types(dtype, torch.float32)
-    stored = getattr(load_model_config(path, trust_remote_code, override_config), "dtype", None)
+    stored = getattr(load_model_config(path, trust_remote_code, own.get("override_config")), "dtype", None)
     narrows = rounding.kind == "dithered" and stored != dtype != wide
-    where: dict[str, Any] = {
-        "device": "cpu" if narrows else device,  # where it is wide, it may not fit
-        "dtype": wide if narrows else dtype,
-    }
-    own: dict[str, Any] = {"trust_remote_code": trust_remote_code, "override_config": override_config}
-    module = load_model(path, head, **where, **own) if build is None else adopt_model(build(), head, **where)
+    place, loaded = ("cpu", wide) if narrows else (device, dtype)  # where it is wide, it may not fit
+    if build is not None:
+        module = adopt_model(build(), head, device=place, dtype=loaded)
+    else:
+        module = load_model(path, head, device=place, dtype=loaded, trust_remote_code=trust_remote_code, **own)
     module.requires_grad_(False)
     if narrows:
         for name, parameter in module.named_parameters():

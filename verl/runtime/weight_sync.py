@@ -104,8 +104,8 @@ def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, o
 
 
 def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
-    """A copy of the policy in the compute dtype, only for generation; divided over `group`, if there is one. Its weights are
-    those of a policy that trains: rounded in the same way, with adapters merged in."""
+    """A copy of the policy in the compute dtype, only for generation; divided over `group`, if there is one. Weights
+    are rounded as in a policy that trains, and adapters are merged in."""
     place = device if group is None else torch.device("cpu")  # a divided model may not fit the device whole
     dtype, rounding = compute_dtype(spec.dtype, device), Rounding(spec.rounding)
     module = build_module(spec.model, "lm", place, dtype, rounding, trains=False)
