@@ -65,6 +65,18 @@ def test_a_good_run_has_its_input_and_output(supervised):
     assert not (run.folder / "events.jsonl").exists()
 
 
+def test_a_run_that_has_ended_is_not_restarted(supervised):
+    """Its restart would wait for a cluster that is gone."""
+    run = supervised("dies_behind_its_end")
+    code, said = run.end()
+    assert (code, len(run.attempts())) == (0, 1), said
+    assert "taken all of its steps. Its process then ended with exit code 1 and no error" in said
+    (run.folder / "summary.json").unlink()
+    (run.folder / "fails").write_text("")
+    again = supervised("dies_behind_its_end")
+    assert (again.end()[0], len(again.attempts())) == (0, 3)
+
+
 def test_a_lost_raylet_is_named(supervised):
     code, said = supervised("loses_its_raylet").end()
     assert code == 0, said

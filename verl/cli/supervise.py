@@ -48,6 +48,7 @@ class Ending:
     cause: str
     final: bool
     beat: Beat | None  # the child's last heartbeat
+    error: str = ""  # that the child has sent
 
     @property
     def place(self) -> str:
@@ -166,6 +167,12 @@ class Supervisor:
         if ending.final or self._stop_requested:
             return ending.code
         end_descendants()
+        has_ended = ending.beat is not None and ending.beat.phase == "ended" and not ending.error
+        if has_ended and _has_summary(self.folder, self._began):
+            _say(
+                f"The run has taken all of its steps. Its process then ended with {ending.cause}; nothing is left to do."
+            )
+            return 0
         now = _identity(self.folder)
         if self._identity is not None and (now is None or not os.path.samestat(self._identity, now)):
             _say(
@@ -262,6 +269,13 @@ def _identity(folder: Path) -> os.stat_result | None:
         return None
 
 
+def _has_summary(folder: Path, since: float) -> bool:
+    """Whether the run has written its summary, which it does behind its last step."""
+    with contextlib.suppress(OSError):
+        return (folder / "summary.json").stat().st_mtime >= since
+    return False
+
+
 def newest_saved(folder: Path, since: float) -> Path | None:
     """The newest complete checkpoint in `folder` that was saved after `since` (seconds since 1970)."""
     checkpoints: list[tuple[int, Path]] = []
@@ -302,7 +316,7 @@ def _ending(
         if code == 1 and (raylet := (others or {}).get(_RAYLET)):  # Ray's library ends a process whose raylet is lost
             cause = f"the end of Ray's {_RAYLET} (pid {raylet}), without which Ray lets no run continue"
     was_asked = code == -signal.SIGTERM  # before the run could handle it
-    return Ending(shown, cause, was_asked or not crash, beat)
+    return Ending(shown, cause, was_asked or not crash, beat, note["error"] if note else "")
 
 
 def _advice(ending: Ending) -> str:
