@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sqlite3
 import ssl
 import sys
 
@@ -99,11 +100,21 @@ def bf16_path(request, monkeypatch):
     return request.param
 
 
+class Unsynced(sqlite3.Connection):
+    """Syncs nothing to the disk from the choice of a journal on, whatever is asked for: most of the time of a tiny run."""
+
+    def execute(self, statement, *arguments):
+        if statement.startswith(("PRAGMA journal_mode=", "PRAGMA synchronous=")):
+            done = super().execute("PRAGMA synchronous=OFF")
+        return done if "synchronous=" in statement else super().execute(statement, *arguments)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_process():
     """No file of this process is synced to the disk; tests of power losses count the calls. HTTP clients share certificates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Unsynced))
         # each HTTP client reads all certificates, 15 ms of a processor, and no test reads any
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield

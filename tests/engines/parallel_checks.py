@@ -132,9 +132,9 @@ def comparison(ranks, family, model=None, **settings):
 check_fsdp = comparison((2, 4), "qwen3")
 check_fsdp_float32 = comparison((2,), "llama", dtype="float32", forward_prefetch=True)
 check_fsdp_no_sync_checkpointing = comparison(
-    (2,), "qwen3", use_no_sync_for_gradient_accumulation=True, checkpointing=True, reshard_after_forward=False
+    (4,), "qwen3", use_no_sync_for_gradient_accumulation=True, checkpointing=True, reshard_after_forward=False
 )
-check_value = comparison((2,), "qwen3", model={"num_hidden_layers": 1}, head="token_value")
+check_value = comparison((4,), "qwen3", model={"num_hidden_layers": 1}, head="token_value")
 
 
 @on(2)
@@ -254,7 +254,7 @@ def compare_distillation(folder, mode="jsd", **engine):
     return gaps
 
 
-@on(2)
+@on(4)
 def check_distillation(folder):
     return compare_distillation(folder, "forward_kl_topk")
 
@@ -303,8 +303,8 @@ check_sequence = comparison((2,), "qwen3", ulysses_sequence_parallel_size=2)
 check_lora = comparison((2,), "qwen3", lora=4)
 check_lora_tensor = comparison((4,), "qwen3", lora=4, tensor_parallel_size=2)
 check_value_sequence = comparison((4,), "qwen3", head="token_value", ulysses_sequence_parallel_size=2)
-check_tensor_gemma = comparison((2,), "gemma2", model={"vocab_size": 265}, tensor_parallel_size=2, checkpointing=True)
-check_moe_fsdp = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16})
+check_tensor_gemma = comparison((4,), "gemma2", model={"vocab_size": 265}, tensor_parallel_size=2, checkpointing=True)
+check_moe_fsdp = comparison((4,), "qwen3_moe", model={"moe_intermediate_size": 16})
 check_experts = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16}, expert_parallel_size=2)
 
 
@@ -378,7 +378,7 @@ def custom_wrap_policy():
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Qwen3Attention, Qwen3DecoderLayer})
 
 
-check_wrapping_by_a_function = comparison((2,), "qwen3", wrap_policy_fn=f"{__name__}:custom_wrap_policy")
+check_wrapping_by_a_function = comparison((4,), "qwen3", wrap_policy_fn=f"{__name__}:custom_wrap_policy")
 
 
 @on(2)
@@ -403,7 +403,7 @@ check_groups_of_layers = comparison(
 )
 
 
-@on(2)
+@on(4)
 def check_groups_of_micro_batches(folder):
     three = {"use_3d_hybrid": True, "batch_group_size": 2, "enable_chunked_attention": True, "chunk_size": 3}
     return compare(model_folder(folder, "qwen3"), micro=MicroBatching(max_rows=1), **three)

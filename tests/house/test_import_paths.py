@@ -10,6 +10,7 @@ import torch
 
 import verl
 from tests.house.source import PACKAGE, files
+from tests.slow import slow
 from verl.compat.finder import IS_PACKAGE, CompatibilityFinder, names_of
 from verl.compat.import_paths import COMMANDS, IMPORT_PATHS
 from verl.data_proto.proto import DataProto
@@ -73,7 +74,7 @@ class TestFinder:
         source, _, function = COMMANDS[module].partition(":")
         assert callable(getattr(importlib.import_module(source), function))
 
-    @pytest.mark.parametrize("launcher", [["-m"], ["-m", "torch.distributed.run", "--nproc-per-node=1", "-m"]])
+    @pytest.mark.parametrize("launcher", [["-m"], slow(["-m", "torch.distributed.run", "--nproc-per-node=1", "-m"])])
     def test_a_listed_command_runs(self, launcher, tmp_path):
         done = subprocess.run(
             [sys.executable, *launcher, "verl.model_merger", "merge", "--local_dir", str(tmp_path)],

@@ -63,10 +63,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
         os.write(2, b"raw\\n")
         subprocess.run(["echo", "child"])
         return 0.75
-    if solution_str == "child":
-        subprocess.Popen(["sleep", extra_info["seconds"]])
-        open(extra_info["began"], "w").close()
-        time.sleep(1000)
     if solution_str == "dict":
         return {"score": True, "acc": Number(), "pred": "x", "format": 0.5}
     if solution_str == "number":

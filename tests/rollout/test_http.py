@@ -155,7 +155,8 @@ def test_a_service_out_of_reach_does_not_start_the_run_again():
 
 def test_silence_has_a_deadline(make):
     with running({"/v1/models": MODELS, "/v1/completions": lambda body: time.sleep(0.5)}) as service:
-        engine = make(service.url, timeout_s=0.1, num_retries=1)
+        engine = make(service.url, num_retries=1)
+        engine.client.timeout_s = 0.1
         with pytest.raises(DeadlineError, match="not answered within 0.1 s, 2 times"):
             engine.generate(make_prompts([3]), PARAMS, step=0)
 

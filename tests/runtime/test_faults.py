@@ -42,7 +42,7 @@ def test_a_rank_goes_wrong(kind, code, words):
 
 
 def test_a_missing_rank_is_named():
-    with Ranks(3, FAULTS, "none", ranks=[0, 2]) as ranks:
+    with Ranks(3, FAULTS, "misses a rank", ranks=[0, 2]) as ranks:
         codes, texts = ranks.wait()
     assert codes == [9, 9]
     assert "waited 6 s" in texts[0]
@@ -62,7 +62,7 @@ def test_a_port_in_use():
 
 @pytest.mark.slow
 def test_nobody_serves_the_meeting():
-    with Ranks(2, FAULTS, "none", ranks=[1]) as ranks:
+    with Ranks(2, FAULTS, "misses a rank", ranks=[1]) as ranks:
         codes, texts = ranks.wait()
     assert codes == [9]
     assert "rank 0 does not run there" in texts[0]

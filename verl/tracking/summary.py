@@ -7,6 +7,7 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class Summary:
         return measures | {name: value for name, value in asdict(self).items() if name != "results"}
 
 
+@cache
 def versions() -> dict[str, str | None]:
     """Versions of Python, torch, transformers and verl; None for a package that is not installed."""
     installed: dict[str, str | None] = {"python": platform.python_version(), "verl": __version__}
@@ -79,6 +81,7 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
+@cache
 def git_revision() -> str | None:
     """The commit of this checkout; None for an installed package."""
     folder = str(Path(__file__).resolve().parent)
