@@ -333,6 +333,8 @@ class TestCache:
         self.scanned("three")
         assert not partial_entry.exists()
         assert [path.name for path in (*old, *others) if path.exists()] == [path.name for path in others]
+        for path in others:
+            path.unlink()
 
     def test_an_entry_that_cannot_be_touched_is_read(self, cache, monkeypatch, caplog):
         """Of a read-only folder, or of another user, who alone may set its time."""
