@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from verl.config import ModelConfig
+from verl.models.four_bits import quantize_base
 from verl.models.frozen import load_frozen
 from verl.models.load import adopt_model, empty_model, load_external, load_model
 from verl.models.lora import LoRASpec, add_adapters, load_adapter, merge_adapters, read_adapter
@@ -82,3 +83,5 @@ def _make_uniform(module: nn.Module, dtype: torch.dtype) -> None:
 def _adapt(module: nn.Module, model: ModelConfig, spec: LoRASpec | None, wide: torch.dtype) -> None:
     if spec is not None:
         add_adapters(module, spec, wide)
+        if model.quantization:
+            quantize_base(module)

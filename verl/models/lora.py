@@ -43,6 +43,11 @@ _MEGATRON = {  # names of layers in Megatron, in targets of scripts for it -> en
 log = logging.getLogger(__name__)
 
 
+def dense(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as it computes; it may be held in four bits (verl/models/four_bits.py)."""
+    return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight
+
+
 class LoRALinear(nn.Linear):
     """A linear layer that keeps its own names, with `lora_A` [rank, in] and `lora_B` [out, rank]. B starts at zero."""
 
@@ -68,7 +73,7 @@ class LoRALinear(nn.Linear):
         """W + s B A, with a graph; W while the adapter is off."""
         if not self.active:
             return self.weight
-        return torch.addmm(self.weight, self.lora_B, self.lora_A, alpha=self.scale)
+        return torch.addmm(dense(self.weight), self.lora_B, self.lora_A, alpha=self.scale)
 
 
 class DoRALinear(LoRALinear):
@@ -264,7 +269,7 @@ def merged(
     """The weight `name` with its adapter added, in the adapter's dtype. `part` gives whole tensors by name, `scales`
     the scale of each adapted layer; with `dora` they have lengths of rows."""
     layer = name.removesuffix(".weight")
-    weight = part(name)
+    weight = dense(part(name))
     if layer == name or layer not in scales:
         return weight
     down, up = part(f"{layer}.lora_A"), part(f"{layer}.lora_B")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.active_keys import uses_critic
+from verl.config.active_keys import runs_on_several_devices, uses_critic
 from verl.config.schema import Problem, SectionRule, error, value_at, warning
 from verl.config.sections.deepspeed import DeepSpeedConfig, contradictions, read_ds_config
 from verl.config.sections.fsdp import FSDPConfig, SFTEngineConfig
@@ -39,6 +39,16 @@ def _check_model(path: str, model: ModelConfig, root: PPOConfig) -> Iterator[Pro
             f"{key}={model.lora_adapter_path} is no folder with adapters (adapter_config.json with a rank r). Correct it, "
             "or remove it to train without them.",
         )
+    if model.quantization and read:
+        key, fault = f"{path}.quantization", None
+        if model.lora_rank <= 0:
+            fault = f"holds the base of adapters in four bits, and there are none. Set {path}.lora_rank, or remove it"
+        elif model.use_dora:
+            fault = f"does not work with {path}.use_dora, which reads the lengths of the weights. Set one of them"
+        elif runs_on_several_devices(root):
+            fault = "trains on one device, and this run has several. Remove it, or run on one"
+        if fault:
+            yield error(key, f"{key}={model.quantization} {fault}.")
     for name, value in (model.override_config or {}).items():
         most = _MAX_LAYERS if "layer" in name else _MAX_COUNT
         if isinstance(value, int) and abs(value) > most:

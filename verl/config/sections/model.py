@@ -95,6 +95,9 @@ class ModelConfig(Section):
     exclude_modules: Any = used(None, "modules that get none", when="lora")
     use_rslora: bool = used(False, "scale adapters by lora_alpha / sqrt(lora_rank) (rsLoRA)", when="lora")
     use_dora: bool = used(False, "train the lengths of the weights' rows too (DoRA)", when="lora")
+    quantization: str | None = used(
+        None, "nf4: hold the frozen weights below adapters in four bits (QLoRA, by torchao)", choices=("nf4",)
+    )
     modules_to_save: list[str] = used([], "modules that train as a whole in addition to adapters", when="lora")
     lora_adapter_path: str | None = used(
         None, "folder of adapters to start from; without lora_rank they bring their rank and scale", path=True
