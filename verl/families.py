@@ -171,6 +171,9 @@ AGENT_LOOPS = Registry(
     },
 )
 
+# rollout.agent.environment=KIND:NAME -> the runner that plays the environment NAME of a package
+ENVIRONMENT_PACKAGES = Registry("package of environments", {"verifiers": "verl.agents.verifiers:Verifiers"})
+
 _NO_SINK = "verl.tracking.sinks.api:not_supported"
 SINKS = Registry(
     "tracker",

@@ -204,6 +204,28 @@ def test_a_rewritten_history_is_a_branch_and_the_longest_trains(play):
     assert result.trajectory.to_row().response_mask.sum() == max(sizes)
 
 
+def test_a_full_conversation_is_told_by_its_code_and_one_address_serves_all(play):
+    refusals = []
+
+    def agent(client, task):
+        session = client.base_url.path.split("/")[2]
+        root = str(client.base_url).partition("/s/")[0]
+        said = [*ASK]
+        while not refusals:
+            body = {"model": session, "messages": said}
+            answer = client.post(f"{root}/v1/chat/completions", json=body)
+            if answer.status_code == 200:
+                said += [answer.json()["choices"][0]["message"], {"role": "user", "content": "And? " * 40}]
+            else:
+                refusals.append((answer.status_code, answer.json()["error"]["code"]))
+        refusals.append(client.post(f"{root}/v1/chat/completions", json={"messages": ASK}).status_code)
+        return 1.0
+
+    (result,), _ = play(agent)
+    assert result.error is None
+    assert refusals == [(400, "context_length_exceeded"), 404]
+
+
 def test_every_format_gives_the_same_turn(play):
     replies = {}
 

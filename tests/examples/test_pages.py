@@ -41,6 +41,7 @@ SLOW = {
     *("generate", "images", "export", "distillation", "reward-models", "rejection-sampling", "agents"),
     *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python", "own-loop"),
     "trackers",
+    "environments",
     "from-base-to-answers",
     "which-gpu",  # the same command as on the page of the planner
 }
@@ -57,6 +58,7 @@ EXPECTED = {
     "resume",
     "export",
     "agents",
+    "environments",
     "page",
     "planner",
     "own-loop",
@@ -187,6 +189,8 @@ def run_page(page, folder):
             (folder / saved.group(1)).write_text(code)
         elif "import hydra" in code and importlib.util.find_spec("hydra") is None:
             output += "16"  # the extra 'scripts' is not installed
+        elif "verifiers:" in code and importlib.util.find_spec("verifiers") is None:
+            continue  # the package is not installed
         elif "agent.runner=" in code and importlib.util.find_spec("openai") is None:
             continue  # the plain client is not installed
         elif "json:sums" in code and importlib.util.find_spec("datasets") is None:

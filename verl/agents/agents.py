@@ -35,6 +35,7 @@ from verl.agents.parsers import ToolParser
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
 from verl.config import full_key
+from verl.config.active_keys import runner_of
 from verl.data.dataset import RLHFDataset
 from verl.data.images import image_encoder
 from verl.data_proto.columns import COLUMNS
@@ -88,7 +89,7 @@ class Agents:
         interactions = load_interactions(multi_turn.interaction_config_path)
         environments = load_environments(agent.environment)
         self.num_players = players_of_games(spec, environments)
-        runner = load_runner(agent.runner)  # its file may register a parser
+        runner = load_runner(runner_of(agent))  # its file may register a parser
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
         most = rollout.prompt_length + rollout.response_length
         encoder = image_encoder(tokenizer, spec.data) if engine.reads_images else None
@@ -248,6 +249,8 @@ class Agents:
     def close(self) -> None:
         """End the endpoint, the event loop, the journal and the processes of tools."""
         if self.context.gateway is not None and self.events.thread.is_alive():
+            if (close := getattr(self.context.runner, "aclose", None)) is not None:
+                self.events.start(close()).result()
             self.events.start(self.context.gateway.stop()).result()
         self.events.close()
         self.journal.close()

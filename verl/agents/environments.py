@@ -26,12 +26,14 @@ from verl.agents.images import message_content, text_and_images
 from verl.agents.journal import Journal
 from verl.agents.loops import AgentLoopOutput
 from verl.agents.matches import Match, num_players
+from verl.agents.openenv import OpenEnv
 from verl.agents.tool_agent import AgentData, ToolAgentLoop
 from verl.agents.tool_calls import ToolCalls, ToolResult, bounded, truncated
 from verl.config import full_key
 from verl.data.schema import Messages
 from verl.data_proto.media import Media, images_in
 from verl.errors import ConfigError, DataError
+from verl.families import ENVIRONMENT_PACKAGES
 from verl.registry import load_object
 from verl.specs import AgentSpec
 from verl.tools.base_tool import BaseTool
@@ -39,14 +41,17 @@ from verl.tools.function_tool import FunctionTool
 from verl.user_objects import require_call
 
 _ROLLOUT = full_key("rollout")
+OPENENV = "openenv:"  # and the address of a server
 _OWN = ("reset", "step", "close", "render", "get_reward")
 
 
 def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
-    """Name -> class: of `file.py:Class`, whose name is then "", or of a dict in that file. Raises ConfigError."""
-    if path is None:
+    """Name -> class: of `file.py:Class` and of `openenv:URL`, whose name is then "", or of a dict in that file; none for an
+    environment of a package, which is a runner. Raises ConfigError."""
+    if path is None or path.partition(":")[0] in ENVIRONMENT_PACKAGES:
         return {}
-    loaded = load_object(path)
+    server = path.removeprefix(OPENENV)
+    loaded = load_object(path) if server == path else OpenEnv(server)
     classes = dict(loaded) if isinstance(loaded, Mapping) else {"": loaded}
     for name, cls in classes.items():
         label = f"{path}, entry {name!r}," if name else path

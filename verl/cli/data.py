@@ -1,8 +1,10 @@
-"""`verl data`: tasks that are made on this machine (verl/data/prepare.py), and preferences that a judge labels."""
+"""`verl data`: tasks that are made on this machine (verl/data/prepare.py), rows of an environment, and preferences that a judge
+labels."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from verl.cli.parser import Parser
 
@@ -20,9 +22,27 @@ def run_data(argv: list[str]) -> int:
 
         print("\n".join(label(options)))
         return 0
+    if argv[:1] == ["verifiers"]:
+        from verl.agents.verifiers import prepare as rows_of_environment
+
+        options = _environment_parser().parse_args(argv[1:])
+        print("\n".join(rows_of_environment(options.name, options.output, options.train, options.test)))
+        return 0
     from verl.data import prepare
 
     return prepare.main(argv)
+
+
+def _environment_parser() -> argparse.ArgumentParser:
+    about = (
+        "Write a row for each task of an environment of the package verifiers, for agent.environment=verifiers:NAME."
+    )
+    parser = Parser(prog="verl data verifiers", description=about)
+    parser.add_argument("name", help="installed environment, or a .toml file of one")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write train.parquet and test.parquet to")
+    parser.add_argument("--train", type=int, default=1000, help="tasks to train on, at most (default %(default)s)")
+    parser.add_argument("--test", type=int, default=100, help="tasks to hold out, at most (default %(default)s)")
+    return parser
 
 
 def _parser() -> argparse.ArgumentParser:

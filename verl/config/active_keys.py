@@ -10,12 +10,12 @@ import os
 from typing import TYPE_CHECKING
 
 from verl.config.schema import Condition, value_at
-from verl.families import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES, REFERENCE_COLUMNS
+from verl.families import ADVANTAGES, ENVIRONMENT_PACKAGES, POLICY_LOSSES, PREFERENCE_LOSSES, REFERENCE_COLUMNS
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
     from verl.config.roots.preference import PreferenceConfig
-    from verl.config.sections.rollout import RolloutConfig
+    from verl.config.sections.rollout import AgentConfig, RolloutConfig
 
 MOST_REUSED_TOKENS = 1 << 16  # listing more slots in each step takes longer than the forward of a tiny model
 REUSED_SHARE = 4  # activations that the sampler keeps take at most 1 / REUSED_SHARE of free memory
@@ -81,6 +81,12 @@ def runs_agents(root: PPOConfig) -> bool:
         or agent.runner
         or agent.default_agent_loop != "single_turn_agent"
     )
+
+
+def runner_of(agent: AgentConfig) -> str | None:
+    """The agent that talks to the run's endpoint: `runner`, or an environment of a package, "verifiers:NAME"."""
+    is_package = agent.environment and agent.environment.partition(":")[0] in ENVIRONMENT_PACKAGES
+    return agent.runner or (agent.environment if is_package else None)
 
 
 def brings_reward(root: PPOConfig) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.config.schema import Derived
 from verl.config.sections.megatron import FAMILIES as MEGATRON_FAMILIES
-from verl.families import ADVANTAGES
+from verl.families import ADVANTAGES, ENVIRONMENT_PACKAGES
 
 log = logging.getLogger(__name__)
 
@@ -144,9 +144,10 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
 
 def _agent_loop(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     """The default agent loop for an environment, a runner or multi_turn."""
-    key = f"{_ROLLOUT}.agent.default_agent_loop"
+    key, environment = f"{_ROLLOUT}.agent.default_agent_loop", f"{_ROLLOUT}.agent.environment"
+    is_package = str(values[environment]).partition(":")[0] in ENVIRONMENT_PACKAGES
     for source, loop in (
-        (f"{_ROLLOUT}.agent.environment", "environment_agent"),
+        (environment, "endpoint_agent" if is_package else "environment_agent"),
         (f"{_ROLLOUT}.agent.runner", "endpoint_agent"),
         (f"{_ROLLOUT}.multi_turn.enable", "tool_agent"),
     ):

@@ -31,7 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl data",
         description="Make train.parquet and test.parquet of a task.",
-        epilog="`verl data preferences --help`: rows for verl dpo and verl rm, labelled by a judge.",
+        epilog="`verl data preferences --help`: rows for verl dpo and verl rm, labelled by a judge. `verl data verifiers "
+        "--help`: rows of an environment.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

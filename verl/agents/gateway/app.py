@@ -7,8 +7,9 @@
     GET  {base}/models
     POST {base}/reward                {"reward": 1.0, "info": {}}
 
-where base is http://127.0.0.1:port/s/SESSION/v1. The policy samples as the run says: temperature and the like of a request are
-not looked at. Built on Starlette and uvicorn, the extra `agents`.
+where base is http://127.0.0.1:port/s/SESSION/v1, or http://127.0.0.1:port/v1 for requests whose `model` is SESSION: one client
+can then serve all episodes. The policy samples as the run says: temperature and the like of a request are not looked at. Built
+on Starlette and uvicorn, the extra `agents`.
 """
 
 from __future__ import annotations
@@ -142,9 +143,9 @@ def _application(gateway: Gateway) -> Starlette:
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
-    def refusal(status: int, sentence: str) -> Response:
+    def refusal(status: int, sentence: str, code: str | None = None) -> Response:
         kind = "authentication_error" if status == 401 else "invalid_request_error"
-        return JSONResponse({"error": {"message": sentence, "type": kind, "code": None}}, status)
+        return JSONResponse({"error": {"message": sentence, "type": kind, "code": code}}, status)
 
     def route(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -153,15 +154,15 @@ def _application(gateway: Gateway) -> Starlette:
             )
             if not hmac.compare_digest(key.encode(), gateway.token.encode()):
                 return refusal(401, "The API key is not the key of this run.")
-            session = gateway.sessions.get(request.path_params["session"])
-            if session is None:
-                return refusal(404, "There is no such session: its episode has ended.")
             try:
                 body = await _body(request)
+                session = gateway.sessions.get(request.path_params.get("session", str(body.get("model"))))
+                if session is None:
+                    return refusal(404, "There is no such session: its episode has ended.")
                 content = f"{request.url.path} {json.dumps(body, sort_keys=True)}"
                 reply = await session.answered(content, partial(handler, session, body), request.is_disconnected)
             except (RequestError, DataError) as error:
-                return refusal(400, f"{str(error).removesuffix('.')}.")
+                return refusal(400, f"{str(error).removesuffix('.')}.", getattr(error, "code", None))
             except ClientDisconnect:
                 return refusal(400, "The request is not complete.")  # the client is gone
             if isinstance(reply, dict):
@@ -173,9 +174,12 @@ def _application(gateway: Gateway) -> Starlette:
 
         return answer
 
-    base = "/s/{session}/v1"
-    routes = [Route(f"{base}/{path}", route(handler), methods=["POST"]) for path, handler in HANDLERS.items()]
-    routes.append(Route(f"{base}/models", route(_models), methods=["GET"]))
+    routes = [
+        Route(f"{base}/{path}", route(handler), methods=["POST"])
+        for base in ("/s/{session}/v1", "/v1")
+        for path, handler in HANDLERS.items()
+    ]
+    routes.append(Route("/s/{session}/v1/models", route(_models), methods=["GET"]))
     return Starlette(routes=routes)
 
 

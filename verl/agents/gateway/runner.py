@@ -36,6 +36,7 @@ from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
 from verl.config import RewardConfig, full_key
 from verl.errors import ConfigError
+from verl.families import ENVIRONMENT_PACKAGES
 from verl.foreign_text import clean
 from verl.registry import load_object
 from verl.rewards.sandbox.launch import Sandbox, namespace_command, perhaps_from_outside
@@ -53,7 +54,7 @@ OUTPUT_BYTES = 4000  # of a command's prints, in the error
 
 
 def load_runner(runner: str | None) -> Runner | None:
-    """The function, or the arguments of a command. Raises ConfigError."""
+    """The function, the arguments of a command, or the runner of an environment of a package. Raises ConfigError."""
     if runner is None:
         return None
     if runner.startswith(COMMAND):
@@ -61,6 +62,9 @@ def load_runner(runner: str | None) -> Runner | None:
         if not words:
             raise ConfigError(f"{full_key('rollout.agent.runner')}=command: names no command.")
         return words
+    kind, _, name = runner.partition(":")
+    if kind in ENVIRONMENT_PACKAGES:
+        return ENVIRONMENT_PACKAGES.get(kind)(name)  # type: ignore[no-any-return]
     loaded = load_object(runner)
     if not callable(loaded):
         raise ConfigError(f"{full_key('rollout.agent.runner')}={runner} is not a function.")

@@ -35,6 +35,12 @@ class RequestError(VerlError):
     """A request that cannot be answered; the agent receives the reason."""
 
 
+class ContextFullError(RequestError):
+    """The conversation has no tokens left. Clients of OpenAI's API tell it from other refusals by `code`."""
+
+    code = "context_length_exceeded"
+
+
 @dataclass
 class ModelTurn:
     """A turn of the model, for the agent."""
@@ -145,9 +151,9 @@ class EndpointSession:
         except (EpisodeError, VerlError) as error:
             raise RequestError(str(error)) from error
         if done is None:
-            raise RequestError(
-                f"the response of this episode is full (data.max_response_length={self.episode.task.limit} tokens, tool output "
-                "included)"
+            raise ContextFullError(
+                f"the context length is exceeded: the response of this episode is full (data.max_response_length="
+                f"{self.episode.task.limit} tokens, tool output included)"
             )
         self._sampled[asyncio.current_task()] = (done.sample, len(prompt_ids))
         ids = list(done.token_ids)

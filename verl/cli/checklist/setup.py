@@ -71,7 +71,7 @@ def check_code(subject: Subject) -> Iterator[Line]:
     from verl.agents.gateway.runner import load_runner
     from verl.agents.interactions import load_interactions
     from verl.agents.loops import load_loops, loop_named
-    from verl.config.active_keys import runs_agents
+    from verl.config.active_keys import runner_of, runs_agents
     from verl.data.order import sampler_class
     from verl.programs.api import PROGRAMS
     from verl.programs.specs import agent_spec
@@ -91,7 +91,7 @@ def check_code(subject: Subject) -> Iterator[Line]:
             lambda: loop_named(load_loops(agent.agent_loop_config_path), agent.default_agent_loop, loop),
             lambda: load_interactions(rollout.multi_turn.interaction_config_path),
             lambda: players_of_games(agent_spec(config), load_environments(agent.environment)),
-            lambda: load_runner(agent.runner),
+            lambda: load_runner(runner_of(agent)),
         ]
     for load in loaders:
         try:

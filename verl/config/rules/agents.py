@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from verl.config.active_keys import runs_agents
+from verl.config.active_keys import runner_of, runs_agents
 from verl.config.schema import Problem, error, warning
 from verl.families import ADVANTAGES, AGENT_LOOPS
 
@@ -45,9 +45,10 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{LOOP}={loop} is not one of {', '.join(AGENT_LOOPS)}. Declare it in "
             f"{ROLLOUT}.agent.agent_loop_config_path.",
         )
-    for name, required in (("environment_agent", "environment"), ("endpoint_agent", "runner")):
-        if loop == name and not agent[required]:
-            yield error(LOOP, f"{LOOP}={name} needs {ROLLOUT}.agent.{required}.")
+    runner = runner_of(agent)
+    needed = {"environment_agent": ("environment", agent.environment), "endpoint_agent": ("runner", runner)}
+    if loop in needed and not needed[loop][1]:
+        yield error(LOOP, f"{LOOP}={loop} needs {ROLLOUT}.agent.{needed[loop][0]}.")
     files = (multi_turn.tool_config_path, multi_turn.function_tool_path, multi_turn.interaction_config_path)
     if loop == "tool_agent" and not any(files) and not agent.agent_loop_config_path:
         yield error(
@@ -55,15 +56,15 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{ENABLE}=True, but there are neither tools nor interactions, so every sample would be a single turn. Set "
             f"{ROLLOUT}.multi_turn.tool_config_path, function_tool_path or interaction_config_path.",
         )
-    if rollout.prefetch_num and rollout.partial_rollout and agent.runner:
+    if rollout.prefetch_num and rollout.partial_rollout and runner:
         yield error(
             f"{ROLLOUT}.partial_rollout",
             f"{ROLLOUT}.partial_rollout=True pauses episodes while the weights change and takes them from their beginning "
-            f"again, which a program of {ROLLOUT}.agent.runner may not repeat. Set partial_rollout=False; prefetch_num alone "
+            f"again, which {runner} may not repeat. Set partial_rollout=False; prefetch_num alone "
             "makes its episodes ahead of training.",
         )
     num_ranks = c.trainer.nnodes * c.trainer.n_gpus_per_node
-    if agent.runner and agent.gateway_port and agent.gateway_port + num_ranks - 1 > LAST_PORT:
+    if runner and agent.gateway_port and agent.gateway_port + num_ranks - 1 > LAST_PORT:
         yield error(
             f"{ROLLOUT}.agent.gateway_port",
             f"{ROLLOUT}.agent.gateway_port={agent.gateway_port} is the port of the first of {num_ranks} ranks, and the last "

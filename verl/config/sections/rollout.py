@@ -74,7 +74,7 @@ class AgentConfig(Section):
     environment: str | None = used(
         None,
         "environment class of environment_agent, as path/to/file.py:Class, or a dict of classes there, of which the column "
-        "`environment` of a row chooses one",
+        "`environment` of a row chooses one; or verifiers:NAME, an environment of that package, or openenv:URL, a server",
         path=True,
         when=ALWAYS,
     )
