@@ -3,7 +3,9 @@
 import ast
 import inspect
 import json
+import os
 import re
+import signal
 import sys
 import threading
 
@@ -125,10 +127,14 @@ def test_an_interrupted_kernel_has_a_run_that_is_used_and_resumed(client_of, tmp
         client.nb.cells.append(new(source))
         return client.execute_cell(client.nb.cells[-1], len(client.nb.cells) - 1)
 
+    def interrupt(kernel):
+        """As Jupyter does, once the run has taken steps."""
+        if wait_until(lambda: num_steps() >= 2, 200):
+            os.kill(kernel, signal.SIGINT)
+
     with client.setup_kernel():
-        threading.Thread(
-            target=lambda: wait_until(lambda: num_steps() >= 2, 200) and client.km.interrupt_kernel(), daemon=True
-        ).start()
+        kernel = int(execute("import os; print(os.getpid())")["outputs"][0]["text"])
+        threading.Thread(target=interrupt, args=(kernel,), daemon=True).start()
         with pytest.raises(Exception, match="Stopped on request") as stopped:
             execute(RUN.replace("STEPS", "100000"))
         assert "InterruptedRun" in str(stopped.value)
