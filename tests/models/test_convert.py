@@ -96,8 +96,9 @@ class TestDamagedFiles:
 
 
 @needs_gguf
-def test_a_tokenizer_without_merges_is_named(tmp_path):
+def test_a_tokenizer_without_merges_is_named(tmp_path, caplog):
     export(make_tiny_model(tmp_path / "tiny"), tmp_path / "tiny.gguf", gguf=True)
+    assert "has no merges: neither llama.cpp nor transformers reads the GGUF file" in caplog.text
     with pytest.raises(ModelError, match=r"tiny\.gguf has no merges .* tokenizer of kind gpt2"):
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from verl.models.folder import read_json_object
 
 if TYPE_CHECKING:
     import gguf
+
+log = logging.getLogger(__name__)
 
 _CONTRACTIONS, _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|", r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,6 +55,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, num_embeddings: int) ->
         writer.add_token_scores(_scores(model["merges"], tokens))
         writer.add_add_space_prefix(_adds_prefix_space(tokenizer))
     else:
+        if not model.get("merges"):
+            log.warning(
+                "The tokenizer in %s has no merges: neither llama.cpp nor transformers reads the GGUF file.", folder
+            )
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_split(tokenizer.get("pre_tokenizer") or {}, folder))
     others = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=num_embeddings)
