@@ -20,19 +20,11 @@ def test_a_good_end():
     ("kind", "code", "words"),
     [
         ("dies", 10, ["WorkerLostError: Rank 0 waited", "rank 1 has ended", "critic.update"]),
-        (
-            "hangs",
-            9,
-            [
-                "DeadlineError: Rank 0 waited 4 s",
-                "rank 1 hangs or is slow (last seen in critic.update",
-                "its stack: critic.update for",
-                "s, in go_wrong (fault_ranks.py:",
-            ],
-        ),
+        ("hangs", 9, ["DeadlineError: Rank 0 waited 4 s", "rank 1 hangs or is slow (last seen in critic.update",
+                      "its stack: critic.update for", "s, in go_wrong (fault_ranks.py:"]),
         ("raises", 10, ["Rank 1 failed in critic.update: ValueError: the loss is purple"]),
     ],
-)
+)  # fmt: skip
 def test_a_rank_goes_wrong(kind, code, words):
     with Ranks(2, FAULTS, kind) as ranks:
         text, _ = ranks.processes[0].communicate(timeout=120)

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -93,9 +92,8 @@ def test_twenty_kills_at_random_moments_change_no_bit(tiny_llama, tmp_path, monk
 
         thread = threading.Thread(target=kill)
         thread.start()
-        start = time.monotonic()
         killed = run(served.url, 40)
         ended.set()
         thread.join(120)
-        assert served.kills >= 20, f"the run took only {time.monotonic() - start:.1f} s"
+        assert served.kills >= 20, "the run was too short"
         compare(tmp_path, killed, run(served.url, 40))
