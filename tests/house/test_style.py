@@ -15,11 +15,11 @@ MAX_FUNCTION_LINES = 59
 MAX_LINES = {
     "core": 81_946,
     "compat": 5_485,
-    "page": 3_696,
+    "page": 3_698,
     "planner": 3_083,
     "tinker": 3_182,
     "clusters": 2_386,
-    "tests": 81_544,
+    "tests": 81_557,
     "benchmarks": 5_997,
 }
 MAX_MEAN_FUNCTION_LINES = 12

@@ -12,7 +12,7 @@ from tests.page.folders import add_step, append, live_run, make_run
 from verl import page
 from verl.page import panels
 from verl.page.pages import Site
-from verl.page.steps import gantt
+from verl.page.steps import PHASES, gantt
 from verl.page.tables import final_context, log_context, mean_and_spread, number, polyline, read_log
 from verl.programs.ppo_program import PPOProgram
 from verl.programs.preference import PreferenceOptimization
@@ -210,6 +210,19 @@ def test_every_phase_of_a_program_has_one_colour_in_chart_and_timeline():
     assert len(set(colours.values())) == len(colours)
     in_timeline = dict(re.findall(r"\.ph\.(\w+) { fill: var\(--s(\d)\)", (static / "page.css").read_text()))
     assert in_timeline == {phase: colour for phase, colour in colours.items() if phase != "other"}
+    for kind in (PPOProgram, PreferenceOptimization):
+        assert {span: phase for span, (phase, _) in kind.span_phases.items()}.items() <= PHASES.items()
+
+
+def test_pairs_have_no_groups(site):
+    site.views["tuned"].index.update()
+    run, index = site.views["tuned"].run, site.views["tuned"].index
+    (run.folder / "config.yaml").write_text("algorithm: {}\n")
+    titles = {panel.title for panel in panels.panels(run, index)}
+    (run.folder / "config.yaml").write_text("preference:\n  loss: ipo\n# changed\n")
+    run._config = (-1.0, {})
+    missing = titles - {panel.title for panel in panels.panels(run, index)}
+    assert missing >= {"Groups of equal rewards", "Spread of rewards in a group"}
 
 
 class TestCharts:

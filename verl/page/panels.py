@@ -111,7 +111,9 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     ours = {name for spec in _SPECS for name in spec.metrics}
     # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
-    shown = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [*_signal(files), _plan(run), _phases(run)]
+    shown = (
+        reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [*_signal(run, files), _plan(run), _phases(run)]
+    )
     return [p for p in shown if p.lines]
 
 
@@ -158,8 +160,8 @@ def _reward(run: RunReader, files: Sequence[sqlite3.Row]) -> Panel:
     )
 
 
-def _signal(files: Sequence[sqlite3.Row]) -> list[Panel]:
-    rows = [row for row in files if row["without_signal"] is not None]
+def _signal(run: RunReader, files: Sequence[sqlite3.Row]) -> list[Panel]:
+    rows = [row for row in files if run.kind == "rl" and row["without_signal"] is not None]  # a pair is no group
     steps = [row["step"] for row in rows]
     equal = ChartLine("", steps, [row["without_signal"] for row in rows])
     spread = ChartLine("mean over the groups", steps, [row["group_spread"] for row in rows])

@@ -24,7 +24,7 @@ PHASES = {  # span -> phase whose colour its bar has
     "gen": "rollout", "gen_max": "rollout", "rollout_wait": "rollout", "reward": "reward", "old_log_prob": "training",
     "update_actor": "training", "ref": "training", "teacher": "training", "values": "training", "update_critic": "training",
     "adv": "training", "update": "training", "reference": "training", "update_weights": "communication",
-    "testing": "validation", "save_checkpoint": "saving",
+    "testing": "validation", "save_checkpoint": "saving", "batch": "data",
 }  # fmt: skip
 _GROUP_SORTS = {  # name -> label, a value that a group of the step must have, and the sort key
     "spread": ("spread of rewards", "mean", lambda group: -group["spread"]),
