@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _PROMPT, _RESPONSES = (1, 2, 3, 4, 9), ((5, 6, 7, 8, 2, 6), (7, 5, 3))
 _PROBED_TOKENS = 128
 _RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
+_NUM_ROUNDINGS = 8
 # choices of model.override_config.attn_implementation besides verl's, which packs
 PADDED = ("sdpa", "eager")
 FLASH = ("flash_attention_2", "flash_attention_3")  # packed batches take FlashAttention on a GPU anyway
@@ -152,11 +153,17 @@ def packed_problem(module: HFModule) -> str:
         theirs = _in_rows(module)
         if problem := _difference(module, ours, theirs, "packed"):
             # bfloat16 by itself moves log-probs that far where logits are steep, as after fine-tuning on one task
-            with _rounded_embeddings(module):
-                moved = _distance(_in_rows(module), theirs)
-            if _distance(ours, theirs) < 2 * moved:
+            if _distance(ours, theirs) < 2 * max(_moved_by_rounding(module, theirs)):
                 return ""
     return problem
+
+
+def _moved_by_rounding(module: HFModule, theirs: torch.Tensor) -> Iterator[float]:
+    """Distances from `theirs` of equal forwards that round the embeddings otherwise. One differs from another by a factor of
+    three."""
+    for seed in range(_NUM_ROUNDINGS):
+        with _rounded_embeddings(module, seed):
+            yield _distance(_in_rows(module), theirs)
 
 
 def padded_problem(module: nn.Module) -> str:
@@ -232,9 +239,9 @@ def _eager_attention(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _rounded_embeddings(module: nn.Module) -> Iterator[None]:
+def _rounded_embeddings(module: nn.Module, seed: int) -> Iterator[None]:
     """Embeddings that are rounded once more within the block: each moves by one unit in its last place, up or down."""
-    draws = torch.Generator().manual_seed(0)
+    draws = torch.Generator().manual_seed(seed)
 
     def rounded(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(0, 2, output.shape, generator=draws).to(output) * 2 - 1
