@@ -44,6 +44,7 @@ READ_AS = {
     "text": str,
     "bash": str,
     "sh": str,
+    "toml": str,
     "python": str,
 }
 
