@@ -108,9 +108,15 @@ def test_without_torchao(folder, monkeypatch):
         ((), "quantization=nf4 holds the base of adapters in four bits, and there are none"),
         ((f"{MODEL}.lora_rank=4", f"{MODEL}.use_dora=True"), "quantization=nf4 does not work with .*use_dora"),
         ((f"{MODEL}.lora_rank=4", "trainer.n_gpus_per_node=2"), "quantization=nf4 trains on one device"),
-        ((f"{MODEL}.lora_rank=4", f"{MODEL}.quantization=int3"), "quantization=int3 .* is not one of nf4"),
+        ((f"{MODEL}.lora_rank=4", f"{MODEL}.quantization=int3"), "quantization=int3 .* is not one of null, nf4"),
     ],
 )
 def test_what_it_does_not_fit(changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_config([f"{MODEL}.path=m", "data.train_files=x", f"{MODEL}.quantization=nf4", *changes])
+
+
+@pytest.mark.parametrize("value", ["nf4", "null"])
+def test_both_values_of_a_saved_config_are_read(value):
+    settings = [f"{MODEL}.path=m", "data.train_files=x", f"{MODEL}.lora_rank=4", f"{MODEL}.quantization={value}"]
+    assert load_config(settings).config.actor_rollout_ref.model.quantization == (None if value == "null" else value)

@@ -96,7 +96,7 @@ class ModelConfig(Section):
     use_rslora: bool = used(False, "scale adapters by lora_alpha / sqrt(lora_rank) (rsLoRA)", when="lora")
     use_dora: bool = used(False, "train the lengths of the weights' rows too (DoRA)", when="lora")
     quantization: str | None = used(
-        None, "nf4: hold the frozen weights below adapters in four bits (QLoRA, by torchao)", choices=("nf4",)
+        None, "nf4: hold the frozen weights below adapters in four bits (QLoRA, by torchao)", choices=(None, "nf4")
     )
     modules_to_save: list[str] = used([], "modules that train as a whole in addition to adapters", when="lora")
     lora_adapter_path: str | None = used(
