@@ -170,7 +170,7 @@ def test_what_bfloat16_rounds_is_no_difference(tiny_folder, monkeypatch):
     monkeypatch.setattr(transformers.LlamaModel, "forward", steep)
     assert not packed_problem(module)
     rounded, nothing = check._rounded_embeddings, contextlib.nullcontext()
-    with monkeypatch.context() as patch:  # a draw may hardly move a peaked distribution
+    with monkeypatch.context() as patch:  # one rounding may hardly move a steep distribution
         patch.setattr(check, "_rounded_embeddings", lambda model, seed: rounded(model, seed) if seed == 5 else nothing)
         assert not packed_problem(module)
     monkeypatch.setattr("verl.models.forward.head_transform", lambda config: {"softcap": None, "logit_scale": 30.0})
