@@ -45,6 +45,7 @@ from verl.rewards.functions import (
 )
 from verl.run.host import SteppedRun
 from verl.tracking.files import write_atomically
+from verl.tracking.run_folder import unwritable
 
 if TYPE_CHECKING:
     from verl.page.notebook import Run
@@ -168,8 +169,11 @@ class Trainer(SteppedRun):
         text = "".join(row_as_json(row, number) + "\n" for number, row in enumerate(rows))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         file = self.folder / "inputs" / f"{split}_{digest}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, text)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
         return str(file)
 
     def step(self) -> Metrics | None:

@@ -136,3 +136,12 @@ def test_presets_are_named_as_papers_write_them(tiny_llama, tmp_path):
     for name in ("DAPO", "dapo"):
         trainer = verl.Trainer(tiny_llama, ROWS, length, algorithm=name, output_dir=tmp_path / name)
         assert trainer.loaded.config.algorithm.filter_groups.enable
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(tiny_llama, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder, reason in ((tmp_path / "file", "Not a directory"), (tmp_path / ("n" * 300), "File name too long")):
+        with pytest.raises(
+            ConfigError, match=rf"run folder .* cannot be written \({reason}\)\. Set trainer\.default_local_dir"
+        ):
+            verl.Trainer(tiny_llama, ROWS, length, output_dir=folder)

@@ -84,6 +84,7 @@ def test_a_file_that_builds_on_a_config_of_existing_releases_keeps_their_default
         (200, 1, 15),
         (1000, 1, 16),
         (24, 8, 16),
+        (24, 0, 12),
     ],
 )
 def test_a_default_batch_fits_the_rows(num_rows, devices, size):
@@ -103,6 +104,13 @@ def test_a_small_model_learns_at_a_higher_rate():
 
     assert [rate(width=width) for width in (576, 1024, 1536, None)] == [5e-6, 5e-6, 1e-6, 1e-6]
     assert (rate(LORA, width=576), rate(f"{LR}=1e-4", width=576)) == (1e-5, 1e-4)
+
+
+def test_a_key_that_contradicts_the_batch_of_the_rows_is_refused():
+    loaded = load_config([GRPO, "actor_rollout_ref.actor.ppo_mini_batch_size=8"], check=False, defaults="command")
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size=7 is smaller than .*ppo_mini_batch_size=8"):
+        with_fitting_defaults(loaded, Facts(7))
+    assert with_fitting_defaults(loaded, Facts(8)).config.data.train_batch_size == 8
 
 
 def test_what_a_user_or_a_run_has_set_stays():
@@ -152,6 +160,25 @@ def test_a_clip_ratio_of_the_user_goes_before_the_range_of_a_preset(name):
         assert (actor.clip_ratio_low, actor.clip_ratio_high) == expected
 
 
-def test_an_unknown_preset_is_refused():
-    with pytest.raises(ConfigError, match="no preset 'dap'; did you mean 'dapo'"):
-        preset_settings("dap")
+@pytest.mark.parametrize(("name", "hint"), [("dap", "; did you mean 'dapo'"), ("", "; there are ppo, grpo")])
+def test_an_unknown_preset_is_refused(name, hint):
+    """An empty name is a shell variable that is not set."""
+    with pytest.raises(ConfigError, match=f"no preset '{name}'{hint}"):
+        parse("train", "", ["--preset", name])
+
+
+def test_keys_that_undo_a_preset_are_named(tmp_path):
+    """A file with another estimator trains another algorithm than the name of the preset says."""
+    file = tmp_path / "theirs.yaml"
+    file.write_text("algorithm: {adv_estimator: gae}")
+    mean = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+
+    def notices(*argv):
+        return [n for n in parse("train", "", list(argv)).load().notices if n.startswith("--preset")]
+
+    assert notices("--preset=DAPO", f"--config-path={file}", mean) == [
+        f"--preset DAPO gives way to algorithm.adv_estimator='gae' (file {file}), "
+        "actor_rollout_ref.actor.loss_agg_mode='seq-mean-token-mean' (command line)."
+    ]
+    for argv in (["algorithm.adv_estimator=grpo"], [], ["actor_rollout_ref.actor.clip_ratio=0.1"]):
+        assert notices("--preset=dapo", *argv) == []

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from verl.data.files import read_rows, write_parquet
+from verl.data.files import files_behind, names_builder, read_rows, write_parquet
 from verl.errors import DataError
 
 ROWS = [{"prompt": [{"role": "user", "content": f"q{i}"}], "extra_info": {"index": i}} for i in range(3)]
@@ -120,3 +120,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         with pytest.raises(DataError, match=r"a.parquet cannot be written as parquet.*Write .jsonl"):
             write_parquet(tmp_path / "a.parquet", rows)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_may_have_a_line_end_in_its_name(tmp_path):
+    file = tmp_path / "a\nb" / "rows.jsonl"
+    file.parent.mkdir()
+    file.write_text("{}\n")
+    assert files_behind(str(file)) == [file]
+    assert not names_builder(str(file))

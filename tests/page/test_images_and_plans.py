@@ -121,9 +121,9 @@ def test_without_a_readable_plan_there_is_no_page(site, folder, plan):
 
 def test_notes_and_their_tags(site, folder):
     (folder / "notes.md").write_text("# Baseline\n<b>lr</b> too high #base #lr-sweep #base, see http://host/#part\n")
-    assert site.views["run"].run.tags == ["base", "lr-sweep"]
+    assert site.views["run"].run.notes.tags == ["base", "lr-sweep"]
     home, run = site.page("/"), site.page("/run/run")
     assert '<span class="tag">lr-sweep</span>' in home
     assert "&lt;b&gt;lr&lt;/b&gt; too high" in run
     (folder / "notes.md").write_bytes(b"\xff")
-    assert site.views["run"].run.tags == []
+    assert site.views["run"].run.notes.tags == []

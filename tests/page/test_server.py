@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from urllib.parse import quote, urlencode
@@ -29,7 +30,9 @@ import httpx
 
 from tests.page import hostile_urls
 from tests.slow import slow
+from verl.page import notes
 from verl.page.pages import Site
+from verl.page.reader import RunReader
 from verl.page.server import make_app
 
 TOKEN = "a-token-for-tests"
@@ -155,6 +158,41 @@ class TestForms:
         assert answer.status_code == 409
         assert "has changed since this page was opened" in answer.text
         assert (run_folder / "notes.md").read_text() == "by an editor"
+
+    @pytest.mark.parametrize("content", [b"caf\xe9", "é".encode("utf-16"), b"n\0o\0", b"a" * 70_000], ids=len)
+    def test_notes_that_the_page_cannot_read_stay(self, post, run_folder, content):
+        (run_folder / "notes.md").write_bytes(content)
+        assert "could not be replaced: " in post("notes", {"notes": "new"}).text
+        assert (run_folder / "notes.md").read_bytes() == content
+
+    @pytest.mark.parametrize(
+        "text", ["👩\u200d🔬 \u200fשלום #lr", "line  \nof\u2028Markdown", "</textarea>&lt;", ""], ids=ascii
+    )
+    def test_saving_unchanged_notes_changes_nothing(self, post, get, run_folder, text):
+        post("notes", {"notes": text})
+        page = get("/run/run").text
+        field = html.unescape(page.split('name="notes"')[1].split(">", 1)[1].split("</textarea>")[0])
+        post("notes", {"notes": field})
+        assert (run_folder / "notes.md").read_bytes() == (text and text + "\n").encode()
+
+    def test_of_two_forms_at_once_one_is_saved(self, run_folder, monkeypatch):
+        """The second one looks at the notes while the first one replaces them."""
+        run, threads = RunReader(run_folder, "run"), []
+        answers, write = [], notes.write_atomically
+
+        def slowly(path, text):
+            if not threads:
+                threads.append(threading.Thread(target=lambda: answers.append(run.notes.replace("second", digest))))
+                threads[0].start()
+                threads[0].join(0.2)
+            write(path, text)
+
+        monkeypatch.setattr(notes, "write_atomically", slowly)
+        digest = run.notes.digest
+        assert run.notes.replace("first", digest) == ""
+        threads[0].join()
+        assert ["has changed" in answer for answer in answers] == [True]
+        assert (run_folder / "notes.md").read_text() == "first\n"
 
     @pytest.mark.parametrize("size", [70_000, 300_000])
     def test_notes_that_are_too_long_are_not_saved(self, post, run_folder, size):

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from verl.errors import CheckpointError, ConfigError, FolderLostError
 from verl.regular_files import read_text
 from verl.tracking import files, lock
-from verl.tracking.files import append_rows, json_text, read_json_rows, read_metrics, write_atomically
+from verl.tracking.files import append_rows, json_text, read_json_rows, read_metrics, replacing, write_atomically
 from verl.tracking.heartbeat import read_beat
 from verl.tracking.lock import holder_of
 from verl.tracking.run_folder import RunFolder
@@ -188,6 +189,17 @@ def test_a_pipe_in_the_place_of_a_temporary_file_is_replaced(tmp_path):
     (tmp_path / f".f.{os.getpid()}.tmp").mkdir()
     with pytest.raises(OSError, match="directory"):
         write_atomically(tmp_path / "f", "other")
+
+
+def test_two_threads_replace_one_file(tmp_path):
+    """As two calls of `verl.train` that start in one folder."""
+    with replacing(tmp_path / "f", "first"):
+        other = threading.Thread(target=write_atomically, args=(tmp_path / "f", "second"))
+        other.start()
+        other.join()
+        assert (tmp_path / "f").read_text() == "second"
+    assert (tmp_path / "f").read_text() == "first"
+    assert [file.name for file in tmp_path.iterdir()] == ["f"]
 
 
 def test_errors_of_a_lost_folder_are_said_as_that(tmp_path):

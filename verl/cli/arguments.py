@@ -63,9 +63,15 @@ class ConfigArguments:
     def load(self, *, check: bool = True) -> LoadedConfig[Any]:
         """The resolved config; raises ConfigError."""
         names = (self.config_path, self.config_name)
-        return load_config(
+        loaded = load_config(
             self.overrides, *names, schema=self.schema, check=check, defaults=self.defaults, fallbacks=self.preset
         )
+        origins, flat = loaded.origins, loaded.schema.flatten(loaded.config)
+        others = [key for key, value in self.preset.items() if flat[key] != value and origins[key] != "default"]
+        if others:
+            values = ", ".join(f"{key}={quoted(flat[key], 80)} ({origins[key]})" for key in others)
+            loaded.notices.append(f"--preset {self.options.preset} gives way to {values}.")
+        return loaded
 
     def set_by(self, option: str, key: str, value: object) -> None:
         """Add the override that `option` stands for. Raises ConfigError where another argument names the key too."""
@@ -128,8 +134,9 @@ def parse(
         parser.add_argument(flag, **settings)
     arguments = parser.parse_intermixed_args(argv)
     names = (arguments.config_path, arguments.config_name)
-    preset = preset_settings(arguments.preset) if schema is PPO and arguments.preset else {}
-    parsed = ConfigArguments(schema, arguments.overrides, *names, arguments.defaults, preset, arguments)
+    has_preset = schema is PPO and arguments.preset is not None
+    keys = preset_settings(arguments.preset) if has_preset else {}
+    parsed = ConfigArguments(schema, arguments.overrides, *names, arguments.defaults, keys, arguments)
     if arguments.log_dir is not None:
         parsed.set_by("--log-dir", "trainer.log_dir", arguments.log_dir)
     return parsed

@@ -82,7 +82,7 @@ def command_defaults(
     holding = {d.key: d.value for d in defaults if d.applies in cases and d.key not in set_keys}
     derived: Derived = {key: (value, ORIGIN) for key, value in holding.items()}
     if facts.num_rows and BATCH in holding:
-        divisor = values["trainer.n_gpus_per_node"] * values["trainer.nnodes"]
+        divisor = max(1, values["trainer.n_gpus_per_node"]) * values["trainer.nnodes"]  # 0: a node without GPUs
         divisor = holding[BATCH] if any(key.endswith("batch_size") for key in set_keys) else divisor
         if (size := _fitting_batch(facts.num_rows, holding[BATCH], divisor)) != holding[BATCH]:
             derived[BATCH] = (size, "the number of rows")

@@ -92,7 +92,8 @@ def _user_settings(
 
 
 def with_fitting_defaults(loaded: LoadedConfig[Any], facts: Facts) -> LoadedConfig[Any] | None:
-    """`loaded` with the defaults of our commands that fit its rows and its model; None where it has them."""
+    """`loaded` with the defaults of our commands that fit its rows and its model; None where it has them. Raises ConfigError
+    where a key of the user's contradicts them."""
     if loaded.defaults != "command":
         return None
     settings = [setting for entries in loaded.entries.values() for setting in entries]
@@ -103,7 +104,14 @@ def with_fitting_defaults(loaded: LoadedConfig[Any], facts: Facts) -> LoadedConf
     if changed.items() <= values.items():
         return None
     config = loaded.schema.build(values | changed)  # of keys that the run has set, such as its folder, all others
-    return dataclasses.replace(loaded, config=config, origins=loaded.origins | {k: fitted.origins[k] for k in changed})
+    fit = dataclasses.replace(loaded, config=config, origins=loaded.origins | {k: fitted.origins[k] for k in changed})
+    if errors := [sentence for sentence in _errors(fit) if sentence not in _errors(loaded)]:
+        raise ConfigError("\n".join(errors))
+    return fit
+
+
+def _errors(loaded: LoadedConfig[Any]) -> list[str]:
+    return list(dict.fromkeys(p.sentence for p in check_config(loaded) if p.level == "error"))
 
 
 def load_composed(tree: dict[str, object], *, schema: Schema[RunConfig] = PPO, check: bool = True) -> LoadedConfig[Any]:

@@ -77,8 +77,8 @@ BRIEFER = {_LOW: f"{_ACTOR}.clip_ratio", _HIGH: f"{_ACTOR}.clip_ratio"}
 
 
 def preset_settings(name: str) -> dict[str, Any]:
-    """The keys of the preset `name`. Raises ConfigError."""
-    if name not in PRESETS:
-        hint = nearest(name, PRESETS) or f"; there are {', '.join(PRESETS)}."
+    """The keys of the preset `name`, in any case. Raises ConfigError."""
+    if name.lower() not in PRESETS:
+        hint = nearest(name.lower(), PRESETS) or f"; there are {', '.join(PRESETS)}."
         raise ConfigError(f"There is no preset {name!r}{hint}")
-    return PRESETS[name].settings
+    return PRESETS[name.lower()].settings

@@ -85,7 +85,9 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 _SPLIT = r"\w[\w.-]*(?:\[[^\]]*\])?"
 _BUILDER = r"(?:(?P<builder>json|parquet|arrow|csv|text):)?"
-_NAME = re.compile(rf"(?P<stream>stream:)?{_BUILDER}(?P<path>.+?)(?:[:@](?P<split>{_SPLIT}(?:\+{_SPLIT})*))?")
+_NAME = re.compile(
+    rf"(?P<stream>stream:)?{_BUILDER}(?P<path>.+?)(?:[:@](?P<split>{_SPLIT}(?:\+{_SPLIT})*))?", re.DOTALL
+)
 _FIRST_ROWS = re.compile(r"(?P<split>\w+)(?:\[:(?P<count>\d+)\])?")
 
 

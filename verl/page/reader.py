@@ -6,10 +6,8 @@ Reading never raises because of the content of the folder: `problems` has a sent
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
-import re
 import sys
 import threading
 import time
@@ -20,8 +18,9 @@ from typing import Any
 
 from verl.config.schema import value_at
 from verl.foreign_text import clean
+from verl.page.notes import Notes
 from verl.page.plan import plan_context
-from verl.regular_files import open_regular, read_text
+from verl.regular_files import open_regular
 from verl.tracking import files
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
 from verl.tracking.heartbeat import EVENTS, Beat, read_beat
@@ -96,8 +95,6 @@ def rows_of_step(path: Path, step: int, check: files.Check) -> list[files.Row]:
 
 
 _SPAN = files.has(name=files.is_text, start=files.is_number, seconds=files.is_number, step=files.is_count)
-MAX_NOTES_BYTES = 64 << 10
-_TAG = re.compile(r"(?<![\w#&/])#(\w[\w-]{0,39})")
 _RESUME_GAP_S = 0.5  # the timeline has no gaps within one process
 # section that only one kind of run has -> that kind; the first one counts
 KINDS = {"algorithm": "rl", "sft": "sft", "rm": "rm", "preference": "preference"}
@@ -121,6 +118,7 @@ class RunReader:
 
     def __init__(self, folder: Path, key: str):
         self.folder = folder
+        self.notes = Notes(folder)
         self.key = key
         self.version = 0
         self._lock = threading.RLock()
@@ -265,41 +263,6 @@ class RunReader:
     @property
     def has_plan(self) -> bool:
         return plan_context(self.folder) is not None
-
-    @property
-    def notes(self) -> str:
-        """The user's notes.md; its words like #baseline are tags."""
-        try:
-            return read_text(self.folder / "notes.md", MAX_NOTES_BYTES).strip()
-        except (OSError, ValueError):
-            return ""
-
-    @property
-    def notes_digest(self) -> str:
-        """A digest of the notes: a form that has it replaces no newer ones."""
-        return hashlib.sha256(self.notes.encode()).hexdigest()
-
-    def write_notes(self, text: str, digest: str) -> str:
-        """Replace notes.md, whose digest was `digest`; "" or a sentence where it was not replaced."""
-        file = self.folder / "notes.md"
-        text = "".join(line.rstrip() + "\n" for line in text.strip().splitlines())
-        if len(text.encode()) > MAX_NOTES_BYTES:
-            return "Notes have at most 64 KiB. They were not saved."
-        if not self.notes and file.exists() and file.stat().st_size > MAX_NOTES_BYTES:
-            return "notes.md has more than 64 KiB, so the page does not replace it."
-        if digest != self.notes_digest:
-            return "notes.md has changed since this page was opened. Go back, copy your text, and load the page again."
-        try:
-            files.write_atomically(file, text)
-        except OSError as error:
-            return f"notes.md could not be written: {error.strerror}."
-        self.version += 1
-        return ""
-
-    @property
-    def tags(self) -> list[str]:
-        """The tags in the notes, in their order."""
-        return list(dict.fromkeys(_TAG.findall(self.notes)))
 
     @property
     def is_running(self) -> bool:

@@ -19,8 +19,9 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, urlencode
 
 from verl.errors import MissingExtraError
+from verl.page.notes import MAX_BYTES as MAX_NOTES_BYTES
 from verl.page.pages import NotFound, Site
-from verl.page.reader import MAX_NOTES_BYTES, RunReader
+from verl.page.reader import RunReader
 from verl.tracking.files import write_atomically
 from verl.tracking.lock import stop_holder
 from verl.tracking.logs import adopt_loggers
@@ -232,7 +233,7 @@ def _stop(run: RunReader) -> str:
 # the forms of a run: what each does with its fields; the result is "", or a sentence where it did nothing
 _FORMS: dict[str, Callable[[RunReader, Mapping[str, str]], str]] = {
     "stop": lambda run, fields: _stop(run),
-    "notes": lambda run, fields: run.write_notes(fields.get("notes", ""), fields.get("digest", "")),
+    "notes": lambda run, fields: run.notes.replace(fields.get("notes", ""), fields.get("digest", "")),
 }
 
 

@@ -173,7 +173,7 @@ def polyline(values: Sequence[float]) -> str:
 HIDDEN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name")  # which no two runs share
 _GROUPINGS: Mapping[str, Callable[[RunReader], str]] = {
     "kind": lambda run: run.program, "model": lambda run: run.model,
-    "tags": lambda run: " ".join(f"#{tag}" for tag in run.tags),
+    "tags": lambda run: " ".join(f"#{tag}" for tag in run.notes.tags),
 }  # fmt: skip
 
 

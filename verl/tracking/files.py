@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
@@ -246,7 +247,7 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
 def replacing(path: Path, text: str | Iterable[str]) -> Iterator[None]:
     """Replace `path` atomically at the end of the block. The text is written next to it at the start, and the end creates no
     file. So another folder that has replaced the parent meanwhile gets no file, and OSError is raised. All is synced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")  # two threads may write one file
     try:
         with _naming(path):
             temporary.unlink(missing_ok=True)  # opening a pipe would block

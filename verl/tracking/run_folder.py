@@ -68,6 +68,12 @@ class WrittenKey(NamedTuple):
     origin: str
 
 
+def unwritable(root: Path, error: OSError) -> ConfigError:
+    """The sentence about a run folder in which nothing can be written."""
+    fix = "Set trainer.default_local_dir to a folder that can."
+    return ConfigError(f"The run folder {root} cannot be written ({error.strerror or error}). {fix}")
+
+
 class RunFolder:
     """While entered, rank 0 of the run holds the folder, and the log of this process goes to logs/rank_{rank}.log,
     and to `log_dir` too. Ranks above 0 take every step too, and write only their log and stacks."""
@@ -102,10 +108,7 @@ class RunFolder:
             self.heartbeat.start()
         except OSError as error:
             self._lock.release()
-            raise ConfigError(
-                f"The run folder {self.root} cannot be written ({error.strerror or error}). "
-                "Set trainer.default_local_dir to a folder that can."
-            ) from error
+            raise unwritable(self.root, error) from error
         self._log_handlers.append(add_log_file(self.logs, self.rank))
         if self._log_dir is not None:
             self._log_handlers.append(add_log_file(self._log_dir, self.rank))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from verl.cli.report import Line, fail, passed
 from verl.config import FSDPConfig, LoadedConfig, ModelConfig
 from verl.data.order import prompts_per_generation
-from verl.errors import FewRowsError
+from verl.errors import ConfigError, FewRowsError
 
 if TYPE_CHECKING:
     from verl.data.check import DataReport
@@ -71,7 +71,11 @@ def steps_line(subject: Subject, num_rows: int, unit: str) -> Line:
     """The steps of a run on `num_rows` usable rows, which this sets in `subject`."""
     from verl.run.facts import about_steps, with_facts
 
-    subject.num_rows, subject.loaded = num_rows, with_facts(subject.loaded, num_rows) or subject.loaded
+    subject.num_rows = num_rows
+    try:
+        subject.loaded = with_facts(subject.loaded, num_rows) or subject.loaded
+    except ConfigError as error:
+        return fail(str(error))
     size = subject.config.data.train_batch_size
     if num_rows < size:
         return fail(str(FewRowsError(num_rows, size)))
