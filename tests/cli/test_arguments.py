@@ -70,9 +70,23 @@ def test_help_text(capsys):
     with pytest.raises(SystemExit):
         parse("train", "about it", ["-h"])
     said = capsys.readouterr().out
-    assert "data.train_batch_size=1024" in said
+    assert "data.train_batch_size=16\n" in said
+    assert "8 if the estimator compares the samples of a prompt\n" in said
+    assert "trainer.default_local_dir=checkpoints/TASK-TIME-SETTINGS" in said
     assert "actor_rollout_ref.rollout" in said
     assert "grpo_smollm2" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "face"),
+    [(["--defaults", "release", "-h"], "command"), (["--defaults=release", "-h"], "command"), (["-h"], "release")],
+)
+def test_help_text_of_existing_releases_has_their_defaults(arguments, face, capsys):
+    with pytest.raises(SystemExit):
+        parse("train", "about it", arguments, defaults=face)
+    said = capsys.readouterr().out
+    assert "data.train_batch_size=1024\n" in said
+    assert " if the estimator" not in said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.cli.parser import Parser
 from verl.config import PPO, LoadedConfig, PPOConfig, PreferenceConfig, RunConfig, Schema, load_config
-from verl.config.command_defaults import FACES, Face
+from verl.config.command_defaults import DEFAULTS, FACES, Default, Face
 from verl.config.diff import settings_of_work
 from verl.config.presets import PRESETS, preset_settings
 from verl.config.user_settings import COMMAND_LINE
@@ -45,6 +45,7 @@ _SHORTEST = {
     "ppo": "verl train --preset grpo actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.train_files=train.jsonl "
     "reward.custom_reward_function.path=my_reward.py"
 }
+_RUN_FOLDER = Default("trainer.default_local_dir", "checkpoints/TASK-TIME-SETTINGS")  # see with_run_folder
 _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help
 
 
@@ -112,7 +113,9 @@ def parse(
         usage=f"verl {verb} [options] key=value ...",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_key_help(schema) if {"-h", "--help"} & set(argv) else None,
+        epilog=_key_help(schema, "release" if any(word.endswith("release") for word in argv) else defaults)
+        if {"-h", "--help"} & set(argv)
+        else None,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="like data.seed=7; + and ++ change nothing")
     parser.add_argument(
@@ -142,17 +145,19 @@ def parse(
     return parsed
 
 
-def _key_help(schema: Schema[RunConfig]) -> str:
+def _key_help(schema: Schema[RunConfig], face: Face) -> str:
     from verl.config.sources import built_in_names
 
     shown = {path: meaning for path, meaning in schema.sections.items() if "." not in path or path in _SUBSECTIONS}
     width = max(map(len, shown))
     lines = ["sections:", *(f"  {path:<{width}}  {meaning}" for path, meaning in shown.items())]
     lines += ["", "common keys with their defaults (docs/config.md has all):"]
+    defaults = (*DEFAULTS[schema.name], _RUN_FOLDER) if face == "command" else (_RUN_FOLDER,)
     for path in COMMON_KEYS[schema.name]:
-        default = schema.leaves[path].default
+        leaf, cases = schema.leaves[path], {d.applies: d.value for d in defaults if d.key == path}
+        default = cases.pop("", leaf.default)
         text = "null" if default is None else str(default).replace(" ", "")
-        lines += [f"  {path}={text}", f"      {schema.leaves[path].key.meaning}"]
+        lines += [f"  {path}={text}", f"      {leaf.key.meaning}", *(f"      {v} if {c}" for c, v in cases.items())]
     return "\n".join([*lines, "", f"built-in configs for --config-name: {', '.join(built_in_names(schema))}"])
 
 
