@@ -19,6 +19,7 @@ from verl.cli.checklist import Subject, resources
 from verl.cli.checklist.model import check_model_files
 from verl.config import load_config
 from verl.config.roots import SCHEMAS
+from verl.parallel.device import visible_devices
 
 pytestmark = pytest.mark.seed("F4")
 
@@ -94,6 +95,7 @@ def test_a_layout_of_other_machines_is_shown_without_them(changes, shown, verl, 
     code, said = verl("train", "--dry-run", *overrides({**NODES, **changes}))
     assert code == 0, said
     assert "32 devices on 4 nodes: actor, rollout, reward on 0-31" in said
+    assert ("its devices are processes that share the processor" in said) == (not visible_devices())
     assert shown in said
     assert "Ready to train" in said
     assert not (task / "run").exists()

@@ -56,3 +56,9 @@ def test_a_key_file_has_tenants_with_limits(tmp_path):
     assert tenants.of_key("tml-a") == Tenant("ada", limits=TenantLimits(models=4, rank=16))
     assert tenants.of_key("tml-b") == Tenant(sums[1][:12], is_admin=True)
     assert tenants.named("ada").limits.rank == 16
+
+
+@pytest.mark.parametrize("arguments", [[], ["RUN"], ["vllm", "model=RUN"]])
+def test_another_protocol_is_told_who_serves_it(arguments, capsys):
+    assert main(["serve", *arguments]) == 2
+    assert "`verl export RUN FOLDER`, then `vllm serve FOLDER`." in capsys.readouterr().err

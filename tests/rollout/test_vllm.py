@@ -332,7 +332,7 @@ def test_stop_tokens_follow_the_rules_of_the_native_engine():
 
 def test_a_missing_vllm_names_its_extra(monkeypatch):
     monkeypatch.setattr(core.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'vllm<0.33,>=0.32'"):
+    with pytest.raises(MissingExtraError, match=r"'vllm<0.33,>=0.32', or set actor_rollout_ref.rollout.name=native"):
         core.require_vllm()
 
 

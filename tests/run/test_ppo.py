@@ -206,7 +206,7 @@ def test_critic_warmup_does_not_train_the_actor(tiny_run, tiny_llama):
     assert "actor/pg_loss" in rows[1]
 
 
-def test_group_filter_drops_silent_groups(tiny_run, tiny_task, tmp_path):
+def test_group_filter_drops_silent_groups(tiny_run, tiny_task, tmp_path, capsys):
     reward = tmp_path / "filter_reward.py"
     # prompts with an even number always score 1: their groups carry no signal
     reward.write_text(
@@ -222,6 +222,7 @@ def test_group_filter_drops_silent_groups(tiny_run, tiny_task, tmp_path):
         "trainer.total_training_steps=null",
         "trainer.total_epochs=1",
     )
+    assert "algorithm: grpo, vanilla loss; groups of equal rewards are replaced\n" in capsys.readouterr().out
     rows = run.training_rows()
     assert 24 <= rows[-1]["training/next_ordinal"] < 24 + 4 * 8  # one pass, and what its last step took beyond
     assert all(row["training/next_ordinal"] < 24 for row in rows[:-1])

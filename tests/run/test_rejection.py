@@ -66,6 +66,11 @@ def test_trains_on_the_best_sample_of_each_prompt(tiny_run, tiny_llama, steps):
     assert row["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+def test_the_line_of_a_step_tells_scores_from_shares():
+    labels = {metric: label for metric, (label, _) in RejectionSampling.console_metrics.items()}
+    assert all(label.startswith("reward") == ("/score/" in metric) for metric, label in labels.items())
+
+
 def test_rounds_raise_the_likelihood_of_what_they_keep(tiny_run):
     rows = tiny_run(
         *SETTINGS,

@@ -30,9 +30,14 @@ def run_serve(argv: list[str]) -> int:
     names = "\n".join(f"  {name + '=...':<12}  {text}" for name, text in _OPTIONS.items())
     about, raw = f"{_ABOUT}\n\nsettings:\n{names}", argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="verl serve", description=about, formatter_class=raw)
-    parser.add_argument("kind", choices=["tinker"], help="the clients' protocol")
+    parser.add_argument("kind", nargs="?", metavar="tinker", help="the clients' protocol")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings above, and keys of docs/config.md")
     arguments = parser.parse_args(argv)
+    if arguments.kind != "tinker":
+        raise ConfigError(
+            "`verl serve tinker model=PATH` is for clients of the Tinker SDK, the only protocol here. For chat completions, "
+            "run `verl export RUN FOLDER`, then `vllm serve FOLDER`."
+        )
     options, keys = _options(arguments.settings)
     if importlib.util.find_spec("tinker") is None:
         raise MissingExtraError("verl serve tinker", "tinker", "tinker")

@@ -1,7 +1,7 @@
 """The `plan.*` keys, and their meaning next to a training config: cluster, dataflow, workload, choices of the search.
 
 plan.cluster: {gpu: h100_sxm, nodes: 4, gpus_per_node: 8, hbm_gb, inter_gbps}
-plan.workload: {prompt_mean: 300, image_tokens: 0, response: [200, 800, 2000, 4096]}   or {samples: samples/train/10.jsonl}
+plan.workload: {prompt_mean: 300, image_tokens: 0, response: [200, 800, 2000, 4096]} or {samples: step_000010.jsonl}
 plan.asynchronous: off | auto | on;  plan.engine: fsdp | megatron;  plan.apply: false
 """
 

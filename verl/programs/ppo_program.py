@@ -319,6 +319,8 @@ class PPOProgram(Program[PPOConfig]):
         learned = [f"{algorithm.adv_estimator}, {group.actor.policy_loss.loss_mode} loss"] * uses_rewards(self.config)
         if self.config.distillation.enabled:
             learned.append(f"distillation, {self.config.distillation.distillation_loss.loss_mode}")
+        if algorithm.filter_groups.enable:
+            learned.append("groups of equal rewards are replaced")
         training, held_out = (
             f"at temperature {t:g}" if (t := sampling_params(group.rollout, validation=of).temperature) else "greedy"
             for of in (False, True)

@@ -52,8 +52,8 @@ class RejectionSampling(PPO):
     reads_data = True
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
         "rejection/score/mean": ("reward", "{:.3f}"),
-        "rejection/score/kept_mean": ("kept", "{:.3f}"),
-        "rejection/kept_ratio": ("share", "{:.2f}"),
+        "rejection/score/kept_mean": ("reward_kept", "{:.3f}"),
+        "rejection/kept_ratio": ("kept", "{:.2f}"),
         "response_length/mean": ("length", "{:.1f}"),
         "actor/loss": ("loss", "{:.4f}"),
         "actor/grad_norm": ("grad", "{:.2f}"),

@@ -114,6 +114,10 @@ def check_device(subject: Subject) -> Iterator[Line]:
         device = resolve_device(config.trainer.device)
     if runs_on_several_devices(config) and device.type == "cuda":
         yield from advice(links())
+    if runs_on_several_devices(config) and not visible_devices():
+        yield info(
+            "this machine has no GPU: if the run starts here, its devices are processes that share the processor"
+        )
     dtype = compute_dtype(subject.engine.dtype, device)
     yield passed(f"computes on {device} in {str(dtype).removeprefix('torch.')}")
     key = "actor.fsdp_config.dtype" if subject.loaded.schema.name == "ppo" else "engine.dtype"

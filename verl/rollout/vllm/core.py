@@ -267,7 +267,9 @@ def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, 
 def require_vllm(key: str = "rollout.name") -> None:
     """Raise MissingExtraError where vLLM is not installed, which `key` asks for. It is not imported."""
     if importlib.util.find_spec("vllm") is None:
-        raise MissingExtraError(f"{full_key(key)}=vllm", "vllm", "vllm")
+        raise MissingExtraError(
+            f"{full_key(key)}=vllm", "vllm", "vllm", f"set {full_key(key)}=native, the engine that comes with verl"
+        )
 
 
 def check_version(version: str) -> None:
