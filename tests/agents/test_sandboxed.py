@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import types
 
 import pytest
 
@@ -11,6 +12,7 @@ from verl.agents.episode import Episode
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolSettings
 from verl.config import RewardConfig
+from verl.registry import reference_to
 from verl.tools.schemas import FunctionCall
 from verl.tools.tool_registry import load_all_tools
 
@@ -37,6 +39,31 @@ def test_a_call_that_waits_for_a_process_has_its_time():
         pool.close()
     assert "took longer than 1 s" in hung.text
     assert echoed.text == "heard a"
+
+
+def plain(n: int) -> str:
+    """Count.
+
+    Args:
+        n: a number
+    """
+    return str(n + 1)
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+def test_a_function_that_python_code_passes_is_a_tool(is_global):
+    """Without a mark. A function without a file runs in the process of the run."""
+    function = plain if is_global else types.FunctionType(plain.__code__, globals(), "other")
+    function.__doc__, function.__annotations__ = plain.__doc__, plain.__annotations__
+    (tool,) = load_all_tools(None, reference_to(function))
+    assert (tool.path is None) == (not is_global)
+    pool = SandboxedFunctions(RewardConfig(num_workers=1), timeout_s=10.0)
+    calls = ToolCalls([tool], ToolSettings(timeout_s=30.0), pool=pool)
+    try:
+        call = calls.call(Episode(TASK, None), FunctionCall(tool.name, '{"n": 2}'))
+        assert asyncio.run(call).text == "3"
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize(

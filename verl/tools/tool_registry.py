@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.config.sources import read_limited
 from verl.errors import ConfigError, NameConfigError, nearest
-from verl.registry import load_module, user_file
+from verl.registry import is_in_process, load_module, load_object, user_file
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import MARK, FunctionTool
 from verl.tools.mcp_client import load_servers
@@ -40,12 +41,14 @@ def _load_all_tools(classes: tuple[str | None, int], functions: tuple[str | None
 
 
 def load_function_tools(path: str) -> list[FunctionTool]:
-    """The functions of a Python file or module that `@function_tool` marks. Raises ConfigError when there are none."""
+    """The functions of a Python file or module that `@function_tool` marks, or the function of "path/to/file.py:name", marked
+    or not. Raises ConfigError when there are none."""
+    is_one = re.search(r":\w+$", path) is not None
     tools: list[FunctionTool] = []
-    for value in vars(load_module(path)).values():
-        tool = getattr(value, MARK, None)
+    for value in [load_object(path)] if is_one else vars(load_module(path)).values():
+        tool = getattr(value, MARK, None) or (FunctionTool(value) if is_one and callable(value) else None)
         if isinstance(tool, FunctionTool) and tool not in tools:
-            tool.path = path
+            tool.path = None if is_in_process(path) else path
             tools.append(tool)
     if not tools:
         raise ConfigError(f"{path} has no tools: put @function_tool (verl.tools.function_tool) above a function.")
