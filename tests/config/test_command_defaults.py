@@ -37,6 +37,7 @@ def values(schema, *overrides, defaults="command", **sources):
         (SFT, (), {"optim.lr": 1e-5, BATCH: 32, "trainer.val_before_train": True}),
         (SFT, ("model.lora_rank=8",), {"optim.lr": 1e-4}),
         (PREFERENCE, (), {"optim.lr": 5e-7}),
+        (PPO, ("algorithm.adv_estimator=mine.py:f",), {N: 8}),
         (PREFERENCE, ("preference.loss=orpo",), {"optim.lr": 8e-6}),
         (PREFERENCE, ("preference.loss=orpo", "model.lora_rank=8"), {"optim.lr": 5e-6}),
         (RM, ("model.lora_rank=8",), {"optim.lr": 1e-4}),

@@ -21,7 +21,7 @@ BATCH = "data.train_batch_size"
 _MODEL, _ESTIMATOR = "actor_rollout_ref.model", "algorithm.adv_estimator"
 # cases in which a default holds, as docs/differences.md names them
 _LORA, _GROUPS = "LoRA adapters train", "the estimator compares the samples of a prompt"
-_ORPO = "`preference.loss=orpo`"
+_ORPO, _OWN = "`preference.loss=orpo`", "the estimator is your own"
 MAX_SMALL = 1024  # hidden size of a small model: a useful rate falls with the width (arXiv 2203.03466)
 _SMALL = f"the model is at most {MAX_SMALL:,} wide"
 
@@ -57,6 +57,7 @@ DEFAULTS: Mapping[str, tuple[Default, ...]] = {
         Default(BATCH, 16),
         Default("data.val_files", []),
         _GROUP_SIZE,
+        _GROUP_SIZE._replace(applies=_OWN),
         Default("actor_rollout_ref.actor.optim.lr", 5e-6, _SMALL),
         Default("actor_rollout_ref.actor.optim.lr", 1e-5, _LORA),
         *_SCHEDULE,
@@ -106,6 +107,8 @@ def _cases(values: Mapping[str, Any], facts: Facts) -> Iterator[str]:
         yield _LORA
     if values.get(_ESTIMATOR) in ADVANTAGES.reading("index"):
         yield _GROUPS
+    if _ESTIMATOR in values and not ADVANTAGES.is_built_in(str(values[_ESTIMATOR])):
+        yield _OWN
     if facts.width is not None and facts.width <= MAX_SMALL:
         yield _SMALL
     if values.get("preference.loss") == "orpo":
