@@ -464,8 +464,9 @@ def test_preferences_that_train(check_preferences, task):
     for sentence in (
         "format prompt_chosen_rejected (rows: 2), chosen_rejected (rows: 1), repeated_prompt (rows: 1); rows that train: 4",
         "question[[ yes<|im_end|>]]",
-        "2 steps of 2 rows",
-        "Ready to train, 0 warnings.",
+        "2 steps of 2 rows; few for a model to learn",
+        "warn  data        Rows of plain text: 2. They train without the chat template",
+        "Ready to train, 1 warning.",
     ):
         assert sentence in said, said
     assert not (task / "run").exists()

@@ -43,6 +43,14 @@ def test_control_tokens_in_messages_are_counted(tmp_path):
     )
 
 
+def test_plain_text_that_trains_without_the_chat_template_is_counted(tmp_path):
+    rows = [{"prompt": "x", "completion": "y"}, {"prompt": chat("x", "y")[:1], "completion": chat("x", "y")[1:]}]
+    (summary,) = load(write(tmp_path / "a.jsonl", rows)).summaries
+    assert summary.sentences()[1].startswith("Rows of plain text: 1. They train without the chat template")
+    (summary,) = load(write(tmp_path / "b.jsonl", TEXTS)).summaries
+    assert len(summary.sentences()) == 1
+
+
 class TestLength:
     def test_too_long_is_an_error_by_default(self, tmp_path):
         path = write(tmp_path / "a.jsonl", TEXTS)

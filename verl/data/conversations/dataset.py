@@ -58,8 +58,8 @@ class Source:
         """Each of `rows` as `read` takes it."""
         return rows
 
-    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
-        """Format of a row, its sequences before truncation, a control token in its messages or "". Raises DataError."""
+    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str | None]:
+        """Format of a row, its sequences whole, a control token in its messages or "" (None: plain text). Raises DataError."""
         raise NotImplementedError
 
     def place(self, row: int) -> str:
@@ -167,6 +167,7 @@ class ConversationDataset:
                 summary.add_problem(str(error))
                 continue
             summary.formats[row_format] += 1
+            summary.num_plain += control is None
             if control:
                 summary.num_control += 1
                 summary.first_control = summary.first_control or f"{control!r} in {place}"
@@ -280,17 +281,18 @@ class _FileSource(Source):
         except DataError:
             return rows  # to be read one by one
 
-    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
+    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str | None]:
         fields = self.rows[row] if isinstance(row, int) else row
         row_format, sequences, messages = self.dataset.sequences_of(fields, self.encoder, place)
-        return row_format, sequences, control_token_in(messages, self.controls)
+        has_template = bool(getattr(self.encoder.tokenizer, "chat_template", None))
+        is_plain = has_template and not messages and row_format not in ("text", "tokenized")
+        return row_format, sequences, None if is_plain else control_token_in(messages, self.controls)
 
     def place(self, row: int) -> str:
         return self.rows.place(row)
 
     def images(self, row: int) -> RowImages | None:
-        encoder = self.encoder.images
-        if encoder is None:
+        if (encoder := self.encoder.images) is None:
             return None
         return RowImages(self.dataset.image_sources(self.rows[row], self.encoder.settings), encoder, self.place(row))
 
@@ -304,7 +306,7 @@ class _ClassSource(Source):
     rows: Any
     vocab_size: int
 
-    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
+    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str | None]:
         return self.name, [tokenized(self.rows[row], place, self.vocab_size)], ""
 
 

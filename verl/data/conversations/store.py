@@ -108,6 +108,7 @@ class FileSummary:
     num_untrainable_rows: int = 0  # rows without any other sequence; they are left out
     num_endless: int = 0  # sequences that train no token which ends generation
     num_behind: int = 0  # sequences with text behind a token that ends generation
+    num_plain: int = 0  # rows with a text prompt though the tokenizer has a chat template
     num_control: int = 0  # rows with control tokens in the contents of their messages
     first_control: str = ""  # the first of these tokens, and its row
     longest: int = 0
@@ -137,6 +138,8 @@ class FileSummary:
             "from them; compare the chat template with the tokenizer's eos_token.": self.num_endless,
             f"Sequences with text behind a token that ends generation: {self.num_behind:,}. Sampling would stop there, so "
             "that text does not train.": self.num_behind,
+            f"Rows of plain text: {self.num_plain:,}. They train without the chat template, by which `verl train`, `generate` "
+            "and `chat` render a text prompt; write messages to train with it.": self.num_plain,
             f"Rows with control tokens in their messages: {self.num_control:,}, the first {self.first_control}. The model "
             "reads them as such, not as text.": self.num_control,
             f"Rows that cannot be used: {self.num_problems:,}.": self.num_problems,
