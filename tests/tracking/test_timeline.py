@@ -331,6 +331,14 @@ def test_show_a_live_and_a_finished_run(run_folder):
     assert read_progress(run_folder).status == "finished"
 
 
+def test_show_forgets_warnings_of_a_run_that_was_started_over(run_folder):
+    lines = (f"2026-11-29 05:{minute}:00,000 WARNING 1 verl.x: at {minute}" for minute in (23, 28))
+    (run_folder / "logs/another.log").write_text("\n".join(lines))
+    assert len(read_progress(run_folder).complaints) == 3
+    (run_folder / "superseded_20261129-052752_abc").mkdir()
+    assert [line[-5:] for line in read_progress(run_folder).complaints] == ["at 28"]
+
+
 def test_show_as_json_and_before_the_first_step(run_folder, capsys):
     (run_folder / "timeline.jsonl").unlink()
     (run_folder / "metrics.jsonl").unlink()

@@ -103,7 +103,7 @@ def read_progress(folder: Path) -> Progress:
         last_written_s=time.time() - metrics[-1]["time"] if metrics and "time" in metrics[-1] else None,
         bottleneck=find_bottleneck(timeline, metrics, RunFolder(folder).read_config()),
         curves=_curves(metrics, RunFolder(folder).read_curves()),
-        complaints=last_complaints(folder / "logs", _NUM_COMPLAINTS),
+        complaints=last_complaints(folder / "logs", _NUM_COMPLAINTS, since=_restarted(folder)),
         doing=beat.phase if beat else "",
         doing_s=time.time() - beat.since if beat else None,
         crashes=[{name: clean(v) if isinstance(v, str) else v for name, v in row.items()} for row in events],
@@ -138,10 +138,19 @@ def _best(name: str, points: Sequence[tuple[int, float]]) -> tuple[int, float] |
     return (min if "loss" in name else max)(points, key=lambda point: point[1])
 
 
-def last_complaints(logs: Path, count: int) -> list[str]:
-    """The last `count` warnings and errors of the logs in a folder."""
+def _restarted(folder: Path) -> str:
+    """The second at which a run began again and set the records of an earlier one aside, as 14 digits; "" if it did not."""
+    return max((aside.name.split("_")[1].replace("-", "") for aside in folder.glob("superseded_*")), default="")
+
+
+def last_complaints(logs: Path, count: int, since: str = "") -> list[str]:
+    """The last `count` warnings and errors of the logs in a folder, from the second `since` on (14 digits)."""
     lines = (line for file in logs.glob("*.log") for line in read_tail(file).splitlines())
-    complaints = sorted(clean(line, limit=_LINE_CHARS) for line in lines if _RECORD.match(line))
+    complaints = sorted(
+        clean(line, limit=_LINE_CHARS)
+        for line in lines
+        if _RECORD.match(line) and re.sub(r"\D", "", line[:19]) >= since
+    )
     return complaints[-count:] if count else []
 
 
