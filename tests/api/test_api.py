@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -63,7 +64,8 @@ def test_grpo_on_rows_with_a_function_of_a_file(tiny_llama, tmp_path):
             [
                 "batch: 12 prompts x 8 samples",
                 "learning rate: 5e-06",
-                "steps: 2; few for a policy to learn: trainer.total_epochs takes the rows again\n",
+                "samples: at most 2 tokens, at temperature 1 in training\n",
+                "steps: 2; few for a model to learn: trainer.total_epochs takes the rows again\n",
             ],
         ),
         (
@@ -122,6 +124,15 @@ def test_a_reward_function_that_returns_too_few_is_named():
         score_lists(["a"] * 2, ["b"] * 2, [None] * 2, [{}] * 2, functions=[reference_to(one_number)])
 
 
+def test_a_function_of_texts_that_gets_messages_is_told_so():
+    row = {"prompt": [{"role": "user", "content": "Hi"}]}
+    stripped = reference_to(lambda completions: [float(len(text.strip())) for text in completions])
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'strip'; a prompt of messages .* completion\[0\]\['content'\]"
+    ):
+        score_lists(["d"], ["x"], [None], [row], functions=[stripped])
+
+
 def one_number(completions):
     return [1.0]
 
@@ -166,6 +177,7 @@ def test_step_by_step_with_a_lambda_a_callback_and_an_own_estimator(tiny_llama, 
         tiny_llama, ROWS, lambda completions, **columns: [1.0] * len(completions), algorithm=centred, callbacks=[callback],
         eval_data=ROWS[:2], output_dir=tmp_path, config=DATA, trainer={**STEPS, "total_training_steps": 9},
     ) as trainer:  # fmt: skip
+        assert trainer.loaded.config.actor_rollout_ref.rollout.n == 8  # an own estimator may compare samples
         trainer.train()
         assert steps == [(1, 1.0), (2, 1.0)]
         assert trainer.evaluate()["val/reward"] == 1.0
@@ -173,15 +185,18 @@ def test_step_by_step_with_a_lambda_a_callback_and_an_own_estimator(tiny_llama, 
     assert (folder / "actor/huggingface/config.json").is_file()
 
 
-def test_the_same_call_resumes(tiny_llama, tmp_path):
-    arguments = {"output_dir": tmp_path, "config": DATA}
-    with verl.Trainer(tiny_llama, ROWS, length, trainer=STEPS, **arguments) as trainer:
+def test_the_same_call_resumes(tiny_llama, tmp_path, capsys):
+    trainer = {**STEPS, "logger": ["console", "file"]}
+    arguments = {"output_dir": tmp_path, "config": DATA, "eval_data": ROWS[:2], "trainer": trainer}
+    with verl.Trainer(tiny_llama, ROWS, length, **arguments) as trainer:
         trainer.step()
         trainer.save()
-    with verl.Trainer(tiny_llama, ROWS, length, trainer=STEPS, **arguments) as trainer:
+    with verl.Trainer(tiny_llama, ROWS, length, **arguments) as trainer:
         assert trainer.global_step == 1
         assert trainer.step() is not None
         assert trainer.step() is None
+    headers = re.findall("^validation: (.*)$", capsys.readouterr().out, re.M)
+    assert headers == ["before training; after each epoch and at the end", "after each epoch and at the end"]
 
 
 def test_an_interruption_saves(tiny_llama, tmp_path):

@@ -332,9 +332,8 @@ class PPOProgram(Program[PPOConfig]):
             "validation prompts": data.validation.num_rows if data.validation else 0,
             "batch": f"{self.config.data.train_batch_size} prompts x {group.rollout.n} samples",
             "learning rate": f"{group.actor.optim.lr:g}",
-            "samples": f"{training} in training, {held_out} in validation"
-            if data.validation
-            else f"{training} in training",
+            "samples": f"at most {self.config.data.max_response_length} tokens, {training} in training"
+            + (f", {held_out} in validation" if data.validation else ""),
         }
 
     def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:

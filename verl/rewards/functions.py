@@ -353,7 +353,13 @@ def results_of(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
     require_columns(function, arguments)
-    returned = finished(function(**arguments))
+    try:
+        returned = finished(function(**arguments))
+    except (AttributeError, TypeError) as error:
+        if "list" in str(error) and isinstance(completions[0], list):
+            hint = "a prompt of messages has completions of messages, so read the text as completion[0]['content']"
+            error.args = (f"{error}; {hint}",)
+        raise
     if isinstance(returned, str | Mapping) or not hasattr(returned, "__iter__"):
         raise RewardError(
             f"The reward function {name} returned a {type(returned).__name__} for {len(samples)} completions. "

@@ -31,6 +31,6 @@ def about_steps(num_steps: int, num_rows: int | None, config: RunConfig) -> str:
     number = (num_rows or 0) % config.data.train_batch_size
     which = "other ones each time" if config.data.shuffle else "always the last ones"
     text = f"; an epoch leaves out {number} of the {num_rows:,} rows, {which}" if number else ""
-    if isinstance(config, PPOConfig) and num_steps < _FEW_STEPS and not config.trainer.total_training_steps:
-        text += "; few for a policy to learn: trainer.total_epochs takes the rows again"
+    if num_steps < _FEW_STEPS and not config.trainer.total_training_steps:
+        text += "; few for a model to learn: trainer.total_epochs takes the rows again"
     return text

@@ -237,7 +237,9 @@ def _facts(
         **roles.facts,
         **program.header(),
         "steps": f"{state.step + 1} to {total}{rest}" if 0 < state.step < total else f"{total}{rest}",
-        "validation": _validates(loaded.config.trainer) if data.has_validation else "none: data.val_files is empty",
+        "validation": _validates(loaded.config.trainer, state.step)
+        if data.has_validation
+        else "none: data.val_files is empty",
         "checkpoints": _every(loaded.config.trainer.save_freq)
         or "none on schedule, one when interrupted; trainer.save_freq=after_each_epoch keeps the trained model",
         "run folder": str(folder.root),
@@ -268,10 +270,12 @@ def _last_validation(metrics_file: Path) -> dict[str, float]:
     return rows[-1] if rows else {}
 
 
-def _validates(trainer: TrainerConfig) -> str:
+def _validates(trainer: TrainerConfig, step: int) -> str:
     """The times of validation, with the key of the time that is missing."""
     before = "before training" if trainer.val_before_train else "trainer.val_before_train=True adds it before training"
     after = _every(trainer.test_freq) or "trainer.test_freq above 0 adds it after steps"
+    if step and trainer.test_freq != -1:  # a resumed run
+        return after
     return f"{before}; {after}" if trainer.val_before_train or trainer.test_freq != -1 else f"none: {before}, {after}"
 
 
@@ -303,7 +307,7 @@ def _finish(
     for name in list(roles.trained())[:1]:
         trained = folder.root / f"global_step_{state.step}" / name / "huggingface"
         if trained.is_dir():
-            log.info("The trained model is %s; `verl show %s` shows the time of each phase.", trained, folder.root)
+            log.info("The trained model is %s; `verl view %s` opens the page of the run.", trained, folder.root)
         if trainer.push_to_hub:
             from verl.checkpoint.export import push_result
 
