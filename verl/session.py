@@ -341,7 +341,7 @@ def _other_content(path: Path) -> str:
         return ": the folder does not exist. Session.save writes one."
     models = [folder for folder in (path, *path.glob("*/huggingface")) if (folder / "config.json").is_file()]
     if models:
-        return f", but has a model. Begin from it with verl.Session({str(models[0])!r})."
+        return f" (it has no {_STATE}), but has a model. Begin from it with verl.Session({str(models[0])!r})."
     return f": it has no {_STATE}, which Session.save writes."
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -282,6 +283,8 @@ def digests(program, overrides):
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SOURCE = "x = 1\n\n\nclass C:\n    pass\n"
+ESTIMATOR = "def f(token_level_rewards, response_mask):\n    return token_level_rewards, response_mask\n"
+LOSS = "def f(old_log_prob, log_prob, advantages, response_mask, *, agg):\n    return agg(log_prob)\n"
 # key -> its value for the file; content of the file is SOURCE unless the row has it
 NAMED = {
     "reward.custom_reward_function.path": ("{file}.py", SOURCE),
@@ -301,8 +304,8 @@ NAMED = {
     f"{ROLLOUT}.agent.runner": ("{file}.py:C", SOURCE),
     "actor_rollout_ref.model.custom_chat_template": ("{file}.jinja", "{{ messages }}"),
     "actor_rollout_ref.model.external_lib": ("{module}", SOURCE),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": ("{file}.py:C", SOURCE),
-    "algorithm.adv_estimator": ("{file}.py:C", SOURCE),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": ("{file}.py:f", LOSS),
+    "algorithm.adv_estimator": ("{file}.py:f", ESTIMATOR),
     "algorithm.stages": ("[{{path: '{file}.py:C', share: 1}}]", SOURCE),
     "trainer.dynamic_config_scheduler": ("{file}.py:C", SOURCE),
 }
@@ -314,7 +317,7 @@ def test_a_byte_of_every_file_that_a_key_names_counts(key, make_inputs, override
     monkeypatch.syspath_prepend(tmp_path)
     named, inputs = tmp_path / "named", make_inputs()
     file = Path(value.format(file=named, module="named.py").strip("[{}]").split("'")[-2 if "'" in value else 0])
-    file = file.with_name(file.name.removesuffix(":C"))
+    file = file.with_name(re.sub(r":\w$", "", file.name))
     if not file.is_absolute():
         file = tmp_path / file
     file.write_text(text)
