@@ -64,7 +64,7 @@ def learn(options: argparse.Namespace, seed: int, logs: Path) -> dict[str, list[
         for number, answers in in_turns(peers, options.rounds, options.limit_s):
             for name, answer in answers.items():
                 steps.setdefault(name, []).append({key: answer[key] for key in ("reward", "step_s")})
-                print(f"seed {seed} step {number + 1} {name}: {answer['reward']:.3f}", file=sys.stderr, flush=True)
+                print(f"seed {seed} step {number + 1} {name}:", steps[name][-1], file=sys.stderr, flush=True)
     return steps
 
 

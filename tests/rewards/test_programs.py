@@ -58,7 +58,8 @@ def test_a_hostile_program_ends_with_all_that_it_started(source):
 
 def test_a_program_that_grows_while_it_is_counted_is_ended(monkeypatch):
     """A walk without an end to a fork bomb that is faster gives it all process ids of the machine."""
-    monkeypatch.setattr(programs, "descendants", lambda pid, most=0: range(most + 1))
+    counted = programs.descendants
+    monkeypatch.setattr(programs, "descendants", lambda pid, most=0: range(most + 1) if most else counted(pid))
     assert "more than 4 processes" in run_program("import time\ntime.sleep(99)", limits=SMALL).failure
 
 
