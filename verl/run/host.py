@@ -61,6 +61,13 @@ def train(loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: b
     return 0
 
 
+class _OtherDefaults(Exception):
+    """Other defaults fit the rows that were read. The run opens again with `loaded`."""
+
+    def __init__(self, loaded: LoadedConfig[Any]):
+        self.loaded = loaded
+
+
 @contextmanager
 def open_run(
     loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: bool = False
@@ -70,12 +77,15 @@ def open_run(
     Defaults of our commands fit the rows and the model: a batch has no more rows than train, and small models learn faster."""
     loaded = with_facts(loaded, None) or loaded
     with ExitStack() as stack:
+        fitting = None
         try:
             run = stack.enter_context(_open_run(loaded, program, restarted))
+        except _OtherDefaults as other:
+            fitting = other.loaded
         except FewRowsError as error:
-            fitting = with_facts(loaded, error.num_rows)
-            if fitting is None:
+            if (fitting := with_facts(loaded, error.num_rows)) is None:
                 raise
+        if fitting is not None:
             run = stack.enter_context(_open_run(fitting, program, restarted))
         yield run
 
@@ -95,8 +105,8 @@ def _open_run(
         started_at = runtime.broadcast(time_of_start(folder.root, config.trainer, restarted=restarted))
         set_template_time(started_at)
         data = kind.load_data(config)
-        if with_facts(loaded, num_rows_of(data)) is not None:  # it begins again
-            raise FewRowsError(num_rows_of(data) or 0, config.data.train_batch_size)
+        if (fitting := with_facts(loaded, num_rows_of(data))) is not None:
+            raise _OtherDefaults(fitting)
         store, resume, state = _checkpoints(loaded, kind, data, runtime, folder, started_at)
         resume.find()
         scheduler = scheduler_of(config)
