@@ -13,8 +13,8 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 82_033,
-    "compat": 5_485,
+    "core": 82_043,
+    "compat": 5_483,
     "page": 3_731,
     "planner": 3_083,
     "tinker": 3_182,

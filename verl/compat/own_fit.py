@@ -60,10 +60,8 @@ class FitRun:
         self.prompt_batch = DataProto()  # the newest of PromptBatches
         self.forward_s = 0.0  # of the last forward
         self._open: tuple[StepBatch, int] | None = None  # batch and number of a step whose actor may be updated yet
-        self._sampled_at, self._sampled_by = (
-            0,
-            dict[int, int](),
-        )  # step, and its prompts with the weights that sampled them
+        self._sampled_at = 0  # step of the newest samples
+        self._sampled_by: dict[int, int] = {}  # its prompts -> version of the weights that sampled them
         self._stack.enter_context(tracking.followed_by(self._log))
 
     @contextmanager

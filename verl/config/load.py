@@ -97,13 +97,13 @@ def with_fitting_defaults(loaded: LoadedConfig[Any], facts: Facts) -> LoadedConf
     if loaded.defaults != "command":
         return None
     settings = [setting for entries in loaded.entries.values() for setting in entries]
-    users = (UserSettings(loaded.schema, settings, defaults="command", facts=known) for known in (NO_FACTS, facts))
+    users = (UserSettings(loaded.schema, settings, defaults="command", facts=f) for f in (NO_FACTS, facts))
     before, fitted = map(_resolve, users)
     values, flat = loaded.schema.flatten(loaded.config), loaded.schema.flatten(fitted.config)
     changed = {key: flat[key] for key, value in loaded.schema.flatten(before.config).items() if flat[key] != value}
     if changed.items() <= values.items():
         return None
-    config = loaded.schema.build(values | changed)  # of keys that the run has set, such as its folder, all others
+    config = loaded.schema.build(values | changed)  # keeps what the run has set, such as its folder
     fit = dataclasses.replace(loaded, config=config, origins=loaded.origins | {k: fitted.origins[k] for k in changed})
     if errors := [sentence for sentence in _errors(fit) if sentence not in _errors(loaded)]:
         raise ConfigError("\n".join(errors))
