@@ -18,7 +18,14 @@ PAGE = re.compile(r"\]\(([\w./-]+)\.md\)")
 project, author, copyright = "verl", "", ""
 root_doc = "README"
 source_suffix = {".md": "markdown"}
-include_patterns = ["*.md", "docs/*.md", "examples/*.md", "examples/clusters/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/config/*.md",
+    "docs/history/*.md",
+    "examples/*.md",
+    "examples/clusters/*.md",
+]
 exclude_patterns = [".*", "work"]
 extensions = ["myst_parser", "sphinxcontrib.mermaid"]
 html_math_renderer = "mathml"  # of browsers, without a script from the network

@@ -130,7 +130,7 @@ BYPASS = [("bypass", "algorithm.rollout_correction.bypass_mode=True")]
 
 @pytest.mark.parametrize(("name", "choice"), [*ESTIMATORS, *LOSSES, *BYPASS], ids=lambda v: "" if "=" in v else v)
 def test_every_key_with_each_estimator_and_loss(name, choice):
-    """The verdict on each key at both values; refused keys are listed in docs/config.md, noticed keys have a condition."""
+    """The verdict on each key at both values; refused keys are listed in docs/config/train.md, noticed keys have a condition."""
     base = load_config([*GRPO, choice] if "estimator" not in choice else [choice, f"{ROLLOUT}.n=4"], check=False)
     kinds = set()
     for key in CONDITIONAL:
@@ -167,7 +167,7 @@ def replaced(node, names, value):
 
 def test_the_table_of_refusals_is_short_and_each_has_its_reason():
     text = (
-        (Path(__file__).parents[2] / "docs/config.md")
+        (Path(__file__).parents[2] / "docs/config/train.md")
         .read_text(encoding="utf-8")
         .partition("## Refused where not read")[2]
     )

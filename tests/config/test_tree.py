@@ -10,7 +10,7 @@ import pytest
 
 from verl import families
 from verl.config import PPO, SFT, ActorConfig, PPOConfig, RolloutConfig, load_config, schema_of
-from verl.config.document import TABLES, to_markdown
+from verl.config.document import TABLES, pages
 
 from .helpers import fixture_lines, load
 
@@ -133,9 +133,11 @@ def test_a_config_is_built_from_its_values(schema):
 
 def test_docs_are_current():
     docs = Path(__file__).parents[2] / "docs"
-    for name, updated in {"config.md": lambda page: to_markdown(), **TABLES}.items():
-        page = (docs / name).read_text(encoding="utf-8")
-        assert page == updated(page), f"{name}: run: python -m verl.config.document docs/config.md"
+    texts = pages()
+    texts |= {name: updated((docs / name).read_text(encoding="utf-8")) for name, updated in TABLES.items()}
+    for name, text in texts.items():
+        assert (docs / name).read_text(encoding="utf-8") == text, f"{name}: run: python -m verl.config.document docs"
+    assert {f"config/{path.name}" for path in (docs / "config").iterdir()} <= texts.keys()
 
 
 @pytest.mark.parametrize("family", [families.ADVANTAGES, families.POLICY_LOSSES, families.PREFERENCE_LOSSES])

@@ -19,7 +19,7 @@ PAGES = sorted(
     p
     for folder in ("", "docs", "examples", "benchmarks")
     for p in (ROOT / folder).glob("*.md")
-    if p.name not in ("config.md", "lab-notebook.md")  # generated, kept current by tests; a history
+    if p.name != "config.md"  # generated
 )
 SCHEMAS = (PPO, PREFERENCE, SFT, RM)
 KEY = re.compile(
@@ -53,7 +53,7 @@ def test_nothing_installs_the_other_project_of_this_name():
     texts = {page: page.read_text("utf-8", errors="ignore") for page in {*PAGES, *others} if page.suffix in TEXTS}
     named = re.compile(r"pip install [^`\n]*?(?<=[ '\"])verl(?=[\[=<>'\"`\s]|$)", re.M)
     wrong = {f"{page.relative_to(ROOT)}: {match[0]}" for page, text in texts.items() for match in named.finditer(text)}
-    assert not {text for text in wrong if "CHANGELOG" not in text and "lab-notebook" not in text}
+    assert not {text for text in wrong if "CHANGELOG" not in text and "docs/history" not in text}
     extras = {
         name for text in texts.values() for names in re.findall(r"'\.\[([\w,-]+)\]'", text) for name in names.split(",")
     }

@@ -11,7 +11,7 @@ from tests.house.source import ROOT
 
 PAGES = sorted(
     page
-    for folder in ("", "docs", "examples", "examples/clusters", "benchmarks")
+    for folder in ("", "docs", "docs/config", "docs/history", "examples", "examples/clusters", "benchmarks")
     for page in (ROOT / folder).glob("*.md")
 )
 LINK = re.compile(r"\]\((?!https?:|mailto:)(?P<path>[^)#\s]*)#?(?P<heading>[^)\s]*)")

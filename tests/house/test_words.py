@@ -58,7 +58,7 @@ MAX_WORDS = 25  # of the first line of a docstring
 
 COMMENT = re.compile(r"(?:^|\s)#:? (.+)$")
 
-HISTORY = ("docs/lab-notebook.md", "CHANGELOG.md")
+HISTORY = ("docs/history/2026-11.md", "CHANGELOG.md")
 
 
 class Finding(NamedTuple):
