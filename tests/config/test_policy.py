@@ -130,7 +130,7 @@ BYPASS = [("bypass", "algorithm.rollout_correction.bypass_mode=True")]
 
 @pytest.mark.parametrize(("name", "choice"), [*ESTIMATORS, *LOSSES, *BYPASS], ids=lambda v: "" if "=" in v else v)
 def test_every_key_with_each_estimator_and_loss(name, choice):
-    """The verdict on each key at both values; refused keys are listed in docs/config/train.md, noticed keys have a condition."""
+    """The verdict on each key at both values: refused keys are in docs/config/train.md, noticed keys have a condition."""
     base = load_config([*GRPO, choice] if "estimator" not in choice else [choice, f"{ROLLOUT}.n=4"], check=False)
     kinds = set()
     for key in CONDITIONAL:
