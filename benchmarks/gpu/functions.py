@@ -49,7 +49,7 @@ def environment(results: Results) -> None:
     import transformers
     from gpu import sizes
 
-    from verl.models.cuda.varlen import FLASH, flash_runs
+    from verl.models.ops.varlen import FLASH, flash_runs
 
     device = report_device()
     results.add("device", torch.cuda.get_device_name() if device.type == "cuda" else platform.machine())

@@ -19,8 +19,8 @@ from gpu import sizes
 from gpu.results import Results, report_device
 
 from verl.models import rounding
-from verl.models.cuda import decoding, logits, pointwise
-from verl.models.cuda.dispatch import load
+from verl.models.ops import decoding, logits, pointwise
+from verl.models.ops.table import load
 from verl.rollout import sampling
 
 DEVICE = report_device()

@@ -34,8 +34,8 @@ from verl.config import OptimConfig, RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.samples import SamplingParams
 from verl.models import forward
-from verl.models.cuda.varlen import FLASH
 from verl.models.lora import LoRASpec, add_adapters
+from verl.models.ops.varlen import FLASH
 from verl.models.optim import MasterOptimizer
 from verl.models.packed import PackedLayout
 from verl.parallel.device import give_back_cache
@@ -139,7 +139,7 @@ def _decode(
 
 
 def _without_overlap() -> AbstractContextManager[object]:
-    from verl.models.cuda import overlap  # needs Triton
+    from verl.models.ops.triton import overlap  # needs Triton
 
     return mock.patch.object(overlap, "_is_hopper", return_value=False)
 

@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from verl.models.cuda import overlap
-from verl.models.cuda.dispatch import load
+from verl.models.ops.table import load
+from verl.models.ops.triton import overlap
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

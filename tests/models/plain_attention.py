@@ -1,9 +1,9 @@
-"""The attention of verl.models.cuda.varlen by its definition, sequence by sequence: the reference of the flash kernels, and
+"""The attention of verl.models.ops.varlen by its definition, sequence by sequence: the reference of the flash kernels, and
 what stands in for them on a CPU."""
 
 import torch
 
-from verl.models.cuda.varlen import TokenSpans, VarlenKernel
+from verl.models.ops.varlen import TokenSpans, VarlenKernel
 
 
 def _ranges(spans: TokenSpans) -> list[tuple[slice, slice | torch.Tensor]]:

@@ -8,7 +8,7 @@ import torch
 from tests.models.reference import make_columns, random_rows, widen_norms
 from verl.models.attention import Scoring
 from verl.models.chunked_mlp import chunked_feed_forward
-from verl.models.cpu import decoder
+from verl.models.decoder import decoder
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedLayout, PackedSegment, masked_attention

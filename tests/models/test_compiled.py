@@ -12,13 +12,13 @@ from tests.models.reference import make_columns, random_rows
 from tests.models.test_packed import relative
 from tests.sanitizer import run_checked
 from verl.errors import ConfigError
-from verl.models import compiled
 from verl.models.attention import Scoring
-from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
-from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.log_probs import token_log_probs
+from verl.models.ops import compiled
+from verl.models.ops.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
+from verl.models.ops.rows import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
 from verl.models.packed import PackedLayout, PackedSegment, masked_attention
 from verl.models.packing import pack_rows
 from verl.parallel.compiled import INSTRUCTION_SETS
@@ -266,7 +266,7 @@ def test_a_model_computes_what_it_computes_with_torch(tiny_folder, monkeypatch):
 
 _RUN_CHECKED = """
 import ctypes, sys, pytest
-from verl.models import compiled
+from verl.models.ops import compiled
 assert hasattr(ctypes.CDLL(None), "__asan_init")
 checked = compiled._declare(ctypes.CDLL(sys.argv[1]))
 compiled._library = lambda: checked

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
 from verl.config import OptimConfig
 from verl.models import forward
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import packed_outputs
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.load import load_causal_lm, load_model

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl.models.cuda import dispatch, pointwise
-from verl.models.cuda.dispatch import has_triton, load
+from verl.models.ops import pointwise, table
+from verl.models.ops.table import has_triton, load
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs Triton: pip install --no-deps triton==3.6.0")
 HERE = Path(__file__).parent
@@ -67,10 +67,10 @@ def test_a_kernel_that_fails_leaves_the_work_to_torch(monkeypatch, caplog):
         tried.append(path)
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(dispatch, "load", load_nothing)
-    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(table, "load", load_nothing)
+    monkeypatch.setattr(table, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: torch.no_grad())
-    on_gpu = dispatch._on_gpu(pointwise._swiglu, "swiglu:launch_swiglu")
+    on_gpu = table._on_gpu(pointwise._swiglu, "swiglu:launch_swiglu")
     gate_up = torch.randn(2, 8)
     with caplog.at_level(logging.WARNING):
         assert all(torch.equal(on_gpu(gate_up), pointwise._swiglu(gate_up)) for _ in range(2))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from tests.rollout.counted_launches import KERNELS, Launches
 from verl.models import log_probs, rounding
-from verl.models.cuda import decoding, logits, pointwise
-from verl.models.cuda.dispatch import has_triton, load
+from verl.models.ops import decoding, logits, pointwise
+from verl.models.ops.table import has_triton, load
 from verl.rollout import sampling, uniforms
 from verl.rollout.native.cuda import device
 from verl.rollout.native.cuda.device import assign_places
@@ -248,7 +248,7 @@ def test_a_long_prompt_has_longer_spans(monkeypatch):
     step = next(s for s in map(StepCase, cases()) if s.own[2] == 400)
     step.prompts[1].fill_(390)
     ours, _ = step.run(load("attend:launch_attend"))
-    monkeypatch.setattr(sys.modules["verl.models.cuda.attend"], "_MOST_SPANS", 2)
+    monkeypatch.setattr(sys.modules["verl.models.ops.triton.attend"], "_MOST_SPANS", 2)
     longer, _ = step.run(load("attend:launch_attend"))
     assert not torch.equal(ours, longer)  # the sums have another order
     assert_near(longer, ours, 1e-5)
@@ -404,7 +404,7 @@ def test_log_probs_of_hidden_states(dtype, monkeypatch):
     monkeypatch.setattr(log_probs, "kernels_compute", lambda hidden: True)
     if INTERPRETED:  # a CPU rounds logits of bfloat16
         monkeypatch.setattr(
-            "verl.models.cuda.log_probs.wide_product", lambda hidden, weight: hidden.float() @ weight.float().t()
+            "verl.models.kernel_log_probs.wide_product", lambda hidden, weight: hidden.float() @ weight.float().t()
         )
     for case in cases(dtype):
         tokens, vocab, size = case.one_of([1, 2, 5, 9]), case.one_of(VOCABULARIES[1:6]), case.one_of([4, 32])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from verl.models import log_probs, matmul
-from verl.models.matmul import Matmul
+from verl.models import log_probs
+from verl.models.ops import linear as matmul
+from verl.models.ops.linear import Matmul
 
 CPU = torch.device("cpu")
 

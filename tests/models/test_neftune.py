@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.reference import make_columns, random_rows, widen_norms
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.neftune import with_noise

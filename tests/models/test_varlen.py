@@ -13,10 +13,10 @@ from tests.models.recorded_modes import RecordedModes
 from tests.models.reference import make_columns, random_rows
 from verl.models import packed as packed_module
 from verl.models.attention import Scoring
-from verl.models.cuda import varlen
-from verl.models.cuda.varlen import FLASH, TokenSpans, VarlenPlan, flash_runs, spans_of, varlen_attention
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
+from verl.models.ops import varlen
+from verl.models.ops.varlen import FLASH, TokenSpans, VarlenPlan, flash_runs, spans_of, varlen_attention
 from verl.models.packed import PackedLayout, PackedSegment, choose_kernel, masked_attention
 from verl.models.packing import pack_rows
 from verl.parallel.device import to_device

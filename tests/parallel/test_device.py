@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import load_config
 from verl.errors import ConfigError
-from verl.models.matmul import Matmul
+from verl.models.ops.linear import Matmul
 from verl.parallel import device as device_module
 from verl.parallel.collectives import Collectives, Peer
 from verl.parallel.device import (

@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from verl.config import load_config
-from verl.models.cpu.reuse import bytes_per_token
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder.reuse import bytes_per_token
+from verl.models.decoder.weights import DenseDecoder
 from verl.planner import Cluster, Lengths, ParallelLayout, SequenceBatch, Workload, known_shape, memory, time_forward
 from verl.planner.cluster import measure_cpu
 from verl.planner.kernels import matmul_time

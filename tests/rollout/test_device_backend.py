@@ -24,10 +24,10 @@ from verl.config import RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.samples import SamplingParams, TurnRequest
 from verl.errors import ConfigError
-from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda import decoding, dispatch, pointwise
-from verl.models.cuda.varlen import FLASH, flash_runs, spans_of
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.lora import LoRASpec, add_adapters, lora_layers, merge_adapters
+from verl.models.ops import decoding, pointwise, table
+from verl.models.ops.varlen import FLASH, flash_runs, spans_of
 from verl.models.tiny import make_tiny_model
 from verl.rollout import sampling
 from verl.rollout.native.compiled.library import kernels
@@ -654,11 +654,9 @@ class TestOnACard:
         ours, _ = generate(engine(), prompts, params)
         if mixed:
             by_torch = getattr(decoding, f"_{mixed}")
-            monkeypatch.setattr(
-                dispatch, "load", lambda path, load=dispatch.load: by_torch if mixed in path else load(path)
-            )
+            monkeypatch.setattr(table, "load", lambda path, load=table.load: by_torch if mixed in path else load(path))
         else:
-            monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+            monkeypatch.setattr(table, "has_triton", lambda: False)
         plain, _ = generate(engine(eager=True), prompts, params)
         exact = copy.deepcopy(module).float().cpu()
         exact.set_attn_implementation("sdpa")

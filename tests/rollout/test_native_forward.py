@@ -9,8 +9,8 @@ import torch
 
 from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
-from verl.models.cpu.weights import DenseDecoder, Projection
-from verl.models.matmul import Matmul
+from verl.models.decoder.weights import DenseDecoder, Projection
+from verl.models.ops.linear import Matmul
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native.torch.forward import DenseForward, product
 

@@ -8,10 +8,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
-from verl.models.cpu import reuse
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder import reuse
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import packed_outputs
-from verl.models.matmul import Matmul
+from verl.models.ops.linear import Matmul
 from verl.models.packing import pack_rows
 from verl.models.rounding import Rounding
 from verl.models.tiny import make_tiny_model

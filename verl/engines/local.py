@@ -17,8 +17,8 @@ from verl.engines.state import Parameters, TrainedState
 from verl.engines.streamed import StreamedWeights
 from verl.models.check import require_dtype
 from verl.models.chunked_mlp import chunked_feed_forward
-from verl.models.cpu.reuse import reused_share
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder.reuse import reused_share
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import fused_decoder, packed_outputs
 from verl.models.loss_scale import LossScale
 from verl.models.optim import MasterOptimizer

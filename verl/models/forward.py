@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from verl.models.cpu.decoder import dense_hidden_states
-from verl.models.cpu.reuse import recorded_batch
-from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.straight import straight_states
+from verl.models.decoder.autograd import straight_states
+from verl.models.decoder.backward import dense_hidden_states
+from verl.models.decoder.reuse import recorded_batch
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import HFModule
 from verl.models.log_probs import TokenStats, logit_statistics, token_log_probs
@@ -36,9 +36,9 @@ _FUSED_DTYPES = {torch.float32, torch.bfloat16}
 def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
     """[positions, hidden_size]: the last hidden states of the tokens at `packed.hidden_index`.
 
-    A plain dense decoder is computed by verl.models.cpu, which adds the gradients of its weights to `gradients` if given, or on
-    a GPU by verl.models.cuda.straight; every other module by its own forward, with autograd: packed, or padded where its
-    attention takes no layout.
+    verl.models.decoder computes a plain dense decoder: on a CPU its backward adds the gradients of the weights to `gradients`
+    if given, and on a GPU it has autograd. The module computes every other model by its own forward, with autograd: packed, or
+    padded where its attention takes no layout.
     """
     if forward_kind(module) != "packed":
         return padded_states(module, packed)
@@ -68,12 +68,12 @@ def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
 
 
 def fused_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:
-    """The weights with which verl.models.cpu computes `module` on `device`; None where its own forward does."""
+    """The weights with which verl.models.decoder computes `module` on `device`; None where its own forward does."""
     return _dense(module, _FUSED_DTYPES) if device.type in _FUSED_DEVICES else None
 
 
 def straight_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:
-    """The weights with which verl.models.cuda.straight computes `module` on `device`; None where its own forward does."""
+    """The weights with which verl.models.decoder.autograd computes `module` on `device`; None where its own forward does."""
     return _dense(module, _FUSED_DTYPES | {torch.float16}) if device.type in _STRAIGHT_DEVICES else None
 
 

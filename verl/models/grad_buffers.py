@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.models.matmul import Matmul
+from verl.models.ops.linear import Matmul
 
 
 class GradientBuffers:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from verl.models import compiled
-from verl.models.cuda.log_probs import KernelLogProbs, kernels_compute
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
-from verl.models.matmul import Matmul
+from verl.models.kernel_log_probs import KernelLogProbs, kernels_compute
+from verl.models.ops import compiled
+from verl.models.ops.linear import Matmul
 
 _CHUNK_BYTES = 1 << 28  # of logits held at a time
 _CHUNK_BYTES_CUDA = 1 << 30  # a product of fewer tokens is bound by reading the weights

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from verl.models import compiled
 from verl.models.attention import Scoring
-from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
-from verl.models.cuda.varlen import VarlenPlan, flash_runs, varlen_attention
 from verl.models.hf_module import AutogradContext
+from verl.models.ops import compiled
+from verl.models.ops.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
+from verl.models.ops.varlen import VarlenPlan, flash_runs, varlen_attention
 from verl.models.routing import Routing
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from verl.models.cuda.dispatch import kernel
+from verl.models.ops.table import kernel
 from verl.parallel.compiled import open_library
 
 TILE_LENGTHS = (65_537, 40_961)  # prime, and together small enough for a cache

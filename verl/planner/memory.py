@@ -284,7 +284,7 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int) -> float:
 
 def recorded_activations(shape: ModelShape, tokens: float, most: float) -> float:
     """Bytes of the activations of `tokens` tokens that the sampler keeps for the update, at most `most`
-    (verl/models/cpu/reuse.py); 0 for models that record none."""
+    (verl/models/decoder/reuse.py); 0 for models that record none."""
     if shape.is_mixture or shape.is_latent or shape.tower:
         return 0.0
     qkv = shape.query_size + 2 * shape.kv_heads * shape.head_dim

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from verl.config import full_key
 from verl.engines.api import TrainEngine
 from verl.errors import ModelError
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.lora import merged
 from verl.models.rounding import Rounding
 from verl.parallel.collectives import Collectives

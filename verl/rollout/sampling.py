@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.data_proto.samples import SamplingParams
-from verl.models.cuda.dispatch import kernel
+from verl.models.ops.table import kernel
 from verl.rollout.native.compiled.library import kernels
 
 _CHUNK = 256  # tokens per partial sum; sampling finds the chunk first, then the token in it

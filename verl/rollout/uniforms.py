@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.models.cuda.dispatch import kernel
+from verl.models.ops.table import kernel
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -25,7 +25,7 @@ def torch_facts() -> dict[str, object]:
         p = torch.cuda.get_device_properties(i)
         facts["devices"].append({"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]})
     try:
-        from verl.models.matmul import Matmul
+        from verl.models.ops.linear import Matmul
 
         facts["bf16"] = "widened" if Matmul(torch.bfloat16, torch.device("cpu")).widens else "native"
     except ImportError:  # of another package, which has its own probe

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from verl.models.hf_module import AutogradContext
 from verl.models.log_probs import OPTIONAL, Head, TokenStats, logit_grad_, read_columns
-from verl.models.matmul import Matmul
+from verl.models.ops.linear import Matmul
 from verl.models.parallel.collectives import gather_rows
 
 _CHUNK_ELEMENTS = 1 << 25  # logits held at a time

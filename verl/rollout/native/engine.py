@@ -20,9 +20,9 @@ from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError
 from verl.models.adapter_weights import AdapterWeights
-from verl.models.cpu.reuse import version_of
-from verl.models.cpu.weights import Projection
-from verl.models.cuda.varlen import FLASH, VarlenKernel
+from verl.models.decoder.reuse import version_of
+from verl.models.decoder.weights import Projection
+from verl.models.ops.varlen import FLASH, VarlenKernel
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
 from verl.rollout.api import Invariance, RolloutEngine, Stats

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from verl.models.adapter_weights import AdapterWeights
-from verl.models.cpu.reuse import ActivationStore
+from verl.models.decoder.reuse import ActivationStore
 from verl.models.hf_module import HFModule
 from verl.models.routing import Routing
 from verl.models.vision import PlacedMedia, is_vision_model, language_states, placed_positions

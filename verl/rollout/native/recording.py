@@ -1,4 +1,4 @@
-"""Slots of the tokens of running samples in a store of activations (verl/models/cpu/reuse.py)."""
+"""Slots of the tokens of running samples in a store of activations (verl/models/decoder/reuse.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from verl.config.active_keys import REUSED_SHARE, reuse_obstacle
 from verl.data_proto.samples import SampleKey
-from verl.models.cpu.reuse import ActivationStore, store_for
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder.reuse import ActivationStore, store_for
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.vision import is_vision_model
 from verl.parallel.memory import available_memory
 from verl.rollout.native.compiled.library import kernels

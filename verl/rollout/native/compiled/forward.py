@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.adapter_weights import LowRank
-from verl.models.cpu.reuse import ActivationStore
-from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.decoder.reuse import ActivationStore
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.vision import ImageFeatures
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.compiled.library import (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from verl.models.cpu.weights import DenseDecoder
-from verl.models.matmul import Matmul
+from verl.models.decoder.weights import DenseDecoder
+from verl.models.ops.linear import Matmul
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 

@@ -14,9 +14,9 @@ import torch
 
 from verl.config import full_key
 from verl.errors import ModelError
-from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.varlen import FLASH, VarlenKernel, flash_runs
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.hf_module import HFModule
+from verl.models.ops.varlen import FLASH, VarlenKernel, flash_runs
 from verl.parallel.device import most_memory_allocated
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import Group

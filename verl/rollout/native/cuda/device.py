@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import SamplingParams
-from verl.models.cuda.decoding import SharedPrompts, Slots
-from verl.models.cuda.dispatch import kernel
-from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.models.hf_module import HFModule
+from verl.models.ops.decoding import SharedPrompts, Slots
+from verl.models.ops.table import kernel
+from verl.models.ops.varlen import TokenSpans, VarlenKernel
 from verl.models.vision import placed_positions
 from verl.parallel.device import to_device, write_at
 from verl.rollout.layout import Chunk

@@ -1,6 +1,6 @@
 """The fused forward of a dense decoder, on tokens that lie back to back; the caller computes attention.
 
-The weights are the module's own (verl.models.cpu.weights), read in place.
+The weights are the module's own (verl.models.decoder.weights), read in place.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.adapter_weights import LowRank, join_own
-from verl.models.cpu.weights import DenseDecoder, DenseLayer, Projection
-from verl.models.cuda.pointwise import add_norm, rms_norm, swiglu
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Projection
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
-from verl.models.matmul import wide_product
+from verl.models.ops.linear import wide_product
+from verl.models.ops.pointwise import add_norm, rms_norm, swiglu
 from verl.models.vision import ImageFeatures
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the whole sequence
@@ -53,7 +53,7 @@ class Attend(Protocol):
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
     ) -> torch.Tensor:
         """Store the keys and values of the tokens, and attend with their queries: [tokens, heads, head_dim] of the joined
-        projections `qkv` [tokens, (heads + 2 kv_heads) * head_dim]. See verl.models.cuda.pointwise.write_kv."""
+        projections `qkv` [tokens, (heads + 2 kv_heads) * head_dim]. See verl.models.ops.pointwise.write_kv."""
         ...
 
 

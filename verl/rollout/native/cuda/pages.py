@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder.weights import DenseDecoder
 from verl.parallel.device import to_device, write_at
 from verl.rollout.native.cuda.store import TokenStore
 

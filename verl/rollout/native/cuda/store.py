@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.decoding import SharedPrompts, Slots, attend_new_tokens
-from verl.models.cuda.pointwise import write_kv
-from verl.models.cuda.varlen import TokenSpans, VarlenKernel
+from verl.models.decoder.weights import DenseDecoder
+from verl.models.ops.decoding import SharedPrompts, Slots, attend_new_tokens
+from verl.models.ops.pointwise import write_kv
+from verl.models.ops.varlen import TokenSpans, VarlenKernel
 from verl.rollout.native.cuda.forward import HeadNorms
 
 

@@ -1,6 +1,6 @@
 """The forward of the native engine for plain dense decoders, computed straight through: no modules, few operators.
 
-It reads the module's own weights (verl.models.cpu.weights) and rounds where the modules do. Its callers hold no
+It reads the module's own weights (verl.models.decoder.weights) and rounds where the modules do. Its callers hold no
 gradients.
 """
 
@@ -16,11 +16,11 @@ from torch import nn
 
 from verl.models.adapter_weights import LowRank
 from verl.models.attention import Scoring
-from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
-from verl.models.matmul import Matmul
+from verl.models.ops.linear import Matmul
 from verl.models.vision import ImageFeatures, num_deep_layers
 from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.layout import StepLayout

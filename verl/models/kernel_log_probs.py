@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from verl.models.cuda.dispatch import has_triton
-from verl.models.cuda.logits import ChunkStatistics, target_gradient, target_statistics
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
-from verl.models.matmul import Matmul, wide_product
+from verl.models.ops.linear import Matmul, wide_product
+from verl.models.ops.logits import ChunkStatistics, target_gradient, target_statistics
+from verl.models.ops.table import has_triton
 
 
 def kernels_compute(hidden: torch.Tensor) -> bool:
-    """Whether the ops of verl.models.cuda.logits are faster than torch for these hidden states."""
+    """Whether the ops of verl.models.ops.logits are faster than torch for these hidden states."""
     return hidden.device.type == "cuda" and hidden.dtype != torch.float64 and has_triton()
 
 

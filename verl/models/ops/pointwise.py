@@ -11,8 +11,8 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from verl.models.cuda.dispatch import differentiate, kernel
 from verl.models.hf_module import AutogradContext
+from verl.models.ops.table import differentiate, kernel
 from verl.parallel.device import write_at
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple, cast
 
 import torch
 
-from verl.models.cuda.dispatch import kernel
-from verl.models.cuda.pointwise import _write_kv
-from verl.models.cuda.varlen import FLASH, TokenSpans, flash_runs
+from verl.models.ops.pointwise import _write_kv
+from verl.models.ops.table import kernel
+from verl.models.ops.varlen import FLASH, TokenSpans, flash_runs
 
 
 class Slots(NamedTuple):
@@ -152,7 +152,7 @@ def attend_new_tokens(
 ) -> torch.Tensor:
     """Attention of the new token of each row to its prompt (in `prompt_store`), to the tokens of its slot and to itself.
 
-    The token is stored, as by verl.models.cuda.pointwise.write_kv, after the `lengths` tokens of its slot. `window` hides all
+    The token is stored, as by verl.models.ops.pointwise.write_kv, after the `lengths` tokens of its slot. `window` hides all
     tokens of a slot but the last so many. Returns [rows, heads, head_dim]; without gradient."""
     heads = norms or (None, None, 0.0)
     prompts = () if shared is None else (prompt_store, *shared.slots, shared.gather, shared.place)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.models import compiled
+from verl.models.ops import compiled
 from verl.parallel.device import native_bf16, prefers_onednn
 
 _PRODUCT_ELEMENTS = 1 << 24  # of a matmul that cannot write into its result

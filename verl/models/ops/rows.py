@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from verl.models import compiled
-from verl.models.cpu.weights import Norm
+from verl.models.decoder.weights import Norm
+from verl.models.ops import compiled
 
 _aten = torch.ops.aten
 

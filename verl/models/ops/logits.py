@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from verl.models.cuda.dispatch import kernel
+from verl.models.ops.table import kernel
 
 
 class ChunkStatistics(NamedTuple):

@@ -6,27 +6,27 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.models.cuda.overlap import overlap, wait
+from verl.models.ops.triton.overlap import overlap, wait
 
 _PARTIAL_SUMS = 256  # of the weight's gradient, at most: the number must not depend on the device
 
 
 def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See verl.models.cuda.pointwise."""
+    """See verl.models.ops.pointwise."""
     return _forward(x, None, weight, eps)[1]
 
 
 def launch_add_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See verl.models.cuda.pointwise."""
+    """See verl.models.ops.pointwise."""
     return _forward(x, delta, weight, eps)
 
 
 def launch_rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, through: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See verl.models.cuda.pointwise."""
+    """See verl.models.ops.pointwise."""
     grad, x = grad.contiguous(), x.contiguous()
     through = None if through is None else through.contiguous()
     columns = x.shape[-1]

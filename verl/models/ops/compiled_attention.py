@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl.models.compiled import AttentionCall, Heads, num_threads, run_attention
+from verl.models.ops.compiled import AttentionCall, Heads, num_threads, run_attention
 
 _PAD = 32  # of kernels.h
 

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.models.cpu import layer as one_layer
-from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_
-from verl.models.cpu.reuse import RecordedBatch, is_equal
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder import layer as one_layer
+from verl.models.decoder.reuse import RecordedBatch, is_equal
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
-from verl.models.matmul import Matmul
+from verl.models.ops.linear import Matmul
+from verl.models.ops.rows import Rotary, inverse_rms, rms_norm, rms_norm_backward_
 from verl.models.packing import PackedBatch
 from verl.models.vision import ImageFeatures
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from verl.config.active_keys import MOST_REUSED_TOKENS
-from verl.models.cpu.weights import DenseDecoder
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.lora import is_adapter
 from verl.models.packing import PackedBatch
 

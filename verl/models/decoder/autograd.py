@@ -1,6 +1,6 @@
 """The forward of a plain dense decoder with gradients, by the ops that the sampler computes with (pointwise.py).
 
-It reads the module's own weights (verl.models.cpu.weights), so that projections of one input are one matrix product, and
+It reads the module's own weights (verl.models.decoder.weights), so that projections of one input are one matrix product, and
 has autograd.
 """
 
@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from verl.models.attention import AttentionLayout, Scoring
-from verl.models.cpu.weights import DenseDecoder, Norm, Projection
-from verl.models.cuda.pointwise import add_norm, rms_norm, rotated, swiglu
+from verl.models.decoder.weights import DenseDecoder, Norm, Projection
 from verl.models.hf_module import AutogradContext
+from verl.models.ops.pointwise import add_norm, rms_norm, rotated, swiglu
 from verl.models.packing import PackedBatch
 from verl.models.vision import ImageFeatures
 

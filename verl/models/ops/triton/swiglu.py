@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.models.cuda.overlap import overlap, wait
+from verl.models.ops.triton.overlap import overlap, wait
 
 _BLOCK = 1024
 
 
 def launch_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """See verl.models.cuda.pointwise."""
+    """See verl.models.ops.pointwise."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
@@ -23,7 +23,7 @@ def launch_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def launch_swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """See verl.models.cuda.pointwise."""
+    """See verl.models.ops.pointwise."""
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = torch.empty_like(gate_up)

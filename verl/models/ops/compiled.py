@@ -164,7 +164,7 @@ def _kernels(name: str | None) -> int | None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The compiled library next to this file."""
-    library = open_library(Path(__file__).with_name("_kernels"), _REVISION)
+    library = open_library(Path(__file__).parent.with_name("_kernels"), _REVISION)
     return None if library is None else _declare(library)
 
 

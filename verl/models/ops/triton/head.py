@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.models.cuda.softmax import Transform, chunk_sums, final_logits
+from verl.models.ops.triton.softmax import Transform, chunk_sums, final_logits
 
 _BLOCK = 4096
 
@@ -19,7 +19,7 @@ def launch_statistics(
     logit_scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, ...]:
-    """See verl.models.cuda.logits."""
+    """See verl.models.ops.logits."""
     transform = Transform(bias, logit_scale, softcap, temperature)
     sums = chunk_sums(z, transform, moments=True)
     _, rows, num_chunks = sums.shape
@@ -43,7 +43,7 @@ def launch_gradient(
     softcap: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See verl.models.cuda.logits."""
+    """See verl.models.ops.logits."""
     rows, vocab = z.shape
     assert z.stride(1) == 1
     out = torch.empty(rows, vocab, dtype=dtype, device=z.device)

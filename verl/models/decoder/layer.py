@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from verl.models.attention import Scoring
-from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
-from verl.models.cpu.reuse import LayerActivations
-from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.decoder.reuse import LayerActivations
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.matmul import Matmul
+from verl.models.ops.linear import Matmul
+from verl.models.ops.rows import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
 from verl.models.packed import PackedLayout, choose_kernel, flash_backward, flash_forward
 
 

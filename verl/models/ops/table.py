@@ -83,4 +83,4 @@ def has_triton() -> bool:
 def load(path: str) -> Callable[..., Any]:
     """The Triton implementation "file:function"; imports triton."""
     file, _, function = path.partition(":")
-    return cast("Callable[..., object]", getattr(importlib.import_module(f"verl.models.cuda.{file}"), function))
+    return cast("Callable[..., object]", getattr(importlib.import_module(f"verl.models.ops.triton.{file}"), function))

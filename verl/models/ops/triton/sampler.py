@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.models.cuda.softmax import CHUNK, Transform, chunk_sums
+from verl.models.ops.triton.softmax import CHUNK, Transform, chunk_sums
 
 
 def launch_sample(logits: torch.Tensor, u: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

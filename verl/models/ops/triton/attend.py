@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.models.cuda.overlap import overlap, start_next, wait
-from verl.models.cuda.rotary import turned
+from verl.models.ops.triton.overlap import overlap, start_next, wait
+from verl.models.ops.triton.rotary import turned
 
 _KEYS = 64  # of a pass through the loop
 _SPAN = 128  # keys of a prompt for one program; more in prompts of more than _MOST_SPANS * _SPAN tokens
@@ -41,7 +41,7 @@ def launch_attend(
     gather: torch.Tensor | None = None,
     place: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See verl.models.cuda.decoding. The first kernel attends to spans of the prompts, many at a time; the second to the rows'
+    """See verl.models.ops.decoding. The first kernel attends to spans of the prompts, many at a time; the second to the rows'
     own tokens, at the same time where kernels overlap, and adds the spans in their order."""
     qkv, cos, sin = (x.contiguous() for x in (qkv, cos, sin))
     kv_heads, head_dim = store.shape[-2:]

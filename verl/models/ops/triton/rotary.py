@@ -19,7 +19,7 @@ def launch_write_kv(
     store: torch.Tensor,
     places: torch.Tensor,
 ) -> torch.Tensor:
-    """See verl.models.cuda.pointwise; a program has one token and some of its heads."""
+    """See verl.models.ops.pointwise; a program has one token and some of its heads."""
     qkv, cos, sin, places = (x.contiguous() for x in (qkv, cos, sin, places))
     kv_heads, head_dim = store.shape[-2:]
     num_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
