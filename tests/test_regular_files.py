@@ -10,7 +10,7 @@ from verl.agents.environments import load_environments
 from verl.agents.gateway.runner import load_runner
 from verl.agents.interactions import load_interactions
 from verl.agents.loops import load_loops
-from verl.agents.search import bm25_index
+from verl.compat.search import bm25_index
 from verl.config import DataConfig, ModelConfig, RewardConfig, load_config
 from verl.config.sections.deepspeed import read_ds_config
 from verl.data.dataset import dataset_class

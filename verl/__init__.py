@@ -21,14 +21,14 @@ from verl.parallel.process_settings import spin_briefly
 
 if TYPE_CHECKING:
     from verl.api import Trainer, cpo, dpo, evaluate, generate, kto, orpo, preference, reward_model, sft, simpo, train
+    from verl.compat.dataflow import Controller
+    from verl.compat.experience_buffer import ExperienceBuffer
     from verl.config import load_config
     from verl.data_proto.proto import DataProto, DataProtoItem
     from verl.page.notebook import Run
     from verl.parallel.placement import DataParallelConfig
-    from verl.programs.experience_buffer import ExperienceBuffer
     from verl.programs.stages import Stage
     from verl.runner.runner import RLRunner
-    from verl.runtime.dataflow import Controller
     from verl.session import Session
 
 install()
@@ -38,11 +38,11 @@ _API = (
     "Trainer", "cpo", "dpo", "evaluate", "generate", "kto", "orpo", "preference", "reward_model", "sft", "simpo", "train",
 )  # fmt: skip
 _LAZY = {
-    "Controller": "verl.runtime.dataflow",
+    "Controller": "verl.compat.dataflow",
     "DataParallelConfig": "verl.parallel.placement",
     "DataProto": "verl.data_proto.proto",
     "DataProtoItem": "verl.data_proto.proto",
-    "ExperienceBuffer": "verl.programs.experience_buffer",
+    "ExperienceBuffer": "verl.compat.experience_buffer",
     "RLRunner": "verl.runner.runner",
     "Run": "verl.page.notebook",
     "Session": "verl.session",

@@ -8,10 +8,10 @@ import pytest
 
 from tests.rollout.service import running
 from verl.agents import games
-from verl.agents.gsm8k import Gsm8kInteraction, Gsm8kTool
-from verl.agents.search import SearchTool
 from verl.agents.tool_agent import AgentData
 from verl.agents.tools.calculator import calculated
+from verl.compat.gsm8k import Gsm8kInteraction, Gsm8kTool
+from verl.compat.search import SearchTool
 from verl.errors import ConfigError
 
 DOCUMENTS = ["Paris is the capital of France", "Rome is the capital of Italy", "Cats sleep a lot"]

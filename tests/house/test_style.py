@@ -13,13 +13,13 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 82_069,
-    "compat": 5_483,
+    "core": 81_152,
+    "compat": 6_763,
     "page": 3_731,
-    "planner": 3_083,
+    "planner": 2_720,
     "tinker": 3_182,
     "clusters": 2_386,
-    "tests": 81_864,
+    "tests": 81_872,
     "benchmarks": 5_997,
 }
 MAX_MEAN_FUNCTION_LINES = 12

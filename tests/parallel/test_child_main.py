@@ -24,7 +24,7 @@ MODULES = (
     "verl.rollout.process_main",
     "verl.parallel.child_processes",
     "verl.cli.machine.probes",
-    "verl.cli.measure",
+    "verl.compat.measure",
     "torch.distributed.run",
 )
 INSTALLED = ("verl", "torch", "numpy", "yaml", "psutil", "omegaconf", "starlette", "uvicorn", "rich", "flash_attn")

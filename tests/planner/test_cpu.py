@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 from transformers import AutoModelForCausalLM
 
+from verl.cli.checklist.resources import reused_bytes
 from verl.config import load_config
 from verl.models.decoder.reuse import bytes_per_token
 from verl.models.decoder.weights import DenseDecoder
+from verl.models.memory import recorded_activations
 from verl.planner import Cluster, Lengths, ParallelLayout, SequenceBatch, Workload, known_shape, memory, time_forward
 from verl.planner.cluster import measure_cpu
 from verl.planner.kernels import matmul_time
-from verl.planner.memory import recorded_activations
-from verl.planner.request import reused_bytes, shape_of
+from verl.planner.request import shape_of
 from verl.planner.search import search
 from verl.planner.workload import Dataflow
 

@@ -11,8 +11,8 @@ from verl.data_proto.media import Media
 from verl.engines.api import MicroBatching
 from verl.engines.micro_batches import image_costs, plan_micro_batches
 from verl.models.packing import unpadded_rows
+from verl.models.shapes import ModelShape, known_shape
 from verl.models.vision import freeze_towers
-from verl.planner.shapes import ModelShape, known_shape
 
 PLAN = ("actor_rollout_ref.model.path=Qwen2.5-VL-7B", "data.max_prompt_length=2048", "plan.workload.prompt_mean=1100")
 

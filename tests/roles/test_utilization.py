@@ -6,10 +6,10 @@ import torch
 from tests.roles.test_skipping import SILENT, make_actor, make_batch, make_config, make_engine
 from verl.data_proto.metrics import merge_metrics
 from verl.data_proto.proto import DataProto
+from verl.models.shapes import ModelShape
 from verl.models.tiny import make_tiny_model
 from verl.parallel import device
 from verl.parallel.balance import TokenCost
-from verl.planner.shapes import ModelShape
 from verl.roles import updates
 from verl.roles.updates import Utilization
 

@@ -23,7 +23,7 @@ def test_under_200_lines_without_names_of_runtimes_or_engines():
 
 
 def test_without_ray(monkeypatch):
-    for name in [n for n in sys.modules if n.startswith(("verl.runtime.ray", "verl.runtime.ray_worker_group"))]:
+    for name in [n for n in sys.modules if n.startswith(("verl.runtime.ray", "verl.compat.ray_worker_group"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     config = load_config(["actor_rollout_ref.model.path=x", "trainer.n_gpus_per_node=2"], check=False).config

@@ -20,8 +20,8 @@ from verl.tracking.timeline import PLAN
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from verl.models.shapes import ModelShape
     from verl.planner.search import RunPlan
-    from verl.planner.shapes import ModelShape
 
 _FULL = 0.95  # share of the memory from which a plan is called full
 

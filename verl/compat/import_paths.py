@@ -5,7 +5,7 @@ A module of this table has no file: verl/compat/finder.py makes it on import. A 
 
 from __future__ import annotations
 
-_WORKER_GROUPS = "verl.runtime.ray_worker_group"
+_WORKER_GROUPS = "verl.compat.ray_worker_group"
 _REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mode"
 _ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model"
 _DATASETS = "create_rl_dataset create_rl_sampler"
@@ -46,7 +46,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.experimental.reward_loop": {"verl.compat.sections": "migrate_legacy_reward_impl"},
     "verl.interactions": {"verl.agents.interactions": "BaseInteraction"},
     "verl.interactions.base": {"verl.agents.interactions": "BaseInteraction"},
-    "verl.interactions.gsm8k_interaction": {"verl.agents.gsm8k": "Gsm8kInteraction"},
+    "verl.interactions.gsm8k_interaction": {"verl.compat.gsm8k": "Gsm8kInteraction"},
     "verl.interactions.utils.interaction_registry": {
         "verl.agents.interactions": "initialize_interactions_from_config=load_interactions",
         "verl.compat.python": "get_interaction_class=load_class_from_fqn",
@@ -54,7 +54,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.model_merger": {"verl.compat.commands": "main=model_merger"},
     "verl.single_controller.base": {
         "verl.parallel.register": _REGISTER,
-        "verl.runtime.user_worker": "Worker",
+        "verl.compat.user_worker": "Worker",
         "verl.runtime.worker_group": "WorkerGroup",
     },
     "verl.single_controller.base.decorator": {
@@ -68,10 +68,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.single_controller.ray.base": {
         _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls"
     },
-    "verl.tools.geo3k_tool": {"verl.agents.gsm8k": "Geo3kTool"},
-    "verl.tools.gsm8k_tool": {"verl.agents.gsm8k": "Gsm8kTool"},
+    "verl.tools.geo3k_tool": {"verl.compat.gsm8k": "Geo3kTool"},
+    "verl.tools.gsm8k_tool": {"verl.compat.gsm8k": "Gsm8kTool"},
     "verl.tools.sandbox_fusion_tools": {"verl.compat.agents": "SandboxFusionTool"},
-    "verl.tools.search_tool": {"verl.agents.search": "SearchTool"},
+    "verl.tools.search_tool": {"verl.compat.search": "SearchTool"},
     "verl.tools.utils.tool_registry": {
         "verl.compat.python": "get_tool_class=load_class_from_fqn",
         "verl.tools.tool_registry": "initialize_tools_from_config load_all_tools",
@@ -128,7 +128,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.trainer.ppo.utils": {"verl.compat.datasets": _DATASETS, "verl.compat.task_runner": _ROLES},
     "verl.utils": {
-        "verl.cli.measure": "benchmark_nccl benchmark_throughput",
+        "verl.compat.measure": "benchmark_nccl benchmark_throughput",
         "verl.compat.models": "check_model_consistency hf_processor hf_tokenizer",
         "verl.parallel.placement": "set_device_map",
     },
@@ -180,7 +180,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.reward_score.math_reward": _MATH_SCORER,
     "verl.utils.reward_score.openr1mm": {"verl.rewards.scorers.math_answers": "compute_score=score_tagged"},
     "verl.utils.reward_score.search_r1_like_qa_em": {"verl.rewards.scorers.exact_match": "compute_score"},
-    "verl.utils.reward_score.rlla": {"verl.rewards.scorers.tool_calls": "compute_score"},
+    "verl.utils.reward_score.rlla": {"verl.compat.tool_calls": "compute_score"},
     "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
     "verl.utils.seqlen_balancing": {
         "verl.compat.batches": "get_reverse_idx get_seqlen_balanced_partitions log_seqlen_unbalance "
@@ -212,7 +212,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy",
     },
     "verl.worker": {
-        "verl.programs.hybrid_worker": "ActorRolloutRefWorker",
+        "verl.compat.hybrid_worker": "ActorRolloutRefWorker",
         "verl.roles.rollout": "RolloutWorker",
         "verl.roles.model": "UpdateWorker=ModelRole",
         "verl.compat.models": "init_context",

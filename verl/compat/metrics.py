@@ -15,8 +15,8 @@ from verl.algorithms.validation_metrics import NUM_DRAWS, SEED, Metrics, metrics
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
+from verl.models.shapes import ModelShape
 from verl.parallel.device import named_peak_flops
-from verl.planner.shapes import ModelShape
 from verl.tracking.timeline import span_metrics, throughput
 
 if TYPE_CHECKING:

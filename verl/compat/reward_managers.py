@@ -248,7 +248,7 @@ class _Remote:
     """`compute_reward` in a Ray worker: `.remote(data, config, tokenizer)` or `.remote(data, reward_fn=manager)`."""
 
     def remote(self, *args: object, **kwargs: object) -> Any:
-        from verl.runtime.ray_worker_group import remote_function
+        from verl.compat.ray_worker_group import remote_function
 
         return remote_function(_remote_score, num_cpus=1).remote(*args, **kwargs)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.compat.hybrid_worker import ActorRolloutRefWorker
 from verl.errors import ConfigError
-from verl.programs.hybrid_worker import ActorRolloutRefWorker
 
 
 class FSDPVLLMShardingManager:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from verl.compat.user_worker import Worker
 from verl.errors import ConfigError
-from verl.runtime.user_worker import Worker
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

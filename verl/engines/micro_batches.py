@@ -14,11 +14,11 @@ from verl.data_proto.media import Media, RowMedia, row_media_of
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching
 from verl.errors import ConfigError
+from verl.models.memory import ParallelLayout, kept_activations, tower_activations
 from verl.models.packing import PackedRow, Reads, num_computed, unpadded_rows
+from verl.models.shapes import ModelShape
 from verl.models.vision import is_vision_model, require_vision, vision_towers
 from verl.parallel.balance import pack_by_tokens, unit_ids
-from verl.planner.memory import ParallelLayout, kept_activations, tower_activations
-from verl.planner.shapes import ModelShape
 
 Unit = list[PackedRow]  # rows that stay together
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from verl.planner import kernels
-from verl.planner.cluster import Cluster
-from verl.planner.memory import (
+from verl.models.memory import (
     WEIGHT,
     Bytes,
     EngineLayout,
@@ -24,7 +22,9 @@ from verl.planner.memory import (
     kv_bytes_per_token,
     rollout_weights,
 )
-from verl.planner.shapes import ModelShape
+from verl.models.shapes import ModelShape
+from verl.planner import kernels
+from verl.planner.cluster import Cluster
 from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_pass
 from verl.planner.workload import SequenceBatch, Workload
 

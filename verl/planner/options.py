@@ -14,9 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from verl.config.active_keys import REUSED_SHARE
-from verl.planner.cluster import Cluster
-from verl.planner.generation import generation_memory, time_generate, time_transition
-from verl.planner.memory import (
+from verl.models.memory import (
     Bytes,
     EngineLayout,
     ParallelLayout,
@@ -25,7 +23,9 @@ from verl.planner.memory import (
     recorded_activations,
     training_state,
 )
-from verl.planner.shapes import ModelShape
+from verl.models.shapes import ModelShape
+from verl.planner.cluster import Cluster
+from verl.planner.generation import generation_memory, time_generate, time_transition
 from verl.planner.step_time import Time, time_forward, time_train
 from verl.planner.workload import Dataflow, SequenceBatch, Workload
 

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from verl.config import PPOConfig, RunConfig
 from verl.config.schema import value_at
 from verl.foreign_text import clean
-from verl.planner.memory import ParallelLayout
+from verl.models.memory import ParallelLayout
+from verl.models.shapes import ModelShape
 from verl.planner.search import RunPlan
-from verl.planner.shapes import ModelShape
 from verl.planner.workload import ROLLOUT
 
 _GROUP = "actor_rollout_ref"

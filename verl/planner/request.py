@@ -13,17 +13,18 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from verl.cli.checklist.resources import reused_bytes
 from verl.config import LoadedConfig, PPOConfig, PreferenceConfig, RunConfig
-from verl.config.active_keys import LABELLED_LOSSES, reuse_obstacle, uses_critic, uses_reference
+from verl.config.active_keys import LABELLED_LOSSES, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.roots.reward_model import PAIR_LOSSES, RMConfig
 from verl.config.values import parse_override
 from verl.errors import ConfigError, nearest
+from verl.models.shapes import ModelShape, known_shape
 from verl.parallel.memory import available_memory
 from verl.planner.cluster import Cluster, cluster_facts, measure_cpu
 from verl.planner.options import Space
 from verl.planner.search import Rules
-from verl.planner.shapes import ModelShape, known_shape
 from verl.planner.step_time import layer_matmuls, mlp_matmuls
 from verl.planner.workload import Dataflow, Lengths, Workload
 from verl.regular_files import require_regular
@@ -231,17 +232,6 @@ def dataflow_of(config: RunConfig, *, on_cpu: bool = False) -> Dataflow:
         reference = shape_of(config.ref.model_path or config.model.path) if own else None
         return Dataflow.preference(shape, reference, trainable)
     return Dataflow.sft(shape, trainable, name="rm" if isinstance(config, RMConfig) else "sft")
-
-
-def reused_bytes(config: PPOConfig) -> float:
-    """Most bytes of activations that the sampler of a run on a CPU keeps for the update (verl/rollout/native/recording.py)."""
-    from verl.parallel.device import compute_dtype, resolve_device
-
-    group, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    dtype = compute_dtype(group.actor.fsdp_config.dtype, resolve_device("cpu"))
-    is_whole = rollout.name == "native" and not group.model.lora_rank
-    records = is_whole and reuse_obstacle(rollout) is None and str(dtype) == "torch.bfloat16"
-    return rollout.reuse_activations_gb * 1e9 if records else 0.0
 
 
 def _ppo(config: PPOConfig) -> Dataflow:

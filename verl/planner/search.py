@@ -21,10 +21,10 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from verl.errors import ConfigError
+from verl.models.shapes import ModelShape
 from verl.planner.cluster import Cluster
 from verl.planner.generation import time_transition
 from verl.planner.options import Option, Space, options, undominated
-from verl.planner.shapes import ModelShape
 from verl.planner.workload import ROLLOUT, Dataflow, Workload
 
 Groups = tuple[tuple[str, ...], ...]

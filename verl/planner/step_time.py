@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from verl.models.memory import GRAD, WEIGHT, ParallelLayout, parameters_per_device
+from verl.models.shapes import ModelShape, Tower
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
-from verl.planner.memory import GRAD, WEIGHT, ParallelLayout, parameters_per_device
-from verl.planner.shapes import ModelShape, Tower
 from verl.planner.workload import SequenceBatch
 
 _ATTENTION_BACKWARD = 3.0  # 2.5 times the operations, at a lower rate

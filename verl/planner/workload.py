@@ -19,7 +19,7 @@ from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 from verl.errors import ConfigError
-from verl.planner.shapes import ModelShape
+from verl.models.shapes import ModelShape
 
 Kind = Literal["generate", "forward", "train"]
 ROLLOUT = "rollout"

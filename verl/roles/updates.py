@@ -12,10 +12,10 @@ from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 from verl.models.hf_module import HFModule
+from verl.models.shapes import ModelShape
 from verl.parallel.balance import TokenCost, unit_ids
 from verl.parallel.device import peak_flops
 from verl.parallel.serialize import record
-from verl.planner.shapes import ModelShape
 from verl.roles.guards import Finding, merge_findings
 
 

@@ -8,9 +8,9 @@ from typing import cast
 from verl.config import ModelConfig
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
+from verl.models.shapes import ModelShape
 from verl.parallel.balance import TokenCost
 from verl.parallel.mesh import Mesh
-from verl.planner.shapes import ModelShape
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RolloutHandle, WeightSync
 from verl.roles.model import ModelRole, schedule_of
 from verl.roles.reward import RewardWorker

@@ -13,7 +13,7 @@ from verl.errors import ConfigError, FewRowsError
 
 if TYPE_CHECKING:
     from verl.data.check import DataReport
-    from verl.planner.shapes import ModelShape
+    from verl.models.shapes import ModelShape
 
 
 NUM_CHARACTERS = 300  # of the text of a row

@@ -12,7 +12,7 @@ from verl.cli.report import Line, fail, info, passed, warn
 from verl.config import ModelConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic
 from verl.errors import ModelError
-from verl.planner.shapes import ModelShape
+from verl.models.shapes import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,12 +16,11 @@ from typing import Any
 from verl.cli.checklist import Subject
 from verl.cli.report import Level, Line, fail, passed, skip, warn
 from verl.config import FSDPConfig, PPOConfig, PreferenceConfig, SFTConfig
-from verl.config.active_keys import REUSED_SHARE, runs_on_several_devices, uses_critic, uses_reference
+from verl.config.active_keys import REUSED_SHARE, reuse_obstacle, runs_on_several_devices, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.actor import ActorConfig
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
-from verl.parallel.memory import available_memory, memory_limit
-from verl.planner.memory import (
+from verl.models.memory import (
     FLOAT32,
     WEIGHT,
     ParallelLayout,
@@ -30,8 +29,8 @@ from verl.planner.memory import (
     optimizer_bytes,
     recorded_activations,
 )
-from verl.planner.request import reused_bytes
-from verl.planner.shapes import ModelShape
+from verl.models.shapes import ModelShape
+from verl.parallel.memory import available_memory, memory_limit
 
 ADAM_STATES = 2 * FLOAT32
 # a Python process with PyTorch and transformers; a reward worker with its scorers
@@ -205,6 +204,17 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         host = available_memory()
         said = f"{on_host / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by offload"
         yield passed(said) if on_host <= host else fail(f"{said}; use a smaller model, or offload less")
+
+
+def reused_bytes(config: PPOConfig) -> float:
+    """Most bytes of activations that the sampler of a run on a CPU keeps for the update (verl/rollout/native/recording.py)."""
+    from verl.parallel.device import compute_dtype, resolve_device
+
+    group, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    dtype = compute_dtype(group.actor.fsdp_config.dtype, resolve_device("cpu"))
+    is_whole = rollout.name == "native" and not group.model.lora_rank
+    records = is_whole and reuse_obstacle(rollout) is None and str(dtype) == "torch.bfloat16"
+    return rollout.reuse_activations_gb * 1e9 if records else 0.0
 
 
 def _recorded_bytes(config: PPOConfig, policy: ModelShape, free: int) -> int:

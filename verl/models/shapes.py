@@ -1,7 +1,7 @@
 """Shapes of decoders: parameters, and the sizes from which memory and time follow. Without torch and without weights.
 
 ModelShape.from_config(json.load(open("config.json")))        a Hugging Face config, as a dict or an object
-known_shape("Qwen/Qwen2.5-7B-Instruct")                       a published model, by its name (models.yaml)
+known_shape("Qwen/Qwen2.5-7B-Instruct")                       a published model, by its name (shapes.yaml)
 ModelShape.gpt(num_layers=96, hidden=12288, heads=96)         GPT: GELU, no grouped keys, 12 L h^2 parameters
 """
 
@@ -28,7 +28,7 @@ _SIZES = (
     "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
 )  # fmt: skip
 _SIZE = re.compile(r"-\d+(\.\d+)?[bm](-|$)")  # of a model in its name, as in -7b
-_MODELS = Path(__file__).with_name("models.yaml")
+_MODELS = Path(__file__).with_name("shapes.yaml")
 
 
 @dataclass(frozen=True)
@@ -297,6 +297,6 @@ def known_shape(name: str) -> ModelShape:
             return shapes[known]
     raise ConfigError(
         f"The shape of {name!r} is not known: it is no folder with a config.json, and no published model of "
-        f"verl/planner/models.yaml{nearest(name.rstrip('/').split('/')[-1], shapes) or '.'} Give actor_rollout_ref.model.path "
+        f"verl/models/shapes.yaml{nearest(name.rstrip('/').split('/')[-1], shapes) or '.'} Give actor_rollout_ref.model.path "
         "such a folder; its weights are not needed."
     )

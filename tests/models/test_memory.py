@@ -2,8 +2,8 @@
 
 import pytest
 
+from verl.models.memory import EngineLayout, kept_activations, kv_bytes_per_token, rollout_weights, training_state
 from verl.planner import ModelShape, ParallelLayout, generation_memory, known_shape, memory
-from verl.planner.memory import EngineLayout, kept_activations, kv_bytes_per_token, rollout_weights, training_state
 from verl.planner.workload import Lengths, Workload
 
 GIB = 2**30

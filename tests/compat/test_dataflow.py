@@ -8,10 +8,10 @@ from tests.parallel.batches import make_batch, rows_of
 from tests.run import conftest as runs
 from tests.run.conftest import train_run
 from tests.runtime.test_group import Doubler, loop_runner
+from verl.compat.dataflow import Controller
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
 from verl.roles.api import Roles
-from verl.runtime.dataflow import Controller
 from verl.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.seed("A4")

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from verl.config.active_keys import MOST_REUSED_TOKENS
-from verl.planner.shapes import ModelShape
+from verl.models.shapes import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
 

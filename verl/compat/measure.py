@@ -60,7 +60,7 @@ def benchmark_nccl(
 
         count = num_ranks or max(2, torch.cuda.device_count())
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        ranks = python_command("verl.cli.measure", json.dumps([sizes, num_repeats, timeout_s]))[1:]
+        ranks = python_command("verl.compat.measure", json.dumps([sizes, num_repeats, timeout_s]))[1:]
         said = _output([*launcher, *ranks], timeout_s)
         times = [AllGatherTime(**row) for row in json.loads(said.strip().splitlines()[-1])]
     else:
@@ -232,4 +232,4 @@ if __name__ == "__main__":  # a rank of `benchmark_nccl`; rank 0 prints the rows
     die_with(os.getppid())
     rows = [asdict(row) for row in measure_gathering(*json.loads(sys.argv[1]))]
     if os.environ["RANK"] == "0":
-        print(json.dumps(rows))
+        sys.stdout.write(json.dumps(rows) + "\n")

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from verl.compat.hybrid_worker import ActorRolloutRefWorker as Implementation
 from verl.errors import ConfigError, DataError, ModelError
 from verl.parallel.placement import DataParallelConfig, set_device_map
-from verl.programs.hybrid_worker import ActorRolloutRefWorker as Implementation
 from verl.worker import ActorRolloutRefWorker
 
 pytestmark = pytest.mark.seed("E2")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.cli.measure import AllGatherTime, benchmark_nccl, benchmark_throughput
+from verl.compat.measure import AllGatherTime, benchmark_nccl, benchmark_throughput
 from verl.errors import DeadlineError, ModelError
 
 pytestmark = pytest.mark.seed("E6")
