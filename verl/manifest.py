@@ -40,7 +40,11 @@ _OF_OTHERS = ("model_world_size_*.pt", "*/model_world_size_*.pt", "*/dist_ckpt",
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and digest (see digests.py) of a file."""
+    """Size and digest (see digests.py) of a file.
+
+    >>> FileRecord(bytes=1024, blake2b="9f2c").bytes
+    1024
+    """
 
     bytes: int
     blake2b: str

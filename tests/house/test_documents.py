@@ -1,6 +1,7 @@
 """Pages that are written by a program are current, and commands and files that pages name exist."""
 
 import ast
+import doctest
 import functools
 import importlib.util
 import re
@@ -171,3 +172,11 @@ def test_other_defaults_are_among_the_differences():
     text = read("docs/differences.md")
     missing = [row for row in PPO.compat.differences if "| " + " | ".join(row) + " |" not in text]
     assert not missing, f"docs/differences.md lacks or contradicts rows of verl/config/compat.yaml: {missing}"
+
+
+def test_examples_of_docstrings_give_what_they_show():
+    modules = [name for name, path in files().items() if ">>>" in path.read_text(encoding="utf-8")]
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    results = {name: doctest.testmod(load_module(name), optionflags=flags) for name in modules}
+    assert len(results) >= 20
+    assert not {name for name, result in results.items() if result.failed}

@@ -75,7 +75,13 @@ class EpisodeTask:
 
 @dataclass(eq=False)
 class Branch:
-    """A sequence of tokens and how each came about. `number` names it to the engine."""
+    """A sequence of tokens and how each came about. `number` names it to the engine.
+
+    >>> branch = Branch(number=0, num_prompt=2, tokens=[1, 2], sampled=[False] * 2, log_probs=[0.0] * 2, versions=[-1] * 2)
+    >>> branch.add([5, 6], log_probs=[-0.1, -2.0], version=3)
+    >>> branch.versions
+    [-1, -1, 3, 3]
+    """
 
     number: int
     num_prompt: int

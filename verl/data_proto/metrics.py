@@ -26,6 +26,9 @@ class Metric:
     `.at_largest`.
 
     Nothing is computed until `.value` is read, so building and merging never wait for a device. No graph is kept alive.
+
+    >>> Metric.mean(2.0, weight=3).merge(Metric.mean(6.0, weight=1)).value
+    3.0
     """
 
     reduction: Reduction

@@ -33,6 +33,9 @@ class SamplingParams:
 
     Sampled log-probabilities are taken from `softmax(logits / temperature)` before top-k, top-p and min-p filtering
     (greedy: temperature 1), so that they compare with the training forward.
+
+    >>> SamplingParams(n=8, temperature=0.7, max_new_tokens=256, stop=("</answer>",)).top_k
+    -1
     """
 
     n: int = 1  # samples per prompt; the prompt is computed once for all of them
@@ -55,6 +58,9 @@ class PromptRequest:
     random numbers: neither batch composition nor worker count changes the sampled tokens.
 
     A resumed sample has its response so far at the end of `token_ids`. It samples the same tokens as without the break.
+
+    >>> new = PromptRequest(ordinal=7, token_ids=(1, 2))
+    >>> resumed = PromptRequest(ordinal=7, token_ids=(1, 2, 5, 6), first_sample=1, num_drawn=2, num_samples=1)
     """
 
     ordinal: int
@@ -96,7 +102,11 @@ class TurnRequest:
 @dataclass
 class Completion:
     """One finished sample: PromptRequest(7, ...) with n=2 gives Completion(7, 0, ...) and Completion(7, 1, ...). When a sample
-    has resumed or continued, only the new tokens."""
+    has resumed or continued, only the new tokens.
+
+    >>> Completion(7, 1, token_ids=[5, 6], log_probs=[-0.1, -2.0], finish_reason="stop", weight_version=3).token_ids
+    [5, 6]
+    """
 
     ordinal: int
     sample: int
@@ -114,7 +124,11 @@ class Completion:
 
 @dataclass
 class ScoreRequest:
-    """Arguments of a reward function: compute_score(data_source, solution_str, ground_truth, extra_info)."""
+    """Arguments of a reward function: compute_score(data_source, solution_str, ground_truth, extra_info).
+
+    >>> ScoreRequest("7/0", "openai/gsm8k", solution_str="2 + 2 = 4", ground_truth="4").extra_info
+    {}
+    """
 
     key: str  # unique within one scoring call, for example "7/0" (ordinal/sample)
     data_source: str
@@ -130,7 +144,11 @@ class ScoreRequest:
 @dataclass
 class Score:
     """A reward with its parts. `error` is None, or the sentence that says why the reward function gave none; then `score` is
-    reward.default_score, or 0 without one."""
+    reward.default_score, or 0 without one.
+
+    >>> Score("7/0", 1.0, parts={"format": 0.5}).error is None
+    True
+    """
 
     key: str
     score: float

@@ -28,7 +28,11 @@ Status = Literal["open", "stop", "length", "abort"]
 
 @dataclass
 class Segment:
-    """Consecutive tokens of a response with one source and one weight version."""
+    """Consecutive tokens of a response with one source and one weight version.
+
+    >>> sampled = Segment(np.array([5, 6]), np.array([-0.1, -2.0]), weight_version=3)
+    >>> tool = Segment(np.array([9]), None, weight_version=3, source="environment")
+    """
 
     token_ids: np.ndarray  # int32 [n]
     log_probs: np.ndarray | None  # float32 [n] (float64 of a float64 model); None: not sampled
@@ -37,7 +41,11 @@ class Segment:
 
 
 class Row(NamedTuple):
-    """A trajectory without padding, as arrays over its tokens."""
+    """A trajectory without padding, as arrays over its tokens.
+
+    >>> Row(np.array([1, 2]), np.array([5, 6, 9]), np.array([True, True, False]), np.array([-0.1, -2, 0]), np.array([3, 3, 3]))
+    Row(prompt_ids=array([1, 2]), ...)
+    """
 
     prompt_ids: np.ndarray  # int64 [prompt]
     response_ids: np.ndarray  # int64 [response]
@@ -48,7 +56,12 @@ class Row(NamedTuple):
 
 @dataclass
 class Trajectory:
-    """Sample `sample` of the prompt with index `ordinal`: Trajectory(7, 0, (1, 2), [Segment([5, 6], [-0.1, -2.0], 3)])."""
+    """Sample `sample` of the prompt with index `ordinal`: Trajectory(7, 0, (1, 2), [Segment([5, 6], [-0.1, -2.0], 3)]).
+
+    >>> done = Trajectory(7, 0, (1, 2), [Segment(np.array([5, 6]), np.array([-0.1, -2.0]), 3)], status="stop")
+    >>> done.response_ids, done.oldest_version
+    ([5, 6], 3)
+    """
 
     ordinal: int
     sample: int

@@ -40,6 +40,9 @@ class MicroBatching:
     """Limits of the part of a mini-batch that one forward and backward computes: tokens (`use_dynamic_bsz`), or rows.
 
     `max_tokens` counts the tokens that are computed: a prompt shared by several rows of a micro-batch counts once.
+
+    >>> MicroBatching(max_tokens=16384)
+    MicroBatching(max_tokens=16384, max_rows=None)
     """
 
     max_tokens: int | None = None
@@ -49,7 +52,11 @@ class MicroBatching:
 @dataclass(frozen=True)
 class BatchTotals:
     """Sizes of the whole mini-batch over all ranks: the denominators of the loss, so that neither the micro-batch
-    split nor the number of ranks changes it."""
+    split nor the number of ranks changes it.
+
+    >>> BatchTotals(num_tokens=2048, num_sequences=16, num_units=16).num_chosen_tokens
+    0
+    """
 
     num_tokens: int  # response_mask.sum()
     num_sequences: int  # rows with a token in response_mask

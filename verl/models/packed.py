@@ -31,7 +31,11 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True)
 class PackedSegment:
-    """`length` tokens from `start` on, and the prefix that all of them see (none when `prefix_length` is 0)."""
+    """`length` tokens from `start` on, and the prefix that all of them see (none when `prefix_length` is 0).
+
+    >>> prompt = PackedSegment(start=0, length=12)
+    >>> responses = [PackedSegment(start, 5, prefix_start=0, prefix_length=12) for start in (12, 17)]
+    """
 
     start: int
     length: int

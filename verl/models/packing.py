@@ -25,7 +25,11 @@ from verl.parallel.device import to_device
 class Reads:
     """Positions of a row whose hidden states are needed. `predictions`: the positions that predict a trained response token.
     `last_token`: the last trained token itself, at which a sequence is scored. `columns` [batch, response, ...] of the
-    batch are read at the same positions."""
+    batch are read at the same positions.
+
+    >>> Reads(predictions=False, last_token=True).columns
+    ()
+    """
 
     predictions: bool = True
     last_token: bool = False

@@ -22,6 +22,9 @@ class Mesh:
 
     A rank's position in `ranks` is its index in the group. Ranks that differ only in axes that are not data axes form a
     model-parallel group: they get the same rows, and the one whose coordinates there are all 0 answers for the group.
+
+    >>> Mesh((("data", 2), ("tensor", 2)), ranks=(0, 1, 2, 3)).axes[1]
+    ('tensor', 2)
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -60,7 +60,11 @@ class DataParallelConfig:
 
 @dataclass(frozen=True)
 class Placement:
-    """`devices[role]` are ascending device numbers; every role of the run has some, and every device has a role."""
+    """`devices[role]` are ascending device numbers; every role of the run has some, and every device has a role.
+
+    >>> Placement({"actor": (0, 1), "rollout": (2, 3)}, devices_per_node=4).devices["rollout"]
+    (2, 3)
+    """
 
     devices: dict[str, tuple[int, ...]]
     devices_per_node: int

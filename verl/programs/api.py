@@ -57,6 +57,9 @@ class StepResult:
     `metrics` are written to metrics.jsonl under these names. `num_tokens` counts the tokens of all rows that trained, prompt
     and response. `rows` makes the rows of samples/train/{step}.jsonl; only the rank that writes them calls it. `span_tokens`
     gives the tokens that a span has worked on, for timing_per_token_ms/{span}. `skipped` is the reason why nothing trained.
+
+    >>> StepResult({"critic/score/mean": 0.5}, num_tokens=4096, span_tokens={"gen": 2048}).num_tokens
+    4096
     """
 
     metrics: dict[str, float]

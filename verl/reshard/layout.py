@@ -54,6 +54,9 @@ class Tensor:
     belongs to, counted from 0; -1 is before the first one (embedding), the number of layers after the last (final norm, output
     projection), and a tied embedding is at both ends. Tensor parallel ranks shard `tensor_dim`, each of its `blocks` by itself
     where it is several matrices in one (gate|up, q|k|v). Experts are along dimension 0.
+
+    >>> Tensor("model.layers.3.mlp.up_proj.weight", (1536, 576), layers=(3,), tensor_dim=0).itemsize
+    2
     """
 
     name: str

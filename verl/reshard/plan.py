@@ -36,6 +36,9 @@ class Move(NamedTuple):
     """A slice of a tensor that goes from rank `source` to `destination`; if they are equal, it is kept and costs 0 bytes.
 
     It lies within one slice of the part that each of the two holds (Part.slices), so it is one block of both local tensors.
+
+    >>> Move("lm_head.weight", source=0, destination=2, slice=((0, 8), (0, 16)), num_bytes=256).num_bytes
+    256
     """
 
     tensor: str

@@ -23,7 +23,11 @@ from verl.roles.guards import Finding, merge_findings
 class MiniBatchSchedule:
     """`epochs` passes over a batch in mini-batches of `size` rows (the last may be short; None: all rows). `needed` chooses the
     rows of a mini-batch that are computed; None: all of them. `unit` is the objective's, see TrainEngine.train_batch. No unit
-    is cut, and a unit of more than `size` rows is a mini-batch by itself."""
+    is cut, and a unit of more than `size` rows is a mini-batch by itself.
+
+    >>> MiniBatchSchedule(size=64, epochs=2, shuffle=True, seed=42).unit
+    'row'
+    """
 
     size: int | None = None
     epochs: int = 1

@@ -35,7 +35,11 @@ Text = Messages | str
 @dataclass(frozen=True)
 class Preference:
     """One row of any format. `completions` are the chosen and the rejected one, or a single one, which is desirable if `label`
-    is true; all are chat messages or texts, as the prompt. `margin`: by how much the chosen one is better (0.0: not known)."""
+    is true; all are chat messages or texts, as the prompt. `margin`: by how much the chosen one is better (0.0: not known).
+
+    >>> Preference("pair", "1 + 1 = ", ("2", "3"), margin=1.0).completions[0]
+    '2'
+    """
 
     row_format: str
     prompt: Text

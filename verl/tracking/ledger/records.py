@@ -29,7 +29,11 @@ POLICY, ENVIRONMENT = "policy", "environment"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of the run: its ordinal, epoch and row of the data, and a digest of its tokens."""
+    """A prompt of the run: its ordinal, epoch and row of the data, and a digest of its tokens.
+
+    >>> Prompt(ordinal=105, epoch=1, row=5, digest="9f2c").row
+    5
+    """
 
     ordinal: int
     epoch: int
