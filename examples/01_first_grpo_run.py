@@ -1,8 +1,9 @@
-"""A first GRPO run: a tiny random model learns to answer with the digit that it is asked for.
+"""A first GRPO run: a tiny random model learns to answer with digits.
 
 python examples/01_first_grpo_run.py
 
-Reads nothing and needs no network; all files that it makes are under outputs/example_01.
+Such a model cannot read its prompt: it ends with one digit for all prompts, and the run warns of that. The example
+reads nothing and needs no network; all files that it makes are under outputs/example_01.
 """
 
 import json

@@ -60,6 +60,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *_MODULES]  # the completion of notebooks
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(load(_LAZY[name]), name)

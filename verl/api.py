@@ -23,16 +23,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl.config import SCHEMAS, LoadedConfig, PPOConfig, load_config
 from verl.config.active_keys import runs_agents
 from verl.config.command_defaults import Face
-from verl.config.presets import PRESETS
+from verl.config.presets import PRESETS, preset_name
 from verl.data.files import is_data_file
 from verl.data.messages import unfilled
 from verl.data.python_rows import Data, Row, Rows, checked_row, listed_rows, prompt_row, row_as_json
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, InterruptedRun
 from verl.foreign_text import quoted
 from verl.parallel.torch_settings import run_settings
 from verl.registry import is_in_process, reference_to, with_references
@@ -50,6 +50,7 @@ from verl.tracking.run_folder import unwritable
 if TYPE_CHECKING:
     from verl.page.notebook import Run
 
+Model: TypeAlias = "str | os.PathLike[str] | Run"
 Reward = Callable[..., Any] | str | os.PathLike[str] | Sequence[Callable[..., Any]]
 Metrics = dict[str, float]
 Callback = Callable[["Trainer", Metrics], Any]
@@ -57,12 +58,13 @@ Callback = Callable[["Trainer", Metrics], Any]
 _PROGRAMS = {"sft": "sft", "preference": "preference", "reward_model": "rm"}
 _FILE_KEYS = (("data", "data.train_files"), ("eval_data", "data.val_files"))
 _FOLDER = "trainer.default_local_dir"
+_NAME = re.compile(r"[^\s?!]*|.*\.\w+")  # of a file or a data set
 
 
 class Trainer(SteppedRun):
     """A run that is taken step by step. Use it as a context manager, or call `close` at the end.
 
-    model: Hugging Face folder or name
+    model: Hugging Face folder or name, or a `verl.Run`: its newest model
     data: rows, a `datasets.Dataset`, or paths of data files (docs/python.md)
     reward: a function (TRL's form or verl's, docs/rewards.md), several, or the path of a file with `compute_score`; without one
       the built-in scorer of each row's `data_source`
@@ -82,7 +84,7 @@ class Trainer(SteppedRun):
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: Model,
         data: Data,
         reward: Reward | None = None,
         *,
@@ -95,11 +97,12 @@ class Trainer(SteppedRun):
         **keys: object,
     ):
         _refuse_import_by_worker()
+        model = getattr(model, "model_path", model)
         if isinstance(reward, Iterator):  # which can be read once only
             reward = list(reward)
         self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
         name = algorithm if isinstance(algorithm, str | None) else reference_to(algorithm)
-        name = name.lower() if name is not None and name.lower() in PRESETS else name
+        name = name and (preset_name(name) or name)
         self.program_name = _PROGRAMS.get(str(name), "ppo")
         rows, functions = listed_rows("train", data), _functions(reward)
         eval_rows = None if eval_data is None else rows if eval_data is data else listed_rows("val", eval_data)
@@ -132,7 +135,7 @@ class Trainer(SteppedRun):
         self._stop = False
 
     def _arguments(
-        self, model: str | os.PathLike[str], reward: Reward | None, algorithm: str | None, loss: str | None
+        self, model: Model, reward: Reward | None, algorithm: str | None, loss: str | None
     ) -> dict[str, dict[str, object]]:
         """The keys that arguments of the call stand for, by argument."""
         is_rl = self.program_name == "ppo"
@@ -156,6 +159,11 @@ class Trainer(SteppedRun):
         if isinstance(data, str):
             return data
         if data and all(isinstance(row, str | os.PathLike) for row in data):
+            if text := next((row for row in data if isinstance(row, str) and not _NAME.fullmatch(row)), None):
+                raise DataError(
+                    f"The {split} data have the text {quoted(text, 40)}, which names no file. Give a row for each prompt: "
+                    f'{{"prompt": {quoted(text, 40)}}}.'
+                )
             return [os.fspath(row) for row in data]
         if not data:
             raise DataError(f"The {split} data have no rows.")
@@ -179,7 +187,11 @@ class Trainer(SteppedRun):
     def step(self) -> Metrics | None:
         """Take the next step, with validation and checkpoints when due, and call the callbacks; returns its metrics, or
         None after the last step and after `stop`. Raises InterruptedRun after saving on Ctrl-C and SIGTERM."""
-        metrics = None if self._stop else super().step()
+        try:
+            metrics = None if self._stop else super().step()
+        except InterruptedRun as error:
+            resume = f"Call it again with output_dir={str(self.folder)!r} to resume."
+            raise InterruptedRun(str(error).replace("Run the same command again to resume.", resume)) from None
         if metrics is not None:
             for callback in self.callbacks:
                 callback(self, metrics)
@@ -237,7 +249,7 @@ class _Sampler(Trainer):
     defaults = "release"
 
 
-def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
+def train(model: Model, data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
     """Train to the last step and save; returns the run, whose `model_path` is the trained model:
 
         verl.train("Qwen/Qwen3-0.6B", rows, reward, algorithm="grpo", actor_rollout_ref={"rollout": {"n": 8}})
@@ -250,12 +262,12 @@ def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = Non
         return trainer.run
 
 
-def sft(model: str | os.PathLike[str], data: Data, **arguments: Any) -> Run:
+def sft(model: Model, data: Data, **arguments: Any) -> Run:
     """Fine-tune on rows of docs/sft.md: messages, prompt and completion, or text. Further arguments as of `Trainer`."""
     return train(model, data, algorithm="sft", **arguments)
 
 
-def preference(model: str | os.PathLike[str], data: Data, *, loss: str | None = None, **arguments: Any) -> Run:
+def preference(model: Model, data: Data, *, loss: str | None = None, **arguments: Any) -> Run:
     """Train on rows of docs/preferences.md with one of its losses; default: the key preference.loss (DPO). Further
     arguments as of `Trainer`."""
     return train(model, data, algorithm="preference", loss=loss, **arguments)
@@ -268,12 +280,12 @@ simpo = partial(preference, loss="simpo")
 cpo = partial(preference, loss="cpo")
 
 
-def reward_model(model: str | os.PathLike[str], data: Data, **arguments: Any) -> Run:
+def reward_model(model: Model, data: Data, **arguments: Any) -> Run:
     """Train a reward model on rows of docs/reward-models.md. Further arguments as of `Trainer`."""
     return train(model, data, algorithm="reward_model", **arguments)
 
 
-def evaluate(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Metrics:
+def evaluate(model: Model, data: Data, reward: Reward | None = None, **arguments: Any) -> Metrics:
     """Metrics of a model on `data`, such as "val/reward"; nothing is trained. Arguments as of `Trainer`."""
     from verl.run.host import evaluate as evaluate_run
 
@@ -283,9 +295,7 @@ def evaluate(model: str | os.PathLike[str], data: Data, reward: Reward | None = 
     return dict(json.loads((trainer.folder / "eval" / "eval.json").read_text(encoding="utf-8")))
 
 
-def generate(
-    model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any
-) -> list[dict[str, Any]]:
+def generate(model: Model, data: Data, reward: Reward | None = None, **arguments: Any) -> list[dict[str, Any]]:
     """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
     (None where nothing scores). `data` may also be a list of prompts, each a text or messages. In a list of
     data files at least one exists. Sampling follows `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""

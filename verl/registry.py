@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -161,6 +162,11 @@ def referenced_name(reference: str) -> str:
     """The name of the object that `reference_to` returned `reference` for."""
     name = reference.rpartition(":")[2]
     return name.rpartition("_")[0] if is_in_process(reference) else name
+
+
+def without_ids(text: str) -> str:
+    """`text` with the names of objects in place of their references in this process; `verl.run.inputs` compares their code."""
+    return re.sub(rf"\b{_IN_PROCESS}:(\w+)_[0-9a-f]+", r"\1", text)
 
 
 def is_in_process(reference: str) -> bool:

@@ -18,7 +18,8 @@ import verl.api
 from tests.api.functions import compute_score, length, starts
 from verl.api import _reward_keys
 from verl.data_proto.samples import ScoreRequest
-from verl.errors import ConfigError, DataError, InterruptedRun, RewardError
+from verl.errors import ConfigError, DataError, InterruptedRun, ModelError, RewardError
+from verl.models.folder import locate
 from verl.registry import is_in_process, load_object, reference_to
 from verl.rewards.functions import RewardFunctionSpec, score_lists
 from verl.rewards.managers.build import build_pool
@@ -38,6 +39,7 @@ def test_exported_names_are_importable_and_sorted_by_kind():
     assert {"Trainer", "train", "sft", "dpo", "reward_model", "evaluate", "generate", "load_config", "Run"} <= set(
         verl.__all__
     )
+    assert set(verl.__all__) <= set(dir(verl))
     code = "import sys, verl; verl.Stage; assert not {'torch', 'ray'} & set(sys.modules), 'heavy import'"
     bare = code.replace("verl.Stage; ", "from verl.rewards.functions import no_reward; ")  # what `generate` scores with
     subprocess.run([sys.executable, "-c", bare], check=True, timeout=120)
@@ -212,6 +214,15 @@ def test_an_interruption_saves(tiny_llama, tmp_path):
     assert (tmp_path / "global_step_1/trainer_state.json").is_file()
 
 
+def test_an_interrupted_call_says_how_it_resumes(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with verl.Trainer(tiny_llama, ROWS, length, config=DATA, trainer=STEPS) as trainer:
+        trainer.step()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(InterruptedRun, match=rf"Call it again with output_dir='{tmp_path}/runs/grpo-[\d-]+'"):
+            trainer.step()
+
+
 def test_columns_that_episodes_add_are_no_columns_of_the_rows(tiny_llama, tmp_path):
     def score(completions, turn_scores):
         return [0.0] * len(completions)
@@ -278,6 +289,9 @@ def test_iterators_are_read_once(tiny_llama, tmp_path):
         ({"config": {"data": {"train_files": "x"}}}, ConfigError, "data.train_files='x' .* and the argument data"),
         ({"algorithm": "sft"}, ConfigError, "reads no reward"),
         ({"algorithm": "grop"}, ConfigError, "grpo"),
+        ({"data": ["Who are you?"]}, DataError, "names no file. Give a row for each prompt"),
+        ({"tools": [length]}, ConfigError, "Set actor_rollout_ref.rollout.multi_turn.function_tool_path"),
+        ({"peft_config": {"r": 8}}, ConfigError, "Set actor_rollout_ref.model.lora_rank"),
         ({"reward": [1.0]}, ConfigError, "no function"),
         ({"reward": lambda texts: [0.0]}, RewardError, "has no parameter 'completions' or 'solution_str'"),
         ({"reward": lambda completions, anser: [0.0]}, RewardError, "takes 'anser'.* did you mean 'answer'"),
@@ -456,6 +470,26 @@ def test_a_function_below_the_main_guard_is_called_in_the_process(tmp_path, monk
     monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(**module))
     assert reference_to(module["top"]) == f"{script}:top"
     assert is_in_process(reference_to(module["guarded"]))
+
+
+def test_another_lambda_of_the_same_name_is_no_changed_setting(tiny_llama, tmp_path, caplog):
+    keys = {"output_dir": tmp_path, "config": DATA}
+    for num_steps in (1, 2):
+        reward = eval("lambda completions: [1.0] * len(completions)")
+        verl.train(tiny_llama, ROWS, reward, trainer={**STEPS, "total_training_steps": num_steps}, **keys)
+    (warning,) = [message for message in caplog.messages if "changed settings" in message]
+    assert "total_training_steps" in warning
+    assert "lambda" not in warning
+
+
+def test_a_run_stands_for_its_newest_model(tiny_llama, tmp_path):
+    run = verl.train(tiny_llama, ROWS, length, output_dir=tmp_path / "run", config=DATA, trainer=STEPS)
+    with verl.Trainer(run, ROWS, length, output_dir=tmp_path / "next") as trainer:
+        assert trainer.loaded.config.actor_rollout_ref.model.path == str(
+            tmp_path / "run/global_step_2/actor/huggingface"
+        )
+    with pytest.raises(ModelError, match="give .*global_step_2/actor/huggingface"):
+        locate(tmp_path / "run")
 
 
 def test_a_model_in_memory_is_refused(tmp_path):

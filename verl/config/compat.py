@@ -151,6 +151,8 @@ class Compat:
         section, _, last = spelled.rpartition(".")
         if not section or spelled in self.other_trainers:
             return self.other_trainers.get(spelled, "")
+        if name := self.other_trainers.get(section.partition(".")[0]):
+            return name
         name = self.other_trainers.get(last, "").partition(" ")[0].rpartition(".")[2]
         below = [key for key in known if name and key.startswith(f"{section}.") and key.endswith(f".{name}")]
         return next((key for key in below if key == f"{section}.{name}" or len(below) == 1), "")

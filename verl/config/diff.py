@@ -9,6 +9,7 @@ from verl.config.loaded import LoadedConfig, scalar
 from verl.config.schema import value_at
 from verl.config.secrets import hide_values
 from verl.errors import ConfigError
+from verl.registry import without_ids
 
 # of the start of a run, not of its work
 _OF_THE_START = (
@@ -39,10 +40,11 @@ def changed_keys(loaded: LoadedConfig[object], folder: Path) -> list[str]:
         old = value_at(before.config, path)
         if before.origins[path] == "default":
             old = _WITHOUT_KEY.get(path, old)
-        if old == new or loaded.origins[path].startswith("follows "):  # the key that it follows is listed
-            continue
         name = path.rpartition(".")[2]
-        changes.append(f"{path}: {scalar(hide_values(old, name))} -> {scalar(hide_values(new, name))}")
+        before_text, text = (without_ids(scalar(hide_values(value, name))) for value in (old, new))
+        if before_text == text or loaded.origins[path].startswith("follows "):  # the key that it follows is listed
+            continue
+        changes.append(f"{path}: {before_text} -> {text}")
     return changes
 
 

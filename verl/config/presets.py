@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -76,9 +77,15 @@ PRESETS: Mapping[str, Preset] = {
 BRIEFER = {_LOW: f"{_ACTOR}.clip_ratio", _HIGH: f"{_ACTOR}.clip_ratio"}
 
 
+def preset_name(spelled: str) -> str | None:
+    """The preset that `spelled` names, in any case and without regard to `_`, `-`, `.` and spaces; None if there is none."""
+    names = {re.sub(r"[\W_]", "", name.replace("++", "plusplus")): name for name in PRESETS}
+    return names.get(re.sub(r"[\W_]", "", spelled.lower().replace("++", "plusplus")))
+
+
 def preset_settings(name: str) -> dict[str, Any]:
-    """The keys of the preset `name`, in any case. Raises ConfigError."""
-    if name.lower() not in PRESETS:
+    """The keys of the preset `name`, spelled as in `preset_name`. Raises ConfigError."""
+    if (preset := preset_name(name)) is None:
         hint = nearest(name.lower(), PRESETS) or f"; there are {', '.join(PRESETS)}."
         raise ConfigError(f"There is no preset {name!r}{hint}")
-    return PRESETS[name.lower()].settings
+    return PRESETS[preset].settings

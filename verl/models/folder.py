@@ -72,7 +72,7 @@ def locate(path: str | Path) -> str:
     kind = _kind(folder) if str(path) else "an empty name"
     if kind == "a folder":
         if _kind(folder / "config.json") is None:
-            saved = next(iter(sorted(folder.glob("**/huggingface/config.json"))), None)
+            saved = max(folder.glob("**/huggingface/config.json"), key=os.path.getmtime, default=None)
             hint = (
                 f"it holds checkpoints: give {saved.parent}" if saved else "give the folder that save_pretrained wrote"
             )
@@ -99,7 +99,7 @@ def fetch(path: str | Path, *, weights: bool) -> Path:
         try:
             patterns = [f"*{ending}" for ending in READ if weights or ending != ".safetensors"]
             folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns, ignore_patterns=["*/*"]))
-        except Exception as error:  # of the network, the hub's answers or the cache, from several libraries
+        except Exception as error:  # noqa: BLE001 - of the network, the hub's answers or the cache, from several libraries
             siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
             missing = f"There is no model folder {clean(source)}{nearest(folder.name, siblings) or '.'}"
             cause = (
@@ -108,7 +108,7 @@ def fetch(path: str | Path, *, weights: bool) -> Path:
                 if _offline()
                 else f"Loading it from the hub failed: {reason(error)}."
             )
-            raise ModelError(f"{missing} {cause}") from error
+            raise ModelError(f"{missing} {cause}") from None  # the cause is in the sentence; its traceback has 70 lines
     try:
         entries = sorted(entry.path for entry in os.scandir(folder) if entry.name.endswith(READ))
     except OSError as error:

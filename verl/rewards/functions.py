@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import math
 import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -259,15 +258,13 @@ def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) 
     scores = [value.get("score", value) if isinstance(value, Mapping) else value for value in values]
     if wrong := [score for score in scores if score is not None and not hasattr(score, "__float__")]:
         return {"score": wrong[0]}  # the worker refuses it, for this sample
-    known = {name: score for name, score in zip(names, scores, strict=True) if score is not None}
+    numbers = {name: score for name, score in zip(names, scores, strict=True) if score is not None}
     total = sum(weight * score for weight, score in zip(weights, scores, strict=True) if score is not None)
-    return {**known, "score": float(total) if known else math.nan}  # also where a function is called "score"
+    return {**numbers, "score": float(total) if numbers else None}  # also where a function is called "score"
 
 
 def _weighted(value: Any, weight: float) -> object:
-    """`weight` x a number, NaN for None; other values are left to the worker, which refuses them for their sample."""
-    if value is None:
-        return math.nan
+    """`weight` x a number; other values are left to the worker, which refuses them for their sample."""
     return weight * value if hasattr(value, "__float__") else value
 
 

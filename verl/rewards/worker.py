@@ -113,7 +113,7 @@ class Caller:
         self.was_limited |= number in _REFUSALS or no_thread
         if refusal := _REFUSALS.get(number):
             return {"error": refusal}
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = [] if isinstance(error, RewardError) else traceback.extract_tb(error.__traceback__)
         place = f" (line {frames[-1].lineno} of {clean(os.path.basename(frames[-1].filename))})" if frames else ""
         return {"error": f"raised {type(error).__name__}: {clean(error)}{place}"}
 

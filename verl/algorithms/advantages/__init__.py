@@ -7,7 +7,7 @@ The keyword arguments of an estimator are exactly the columns and settings that 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -100,7 +100,7 @@ def compute_advantage(
     chosen = {k: v for k, v in available.items() if takes_all or k in parameters}
     for p in parameters.values():
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in chosen:
-            raise _missing(name, p.name)
+            raise _missing(name, p.name, available)
     return _checked(name, estimator(**chosen), rewards)
 
 
@@ -129,11 +129,14 @@ def _column(columns: Mapping[str, object], argument: str) -> Any:
     return columns.get(argument) if values is None else values
 
 
-def _missing(name: str, argument: str) -> ConfigError:
+def _missing(name: str, argument: str, available: Iterable[str]) -> ConfigError:
     column = _COLUMN_OF.get(argument, argument)
     row = COLUMNS.get(column)
     what = f"the column '{column}' ({row.meaning}; made by: {row.producer})" if row else f"'{argument}'"
-    return ConfigError(f"The advantage estimator '{name}' needs {what}, which this batch does not have.")
+    return ConfigError(
+        f"The advantage estimator '{name}' needs {what}, which this batch does not have. "
+        f"An estimator can take {', '.join(sorted(available))}."
+    )
 
 
 def _checked(name: str, pair: object, rewards: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ naive sends each call the moment its sample is submitted, so that scoring overla
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -142,10 +143,11 @@ class NaiveRewardManager:
     def _log_failures(self, scores: list[Score]) -> None:
         failed = [s.error for s in scores if s.error is not None]
         self._num_defaulted += len(failed)
-        for error in failed[:MAX_WARNINGS_PER_COLLECT]:
-            logger.warning("%s", error)
-        if len(failed) > MAX_WARNINGS_PER_COLLECT:
-            logger.warning("So did %d more samples of this batch.", len(failed) - MAX_WARNINGS_PER_COLLECT)
+        counted = Counter(failed).most_common(MAX_WARNINGS_PER_COLLECT)
+        for error, count in counted:
+            logger.warning("%s%s", error, f" ({count} samples)" if count > 1 else "")
+        if num_more := len(failed) - sum(count for _, count in counted):
+            logger.warning("So did %d more samples of this batch.", num_more)
 
 
 class BatchRewardManager(NaiveRewardManager):
