@@ -1,11 +1,15 @@
 """Ceilings of the number of lines, which only fall: `python -m tests.house.line_ceilings` lowers each to its count.
 
 It runs before a merge. `--raise` also sets those that their count exceeds; the commit says `Capability:` and why.
+`--statements` prints the number of statements of each part, for the table in CONTRIBUTING.md.
 """
 
+import ast
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,14 +34,21 @@ def part_of(path: Path) -> str:
     return next((name for name, folders in BESIDE.items() if any(below.is_relative_to(f) for f in folders)), "core")
 
 
-def counts() -> dict[str, int]:
-    """Lines of Python of each part."""
-    lines: dict[str, int] = {}
+def num_lines(text: str) -> int:
+    return len(text.splitlines())
+
+
+def num_statements(text: str) -> int:
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
+
+
+def counts(size: Callable[[str], int] = num_lines) -> dict[str, int]:
+    """The size of the Python of each part."""
+    sizes: Counter[str] = Counter()
     for folder in ("verl", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            part = part_of(path)
-            lines[part] = lines.get(part, 0) + len(path.read_text(encoding="utf-8").splitlines())
-    return lines
+            sizes[part_of(path)] += size(path.read_text(encoding="utf-8"))
+    return dict(sizes)
 
 
 def ceilings(text: str) -> dict[str, int]:
@@ -70,6 +81,9 @@ def unexplained_rises() -> list[str]:
 
 
 def main() -> None:
+    if "--statements" in sys.argv[1:]:
+        print("\n".join(f"| {part} | {size:,} |" for part, size in counts(num_statements).items()))
+        return
     path = ROOT / FILE
     text = path.read_text(encoding="utf-8")
     new = moved(text, counts(), "--raise" in sys.argv[1:])
