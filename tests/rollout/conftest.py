@@ -1,6 +1,7 @@
 """Tiny models of every family, made and loaded once per process."""
 
 import contextlib
+import dataclasses
 import functools
 import tempfile
 
@@ -96,6 +97,22 @@ def make_prompts(lengths, seed=0, first_ordinal=0):
         PromptRequest(first_ordinal + i, tuple(torch.randint(0, 250, (n,), generator=generator).tolist()))
         for i, n in enumerate(lengths)
     ]
+
+
+@pytest.fixture
+def connect(load, tokenizer):
+    """connect(url, name="http", **config) -> an engine of a service, which has `config` of the rollout and of the service."""
+
+    def build(url, name="http", **config):
+        fields = {field.name for field in dataclasses.fields(ServiceConfig)} & config.keys()
+        service = ServiceConfig(
+            **{"timeout_s": 5.0, "num_retries": 2} | {key: config.pop(key) for key in fields}, url=url
+        )
+        rollout = RolloutConfig(**{"max_num_seqs": 4, **config}, name=name, service=service)
+        settings = {"eos_token_ids": [EOS], "transfer": weight_transfer("a/model")}
+        return ENGINES.get(name)(load("llama"), tokenizer, rollout, **settings)
+
+    return build
 
 
 @pytest.fixture

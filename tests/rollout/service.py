@@ -6,6 +6,13 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
+
+
+def choice(token_ids, log_probs, reason="length"):
+    """One sample, as services of OpenAI's form answer."""
+    return {"choices": [{"token_ids": token_ids, "logprobs": {"token_logprobs": log_probs}, "finish_reason": reason}]}
+
 
 class Raw:
     """An answer as it goes over the wire, status line and all, in the chunks that `parts()` gives."""

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from tests.rollout.service import choice
 from verl.config import ModelConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ModelError
@@ -42,6 +43,12 @@ def transfer_of_run(*keys, device="cpu", **more):
     """(config, weight transfer) of a run with these keys."""
     config = load_config(keys, check=False).config
     return config, weight_sync.weight_transfer(rollout_spec(config), ppo_run_spec(config), torch.device(device), **more)
+
+
+def send(engine, module, version):
+    """The weights of `module` arrive in the engine as `version`."""
+    engine.load(module.named_parameters())
+    engine.publish(version)
 
 
 class Model:
@@ -155,8 +162,7 @@ def vllm_server(module):
             token, log_prob = model.next_token([*body["prompt"], *tokens], key, position + len(tokens), params)
             tokens.append(token)
             log_probs.append(log_prob)
-        reason = "stop" if tokens[-1] in body["stop_token_ids"] else "length"
-        return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": log_probs}, "finish_reason": reason}]}
+        return choice(tokens, log_probs, "stop" if tokens[-1] in body["stop_token_ids"] else "length")
 
     def on_workers(body):
         if body["method"] == "verl_begin":

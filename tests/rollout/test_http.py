@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.service import Raw, running
-from tests.rollout.simulated import vllm_server, weight_transfer
+from tests.rollout.service import MODELS, Raw, choice, running
+from tests.rollout.simulated import send, vllm_server
 from tests.rollout.test_vllm import weights_of
 from verl.cli.supervise import _ending
-from verl.config import RolloutConfig
-from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, UnreachableError
-from verl.rollout.api import ENGINES, RolloutEngine
+from verl.rollout.api import RolloutEngine
 from verl.rollout.http import client
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.vllm.sample import draw_arguments
@@ -29,36 +27,20 @@ from verl.rollout.vllm.sample import draw_arguments
 pytestmark = pytest.mark.seed("B5")
 
 VOCABULARY = 264
-MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
 PARAMS = SamplingParams(n=2, temperature=0.8, top_k=5, max_new_tokens=2, stop=("x",), stop_token_ids=(9,))
 
 
-@pytest.fixture(autouse=True)
-def _no_long_waits(monkeypatch):
+@pytest.fixture
+def make(connect, monkeypatch):
     monkeypatch.setattr(client, "_FIRST_WAIT_S", 0.001)
     monkeypatch.delenv("VERL_ROLLOUT_TOKEN", raising=False)
-
-
-@pytest.fixture
-def make(load, tokenizer):
-    def build(url, name="http", top_p=1.0, **service):
-        settings = ServiceConfig(**{"url": url, "timeout_s": 5.0, "num_retries": 2, **service})
-        config = RolloutConfig(name=name, max_num_seqs=4, top_p=top_p, service=settings)
-        return ENGINES.get(name)(
-            load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=weight_transfer("a/model")
-        )
-
-    return build
+    return connect
 
 
 def completion(body):
     """As vLLM's server answers: two tokens that follow from the prompt."""
     first = body["prompt"][-1]
-    return {
-        "choices": [
-            {"token_ids": [first, first + 1], "logprobs": {"token_logprobs": [-0.5, -0.25]}, "finish_reason": "length"}
-        ]
-    }
+    return choice([first, first + 1], [-0.5, -0.25])
 
 
 def sglang(body):
@@ -232,9 +214,7 @@ def test_stop_strings_are_looked_for_here(num_made, text, ending, num_asked, mak
         tokens = tokens[:num_made] if body["stop"] else tokens
         tokens = tokens[: tokens.index(stop_token) + 1] if stop_token in tokens else tokens
         by_length = len(tokens) == len(script) or (not body["stop"] and tokens[-1] != stop_token)
-        log_probs = {"token_logprobs": [-0.5] * len(tokens)}
-        reason = "length" if by_length else "stop"
-        return {"choices": [{"token_ids": tokens, "logprobs": log_probs, "finish_reason": reason}]}
+        return choice(tokens, [-0.5] * len(tokens), "length" if by_length else "stop")
 
     params = SamplingParams(max_new_tokens=len(script), stop=("x",), stop_token_ids=(stop_token,))
     with running({"/v1/models": MODELS, "/v1/completions": answer}) as service:
@@ -270,15 +250,13 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
     answers = vllm_server(served)
     with running(answers) as service:
         engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
-        engine.load(weights_of(module))
-        engine.publish(5)
+        send(engine, module, 5)
         completions = engine.generate(make_prompts([3]), PARAMS, step=2)
         assert {c.weight_version for c in completions} == {5}
         answers["/weight_info"] = {"weight_version": "4"}  # another client's update
         with pytest.raises(ModelError, match="version 4, but version 5 was published"):
             engine.generate(make_prompts([3]), PARAMS, step=2)
-        own_draw = {"token_ids": [1], "logprobs": {"token_logprobs": [-0.7]}, "finish_reason": "length"}
-        answers["/v1/completions"] = {"choices": [own_draw]}
+        answers["/v1/completions"] = choice([1], [-0.7])  # sampled by the server itself
         with pytest.raises(ConfigError, match="does not sample as this run asks"):
             make(service.url, api="vllm")
     assert all(torch.equal(served.get_parameter(name), p) for name, p in weights_of(module))
@@ -303,8 +281,7 @@ def test_a_restart_within_a_step_is_noticed(make, load, tmp_path):
 
     with running(answers) as service:
         engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
-        engine.load(weights_of(module))
-        engine.publish(5)
+        send(engine, module, 5)
         answers["/v1/completions"] = restarted  # after `open`
         with pytest.raises(ModelError, match="version default, but version 5 was published"):
             engine.generate(make_prompts([3]), PARAMS, step=2)
@@ -330,8 +307,7 @@ def test_a_server_without_versions_of_its_weights_is_used_with_a_warning(make, l
     with running(answers) as service:
         engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
         assert "keeps no version of its weights, as vLLM does from 0.32 on" in caplog.text
-        engine.load(weights_of(module))
-        engine.publish(5)
+        send(engine, module, 5)
         assert {c.weight_version for c in engine.generate(make_prompts([3]), PARAMS, step=2)} == {5}
 
 
@@ -351,8 +327,7 @@ def test_sglang_has_its_own_routes(route, make, load, tmp_path):
     }
     with running(answers) as service:
         engine = make(service.url, name="sglang", weights_dir=str(tmp_path))
-        engine.load(weights_of(load("llama")))
-        engine.publish(3)
+        send(engine, load("llama"), 3)
         completions = engine.generate(make_prompts([3]), PARAMS, step=0)
         assert [(c.token_ids[1], c.log_probs, c.finish_reason) for c in completions] == [(9, [-0.5, -0.25], "stop")] * 2
         assert "model.safetensors.index.json" in taken[0]

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.agents.pictures import picture
-from tests.rollout.service import running
+from tests.rollout.service import MODELS, choice, running
 from tests.rollout.simulated import weight_transfer
 from tests.vision_families import IMAGE
 from verl.config import DataConfig, RolloutConfig
@@ -21,7 +21,6 @@ from verl.errors import ModelError
 from verl.models.load import load_model, load_tokenizer
 from verl.rollout.api import ENGINES
 
-MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
 ROUTES = {"http": "/inference/v1/generate", "sglang": "/generate"}
 PARAMS = SamplingParams(n=2, temperature=0.8, max_new_tokens=4, stop=("x",))
 VOCABULARY = 272
@@ -35,8 +34,6 @@ def folder(folder_of):
 def services(folder):
     """Answers as of vLLM, which puts the tokens of each image in the place of its one token, and of SGLang: two tokens."""
     tokenizer = load_tokenizer(folder)
-
-    flat = {"token_ids": [5], "logprobs": {"token_logprobs": [-math.log(VOCABULARY)]}, "finish_reason": "length"}
 
     def vllm(body):
         pictures = [opened(part["url"]) for part in body["content_parts"] if part["type"] == "image_url"]
@@ -54,7 +51,7 @@ def services(folder):
 
     return {
         "/v1/models": MODELS,
-        "/v1/completions": {"choices": [flat]},
+        "/v1/completions": choice([5], [-math.log(VOCABULARY)]),
         ROUTES["http"]: vllm,
         "/model_info": {"model_path": "a/model"},
         "/generate": sglang,
@@ -69,8 +66,9 @@ def engine_of(name, folder, url):
     tokenizer = load_tokenizer(folder)
     tokenizer.processor.keeps_files = True
     config = RolloutConfig(name=name, max_num_seqs=4, service=ServiceConfig(url=url, timeout_s=5.0))
-    transfer = weight_transfer("a/model")
-    return ENGINES.get(name)(load_model(folder), tokenizer, config, eos_token_ids=[258], transfer=transfer)
+    return ENGINES.get(name)(
+        load_model(folder), tokenizer, config, eos_token_ids=[258], transfer=weight_transfer("a/model")
+    )
 
 
 def request_of(tokenizer):

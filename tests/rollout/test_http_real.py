@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.simulated import transfer_of_run
-from tests.rollout.test_vllm_real import DRAWS, LENGTHS, assert_equal, changed, native
+from tests.rollout.simulated import send, transfer_of_run
+from tests.rollout.test_vllm_real import DRAWS, LENGTHS, changed, require_native
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
@@ -101,18 +101,15 @@ def make(url, folder, tokenizer, **service):
 
 def test_samples_are_the_native_ones_before_and_after_updates(server, folder, tokenizer, tmp_path):
     engine = make(server[0], folder, tokenizer, api="vllm", weights_dir=str(tmp_path))
-    prompts = make_prompts(LENGTHS)
     for version in (1, 2):
         module = changed(folder, version)
-        engine.load(module.named_parameters())
-        engine.publish(version)
+        send(engine, module, version)
         for step, params in enumerate(DRAWS.values()):
-            completions = engine.generate(prompts, params, step=step)
-            assert_equal(completions, native(module, tokenizer).generate(prompts, params, step=step))
+            completions = require_native(engine, module, tokenizer, params, step)
             assert {c.weight_version for c in completions} == {version}
     engine.client.post("/update_weight_version", {"new_version": "77"})
     with pytest.raises(ModelError, match="version 77, but version 2 was published"):
-        engine.generate(prompts, DRAWS["plain"], step=0)
+        engine.generate(make_prompts(LENGTHS), DRAWS["plain"], step=0)
 
 
 def test_refusals(server, folder, tokenizer, monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.letters_task import overrides, write_task
 from tests.rollout.conftest import make_prompts
-from tests.rollout.simulated import transfer_of_run
+from tests.rollout.simulated import send, transfer_of_run
 from tests.rollout.test_vllm_real import changed
 from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams
@@ -101,8 +101,7 @@ def test_greedy_samples_are_the_native_ones_before_and_after_updates(engine, fol
     prompts = make_prompts([3, 9, 17])
     for version in (1, 2):
         module = changed(folder, version)
-        engine.load(module.named_parameters())
-        engine.publish(version)
+        send(engine, module, version)
         completions = engine.generate(prompts, GREEDY, step=0)
         assert gap(completions, native(module, engine).generate(prompts, GREEDY, step=0)) < 1e-5
         assert {c.weight_version for c in completions} == {version}
@@ -163,8 +162,7 @@ def test_another_run_on_the_same_server(engine, folder, tmp_path):
         make(folder, keys, "actor_rollout_ref.rollout.max_model_len=67")
     other = make(folder, keys, folder_key, f"actor_rollout_ref.rollout.max_model_len={LONGEST}")
     module, prompts = changed(folder, 3), make_prompts([3, 9])
-    other.load(module.named_parameters())
-    other.publish(3)
+    send(other, module, 3)
     assert gap(other.generate(prompts, GREEDY, step=0), native(module, other).generate(prompts, GREEDY, step=0)) < 1e-5
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.service import running
+from tests.rollout.service import MODELS, choice, running
 from tests.rollout.sglang_service import SimulatedSGLang
-from tests.rollout.simulated import Model, weight_transfer
-from tests.rollout.test_vllm import weights_of
+from tests.rollout.simulated import Model, send
 from verl.config import RolloutConfig
-from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
 from verl.parallel.framing import most_connections
@@ -28,17 +26,8 @@ def scripted(ids, position, params):
 
 
 @pytest.fixture
-def make(load, tokenizer):
-    def build(service, name="sglang", **config):
-        settings = ServiceConfig(
-            url=service.url, timeout_s=5.0, num_retries=0, weights_dir=config.pop("weights_dir", None)
-        )
-        return ENGINES.get(name)(
-            load("llama"), tokenizer, RolloutConfig(name=name, service=settings, **config), eos_token_ids=[EOS],
-            transfer=weight_transfer("a/model"),
-        )  # fmt: skip
-
-    return build
+def make(connect):
+    return lambda service, name="sglang", **config: connect(service.url, name, **config)
 
 
 def sglang(next_token=scripted, **rules):
@@ -117,8 +106,7 @@ def test_a_second_run_on_the_same_server(make, load, tmp_path):
     server = sglang()
     with running(server.answers) as service:
         first = make(service, weights_dir=str(tmp_path))
-        first.load(weights_of(load("llama")))
-        first.publish(1)
+        send(first, load("llama"), 1)
         assert Path(server.model_path).name == "version-1"
         make(service)
         server.tokenizer_path = "another"
@@ -141,10 +129,9 @@ def test_log_probs_of_another_temperature_are_refused(make):
 def test_log_probs_of_a_service_are_at_the_sampling_temperature(log_probs, is_right, make):
     def likeliest(body):
         assert body["temperature"] <= 2, "vLLM takes no more"
-        value = log_probs[int(body["temperature"] > 1)]
-        return {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [value]}, "finish_reason": "length"}]}
+        return choice([5], [log_probs[int(body["temperature"] > 1)]])
 
-    answers = {"/v1/models": {"data": [{"id": "served", "root": "a/model"}]}, "/v1/completions": likeliest}
+    answers = {"/v1/models": MODELS, "/v1/completions": likeliest}
     with running(answers) as service:
         make(service, "http", temperature=1.0)
         if is_right:
@@ -158,8 +145,8 @@ def test_log_probs_of_a_service_are_at_the_sampling_temperature(log_probs, is_ri
 
 def test_no_default_of_a_service_is_left(make):
     """Of the model's generation_config.json, which vLLM's server takes for values that a request does not have."""
-    flat = {"token_ids": [5], "logprobs": {"token_logprobs": [-math.log(VOCABULARY)]}, "finish_reason": "length"}
-    answers = {"/v1/models": {"data": [{"id": "served"}]}, "/v1/completions": {"choices": [flat]}, **sglang().answers}
+    flat = choice([5], [-math.log(VOCABULARY)])
+    answers = {"/v1/models": {"data": [{"id": "served"}]}, "/v1/completions": flat, **sglang().answers}
     one = SamplingParams(max_new_tokens=1, stop=("", "x", *map(str, range(40))))
     with running(answers) as service:
         for name in ("http", "sglang"):

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.simulated import weight_transfer
+from tests.rollout.simulated import send, weight_transfer
 from tests.rollout.test_engine_names import write_sources
-from tests.rollout.test_vllm import weights_of
 from tests.runtime.ranks import still_there
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import EngineKwargsConfig, ServiceConfig
@@ -70,8 +69,7 @@ def test_a_server_is_started_takes_weights_and_ends_with_the_engine(make, note, 
     assert (said["--tp-size"], said["--max-running-requests"], said["seen"]) == ("2", "4", "4,5")
     prompts = make_prompts([3, 6])
     for version in (1, 2):
-        engine.load(weights_of(load("llama")))
-        engine.publish(version)
+        send(engine, load("llama"), version)
         completions = engine.generate(prompts, PARAMS, step=0)
         assert {c.token_ids[1] for c in completions} == {version}, "the weights that were sent last"
         assert {c.weight_version for c in completions} == {version}
@@ -100,8 +98,7 @@ def test_a_server_frees_its_memory_while_something_trains(make, note, load, capl
     engine.release()
     assert released() == ["weights", "kv_cache"]
     engine.release()
-    engine.load(weights_of(load("llama")))
-    engine.publish(1)
+    send(engine, load("llama"), 1)
     assert released() == []
     engine.release()  # busy
     engine.release()
@@ -119,8 +116,7 @@ def test_weights_are_in_shared_memory_if_it_has_space_for_them(load, monkeypatch
 
 def test_a_server_that_dies_is_a_lost_process_of_the_run(make, note, load):
     engine = make()
-    engine.load(weights_of(load("llama")))
-    engine.publish(1)
+    send(engine, load("llama"), 1)
     os.kill(json.loads(note.read_text())["pid"], signal.SIGKILL)
     with pytest.raises(WorkerLostError, match=rf"server \(pid {engine.server.pid}\) was ended by SIGKILL"):
         engine.generate(make_prompts([3]), PARAMS, step=0)

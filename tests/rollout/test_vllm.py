@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.simulated import transfer_of_run, weight_transfer
+from tests.rollout.simulated import send, transfer_of_run, weight_transfer
 from tests.rollout.test_vllm_restart import Processes, SimulatedProcess
 from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams
@@ -76,8 +76,7 @@ def test_it_is_known_to_hold_weights():
 
 def test_weights_arrive_and_samples_carry_their_version(make, load):
     rollout, module = make(), load("llama")
-    rollout.load(weights_of(module))
-    rollout.publish(7)
+    send(rollout, module, 7)
     assert rollout.core.calls == ["begin", "finish"]
     assert all(torch.equal(rollout.core.weights[name], p) for name, p in weights_of(module))
     assert {c.weight_version for c in rollout.generate(make_prompts([3]), SHORT, step=0)} == {7}
@@ -103,8 +102,7 @@ def test_weights_that_are_not_the_models_are_refused(change, words, make, load):
         rollout.generate(make_prompts([3]), SHORT, step=0)
     with pytest.raises(ModelError, match="did not end well"):
         rollout.publish(1)
-    rollout.load(weights_of(load("llama")))
-    rollout.publish(1)
+    send(rollout, load("llama"), 1)
     assert rollout.generate(make_prompts([3]), SHORT, step=0)
 
 

@@ -8,12 +8,14 @@ PYTHONPATH=tests/rollout/torchvision_operators.
 
 import importlib.util
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from tests import vision_families
 from tests.models.test_videos import encoded, frames
+from tests.rollout.simulated import send
 from tests.rollout.test_http_images import request_of
 from tests.rollout.test_http_real import make as make_client
 from tests.rollout.test_http_real import serving
@@ -82,15 +84,11 @@ def require_native(engine, tokenizer, module, requests):
 def test_greedy_tokens_in_the_process_are_the_native_ones_after_an_update(mode, family, task):
     folder, tokenizer, module, requests = task
     kwargs = "{vllm: {limit_mm_per_prompt: {video: 0}}}" if family == "glm4v" else "{}"  # its template lacks videos
-    engine = make(folder, mode, tokenizer, max_num_seqs=8, prompt_length=1500, engine_kwargs=kwargs)
-    try:
+    with closing(make(folder, mode, tokenizer, max_num_seqs=8, prompt_length=1500, engine_kwargs=kwargs)) as engine:
         for parameter in module.requires_grad_(False).parameters():
             parameter.mul_(1.05)  # as training changes it
-        engine.load(module.named_parameters())
-        engine.publish(0)
+        send(engine, module, 0)
         require_native(engine, tokenizer, module, requests)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from tests import letters_task
 from tests.agents.test_driver import PARAMS, agent, tasks
 from tests.rollout import second_runner
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.simulated import transfer_of_run
+from tests.rollout.simulated import send, transfer_of_run
 from tests.runtime.ranks import still_there
 from verl.agents.driver import EpisodeDriver, EventLoop
 from verl.config import RolloutConfig
@@ -123,15 +124,21 @@ def assert_equal(completions, expected):
     assert max(gaps) < TOLERANCE
 
 
+def require_native(engine, module, tokenizer, params, step=1, on_finish=None):
+    """The samples of the engine, which are the native engine's with `module`."""
+    prompts = make_prompts(LENGTHS)
+    completions = engine.generate(prompts, params, step=step, on_finish=on_finish)
+    assert_equal(completions, native(module, tokenizer).generate(prompts, params, step=step))
+    return completions
+
+
 def test_samples_are_the_native_ones_before_and_after_updates(engine, folder, tokenizer):
-    prompts, ended = make_prompts(LENGTHS), []
+    ended = []
     for version in range(3):
         module = changed(folder, version)
-        engine.load(module.named_parameters())
-        engine.publish(version)
+        send(engine, module, version)
         for step, params in enumerate(DRAWS.values()):
-            completions = engine.generate(prompts, params, step=step, on_finish=ended.append)
-            assert_equal(completions, native(module, tokenizer).generate(prompts, params, step=step))
+            completions = require_native(engine, module, tokenizer, params, step, on_finish=ended.append)
             assert {c.weight_version for c in completions} == {version}
             assert len(ended) == len(completions)
             ended.clear()
@@ -145,15 +152,10 @@ def test_experts_of_an_update_are_computed(tmp_path, tokenizer):
     a dense model in vLLM takes no mixture."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe", hidden_size=128, **heads)
-    engine = make(folder, "async", tokenizer, max_num_seqs=8)
-    prompts, module = make_prompts(LENGTHS), changed(folder, 1)
-    try:
-        engine.load(module.named_parameters())
-        engine.publish(0)
-        expected = native(module, tokenizer).generate(prompts, DRAWS["plain"], step=0)
-        assert_equal(engine.generate(prompts, DRAWS["plain"], step=0), expected)
-    finally:
-        engine.close()
+    module = changed(folder, 1)
+    with closing(make(folder, "async", tokenizer, max_num_seqs=8)) as engine:
+        send(engine, module, 0)
+        require_native(engine, module, tokenizer, DRAWS["plain"], step=0)
 
 
 @pytest.mark.skipif(second_runner.CHOSEN in os.environ, reason="runs these tests")
@@ -189,8 +191,7 @@ def converse(engine):
 
 def test_conversations_are_the_native_ones(engine, folder, tokenizer):
     module = changed(folder, 4)
-    engine.load(module.named_parameters())
-    engine.publish(20)
+    send(engine, module, 20)
     episodes, expected = converse(engine), converse(native(module, tokenizer))
     assert [e.trajectory.response_ids for e in episodes] == [e.trajectory.response_ids for e in expected]
     for one, other in zip(episodes, expected, strict=True):
@@ -213,11 +214,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine
             engine.load(wrong)
         with pytest.raises(ModelError, match="did not end well"):
             engine.generate(make_prompts([4]), DRAWS["plain"], step=0)
-    engine.load(whole)
-    engine.publish(9)
-    prompts = make_prompts(LENGTHS)
-    completions = engine.generate(prompts, DRAWS["plain"], step=1)
-    assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
+    send(engine, module, 9)
+    require_native(engine, module, tokenizer, DRAWS["plain"])
 
 
 @pytest.mark.parametrize("kind", ["drop", "zero", "change", "swap", "norm"])
@@ -232,48 +230,33 @@ def test_an_engine_that_holds_other_weights_than_it_was_sent_is_an_error(kind, e
         fault.unlink()
     with pytest.raises(ModelError, match="did not end well"):
         engine.generate(make_prompts([4]), DRAWS["plain"], step=0)
-    engine.load(module.named_parameters())
-    engine.publish(10)
-    prompts = make_prompts(LENGTHS)
-    completions = engine.generate(prompts, DRAWS["plain"], step=1)
-    assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
+    send(engine, module, 10)
+    require_native(engine, module, tokenizer, DRAWS["plain"])
 
 
 def test_two_workers_share_the_model(folder, tokenizer):
     """Tensor parallelism inside vLLM, in a separate process: each worker reads the buckets and verifies them."""
-    engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
-    try:
-        module = changed(folder, 5)
-        engine.load(module.named_parameters())
-        engine.publish(1)
-        prompts = make_prompts(LENGTHS)
-        completions = engine.generate(prompts, DRAWS["filtered"], step=2)
-        assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["filtered"], step=2))
-    finally:
-        engine.close()
+    module = changed(folder, 5)
+    with closing(make(folder, "async", tokenizer, tensor_model_parallel_size=2)) as engine:
+        send(engine, module, 1)
+        require_native(engine, module, tokenizer, DRAWS["filtered"], step=2)
 
 
 @pytest.mark.parametrize("ended", ["a worker", "the engine's process"])
 def test_nothing_is_left_of_workers_that_share_a_model(ended, folder, tokenizer):
     """A worker that is killed takes its engine with it, which comes back; so does the engine's process with its workers."""
-    engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
-    family = own_family(engine.core.core.process.pid)
-    try:
+    with closing(make(folder, "async", tokenizer, tensor_model_parallel_size=2)) as engine:
+        family = own_family(engine.core.core.process.pid)
         module = changed(folder, 6)
-        engine.load(module.named_parameters())
-        engine.publish(1)
+        send(engine, module, 1)
         if ended == "a worker":
             max(family[1:], key=lambda process: process.memory_info().rss).kill()
         else:
             family[0].kill()  # as the kernel does, too, when this process ends
             assert not still_there(family, grace_s=30)
-        prompts = make_prompts(LENGTHS)
-        completions = engine.generate(prompts, DRAWS["plain"], step=3)
-        assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=3))
+        require_native(engine, module, tokenizer, DRAWS["plain"], step=3)
         assert not still_there(family, grace_s=30)
         family = own_family(engine.core.core.process.pid)
-    finally:
-        engine.close()
     assert not still_there(family, grace_s=30)
 
 
@@ -282,16 +265,18 @@ def own_family(pid):
     return [parent, *parent.children(recursive=True)]
 
 
+def weights_with_a_kill(module, pid):
+    """The parameters of `module`; the process `pid` is killed before the last two."""
+    whole = list(module.named_parameters())
+    yield from whole[:-2]
+    os.kill(pid, signal.SIGKILL)
+    yield from whole[-2:]
+
+
 @pytest.mark.parametrize("moment", ["generating", "updating"])
 def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, tokenizer):
     engine, ended = make(folder, "async", tokenizer, response_length=800, max_engine_restarts=0), []
     process = engine.core.process
-    whole = list(changed(folder, 1).named_parameters())
-
-    def weights():
-        yield from whole[:-2]
-        os.kill(process.pid, signal.SIGKILL)
-        yield from whole[-2:]
 
     def die(done):
         ended.append(done)
@@ -300,7 +285,7 @@ def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, to
     lost = rf"vLLM process \(pid {process.pid}\) was ended by SIGKILL"
     if moment == "updating":
         with pytest.raises(WorkerLostError, match=lost):
-            engine.load(weights())
+            engine.load(weights_with_a_kill(changed(folder, 1), process.pid))
         with pytest.raises(ModelError, match="did not end well"):
             engine.generate(make_prompts([4]), DRAWS["plain"], step=0)
     else:
@@ -313,17 +298,10 @@ def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, to
 
 def test_an_engine_that_dies_comes_back_with_its_weights(folder, tokenizer):
     """In an update and in the generation after it; a new process is another start of vLLM."""
-    engine, module = make(folder, "async", tokenizer), changed(folder, 4)
-    try:
+    module = changed(folder, 4)
+    with closing(make(folder, "async", tokenizer)) as engine:
         first = engine.core.core.process.pid
-        whole = list(module.named_parameters())
-
-        def weights():
-            yield from whole[:-2]
-            os.kill(first, signal.SIGKILL)
-            yield from whole[-2:]
-
-        engine.load(weights())
+        engine.load(weights_with_a_kill(module, first))
         engine.publish(1)
         second, ended = engine.core.core.process.pid, []
 
@@ -332,13 +310,9 @@ def test_an_engine_that_dies_comes_back_with_its_weights(folder, tokenizer):
             if len(ended) == 2:
                 os.kill(second, signal.SIGKILL)
 
-        prompts = make_prompts(LENGTHS)
-        completions = engine.generate(prompts, DRAWS["stops"], step=3, on_finish=die)
-        assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["stops"], step=3))
+        completions = require_native(engine, module, tokenizer, DRAWS["stops"], step=3, on_finish=die)
         assert sorted(ended) == [(c.ordinal, c.sample) for c in completions], "each was told of once"
         assert len({first, second, engine.core.core.process.pid}) == 3
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")

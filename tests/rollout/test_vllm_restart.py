@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.simulated import transfer_of_run
+from tests.rollout.simulated import send, transfer_of_run
 from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import DeadlineError, ModelError, WorkerLostError
@@ -127,8 +127,7 @@ def make(load, tokenizer, monkeypatch):
 def one_step(rollout, module, version):
     """An update and a generation: the samples, and (ordinal, sample) of each as `on_finish` received it."""
     ended = []
-    rollout.load(module.named_parameters())
-    rollout.publish(version)
+    send(rollout, module, version)
     completions = rollout.generate(make_prompts([3, 5]), PARAMS, step=version, on_finish=ended.append)
     rollout.release()
     return completions, sorted((c.ordinal, c.sample) for c in ended)
