@@ -155,19 +155,33 @@ def folder_of(tmp_path_factory):
 
 
 @pytest.fixture
-def ends_after(monkeypatch):
+def around(monkeypatch):
+    """`around(owner, name, call)`: `call(original, *arguments)` stands for a method or function of `owner`."""
+
+    def replace(owner, name, call):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)  # with the attributes that @register has set
+        def replaced(*args, **kwargs):
+            return call(original, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, replaced)
+
+    return replace
+
+
+@pytest.fixture
+def ends_after(around, monkeypatch):
     """`ends_after(step)`: the next run ends after that step, as a run that is stopped does, and knows nothing of it before."""
     from verl.programs.ppo_program import PPOProgram
 
-    original = PPOProgram.step_done
-
     def set_last(last):
-        def step_done(self, step, metrics):
+        def step_done(original, self, step, metrics):
             original(self, step, metrics)
             if step == last:
                 self.data.num_steps = step
                 monkeypatch.setattr(PPOProgram, "step_done", original)
 
-        monkeypatch.setattr(PPOProgram, "step_done", step_done)
+        around(PPOProgram, "step_done", step_done)
 
     return set_last

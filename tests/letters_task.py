@@ -1,6 +1,8 @@
 """A tiny task for tiny models: the share of letters in a response."""
 
-import json
+import textwrap
+
+from tests.json_lines import write_lines
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -22,9 +24,16 @@ def write_task(folder, *, num_val=4, reward=REWARD):
             }
             for i in range(count)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     (folder / "reward.py").write_text(reward)
     return folder
+
+
+def write_reward(folder, body, name="reward"):
+    """The override of a run that scores by a function with this body, which is written to `folder`."""
+    signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    (folder / f"{name}.py").write_text(signature + textwrap.indent(body, "    ") + "\n")
+    return f"reward.custom_reward_function.path={folder}/{name}.py"
 
 
 def merge(base, changes):

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.commands import ran
+
 
 def run_checked(source, folder, code, *arguments):
     """The output of `code` in a process with gcc's address sanitizer: its arguments are a build of `source`, then `arguments`.
@@ -18,6 +20,5 @@ def run_checked(source, folder, code, *arguments):
     runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
     command = [sys.executable, "-c", code, str(built), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = ran(*command, env=environment, timeout=900)
     return done.stdout

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.commands import python
 from verl.registry import is_in_process, reference_to
 from verl.user_objects import digest_of_object
 
@@ -114,7 +115,7 @@ def test_digests_are_the_same_in_another_process(tmp_path):
         "from tests.test_user_objects import *\n"
         "print([digest_of_object(FORMS[f](v)) for f in FORMS for v in VALUES], end='')"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    run = python("-c", code)
     assert run.stdout == str([digest_of_object(FORMS[form](value)) for form, value in itertools.product(FORMS, VALUES)])
 
 

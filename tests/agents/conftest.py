@@ -1,10 +1,10 @@
 """A tiny run whose samples are episodes with tools."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.json_lines import read_lines, write_lines
 from tests.letters_task import overrides, write_task
 
 HERE = Path(__file__).parent
@@ -49,11 +49,11 @@ def changed_rows(agent_task, tmp_path):
     """`changed_rows(change)` -> the file of the task's rows, each after `change(number, row)`."""
 
     def write(change):
-        rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
+        rows = read_lines(agent_task / "train.jsonl")
         for number, row in enumerate(rows):
             change(number, row)
         file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(file, rows)
         return file
 
     return write

@@ -9,6 +9,7 @@ import pytest
 from tests.agents.test_driver import PARAMS, agent, engine_of, events, module, tasks  # noqa: F401 - fixtures
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
 from tests.agents.test_ways import digest
+from tests.letters_task import write_reward
 from verl.agents.driver import EpisodeDriver
 from verl.agents.episode import EpisodeResult
 
@@ -88,11 +89,8 @@ def test_whole_episodes_ahead(agent_run):
 @pytest.mark.parametrize("games", [False, True])
 def test_a_resumed_run_has_its_episodes_ahead(agent_run, agent_task, tmp_path, ends_after, games):
     """Episodes that had paused or waited at the checkpoint: their prompts, rewards and what reaches the reward function."""
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return extra_info['num_turns'] / 10 + len(solution_str) / 1000\n"
-    )
-    changes = [*AHEAD, f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.save_freq=1"]
+    reward = write_reward(tmp_path, "return extra_info['num_turns'] / 10 + len(solution_str) / 1000")
+    changes = [*AHEAD, reward, "trainer.save_freq=1"]
     if games:
         changes += [
             f"{ROLLOUT}.multi_turn.function_tool_path=null", f"{ROLLOUT}.multi_turn.enable=False",

@@ -7,6 +7,7 @@ import torch
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
 from tests.agents.test_ways import HERE, NO_TOOLS, ONE_STEP, digest
 from tests.config.helpers import load
+from tests.letters_task import write_reward
 from verl.algorithms.advantages import compute_advantage
 from verl.algorithms.groups import without_missing
 from verl.data_proto.merge import object_array
@@ -122,14 +123,11 @@ def test_where_a_reward_is_changes_no_sample(agent_run):
 def test_answers_of_a_user_reward_turns(agent_run, changed_rows, tmp_path):
     rows = changed_rows(lambda _, row: row.update(extra_info={"interaction_kwargs": {"name": "judge", "want": "a"}}))
     (tmp_path / "users.yaml").write_text(INTERACTIONS)
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return sum(extra_info['rollout_reward_scores'].get('turn_scores', [])) + extra_info['num_turns'] / 100\n"
-    )
+    scores = "extra_info['rollout_reward_scores'].get('turn_scores', [])"
     run = agent_run(
         ENDS, NO_TOOLS, f"data.train_files={rows}", ONE_STEP, f"{ROLLOUT}.agent.turn_rewards=True",
         f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml",
-        f"reward.custom_reward_function.path={tmp_path}/reward.py", "reward.num_workers=1",
+        write_reward(tmp_path, f"return sum({scores}) + extra_info['num_turns'] / 100"), "reward.num_workers=1",
     )  # fmt: skip
     (row,) = run.training_rows()
     assert row["num_turns/max"] == 5  # two answers of the user and two turns of the model, and the prompt

@@ -12,6 +12,7 @@ from tests.agents.pictures import data_url, picture
 from tests.agents.test_ahead import AHEAD
 from tests.agents.test_exactness import objects
 from tests.agents.test_runs import episodes
+from tests.json_lines import read_lines, write_lines
 from tests.letters_task import overrides, write_task
 from tests.models.test_vision import own_log_probs
 from tests.run.conftest import train_run
@@ -41,13 +42,13 @@ TOOLS = (f"{ROLLOUT}.multi_turn.function_tool_path={HERE}", f"{ROLLOUT}.multi_tu
 def task(tmp_path_factory):
     """Rows of which every second has a picture, and every third a video."""
     folder = write_task(tmp_path_factory.mktemp("pictures"))
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "train.jsonl")
     for number, row in enumerate(rows):
         row["images"] = [data_url(picture(number))] if number % 2 else []
         row["videos"] = [] if number % 3 else [[data_url(picture(number + n)) for n in range(4)]]
         media = "<image>" * len(row["images"]) + "<video>" * len(row["videos"])
         row["prompt"][0]["content"] = media + row["prompt"][0]["content"]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "train.jsonl", rows)
     return folder
 
 
@@ -85,7 +86,7 @@ def test_images_of_later_turns_train(way, agent_run):
         assert any(mark in m["content"] for episode in told for m in episode["messages"][1:])
     places = [place for episode in told for place in episode.get("media", ())]
     assert any(start >= 0 for start, _, _ in places)
-    samples = [json.loads(line) for line in (run.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
+    samples = read_lines(run.folder / "samples/train/step_000001.jsonl")
     assert max(len(sample.get("images", ())) for sample in samples) >= 2
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.letters_task import write_reward
 from verl.config import load_config
 from verl.errors import ConfigError
 
@@ -87,14 +88,11 @@ def test_rows_choose_agents_and_tools(agent_run, changed_rows, tmp_path):
 
     rows = changed_rows(choose)
     (tmp_path / "tools.yaml").write_text(TOOL_CLASSES)
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return sum(extra_info['rollout_reward_scores'].get('tool_rewards', [0.0])) + extra_info['num_turns']\n"
-    )
+    rewards = "extra_info['rollout_reward_scores'].get('tool_rewards', [0.0])"
     run = agent_run(
         ENDS, f"data.train_files={rows}", "data.shuffle=False", f"{ROLLOUT}.multi_turn.format=answers",
         f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path}/tools.yaml", f"{ROLLOUT}.multi_turn.max_assistant_turns=3",
-        f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=1",
+        write_reward(tmp_path, f"return sum({rewards}) + extra_info['num_turns']"), "trainer.total_training_steps=1",
     )  # fmt: skip
     told = {}
     for record in episodes(run, "tool"):

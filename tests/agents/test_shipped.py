@@ -6,6 +6,7 @@ import ssl
 
 import pytest
 
+from tests.json_lines import write_lines
 from tests.rollout.service import running
 from verl.agents import games
 from verl.agents.tool_agent import AgentData
@@ -35,7 +36,7 @@ def test_the_calculator_refuses_the_rest(expression):
 def test_search_in_a_file(tmp_path):
     pytest.importorskip("bm25s", reason="needs the extra search")
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"contents": text}) + "\n" for text in DOCUMENTS))
+    write_lines(corpus, ({"contents": text} for text in DOCUMENTS))
     tool = SearchTool({"corpus": str(corpus), "topk": 2})
     response, reward, _ = asyncio.run(tool.execute("", {"query_list": ["capital Italy", "cats", "zzz"]}))
     documents = json.loads(response.text)["result"].split("\n---\n")

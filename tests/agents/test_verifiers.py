@@ -10,6 +10,7 @@ import pytest
 from tests.agents import stand_in_verifiers
 from tests.agents.test_openenv import served
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
+from tests.json_lines import write_lines
 from verl.agents.verifiers import Verifiers
 from verl.cli.main import main
 from verl.errors import ConfigError, MissingExtraError, RewardError
@@ -187,7 +188,7 @@ def test_a_server_of_nemo_gym(play, tmp_path):
         }
         for i in range(6)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     paths = ("/seed_session", "/echo", "/verify")
     with served(Starlette(routes=[Route(path, answer, methods=["POST"]) for path in paths])) as url:
         file = tmp_path / "gym.toml"

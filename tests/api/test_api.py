@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import verl
 import verl.api
 from tests.api.functions import compute_score, length, starts
+from tests.json_lines import write_lines
 from verl.api import _reward_keys
 from verl.data_proto.samples import ScoreRequest
 from verl.errors import ConfigError, DataError, InterruptedRun, ModelError, RewardError
@@ -40,9 +40,6 @@ def test_exported_names_are_importable_and_sorted_by_kind():
         verl.__all__
     )
     assert set(verl.__all__) <= set(dir(verl))
-    code = "import sys, verl; verl.Stage; assert not {'torch', 'ray'} & set(sys.modules), 'heavy import'"
-    bare = code.replace("verl.Stage; ", "from verl.rewards.functions import no_reward; ")  # what `generate` scores with
-    subprocess.run([sys.executable, "-c", bare], check=True, timeout=120)
 
 
 def test_grpo_on_rows_with_a_function_of_a_file(tiny_llama, tmp_path):
@@ -258,14 +255,14 @@ def test_generate_takes_a_file_of_prompts_and_scores_what_a_scorer_reads(tiny_ll
     gsm8k = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}}
     rows = [{"prompt": "Hi."}, {"prompt": "3 + 4?", **gsm8k}, {"prompt": "5?", **gsm8k, "data_source": "mine"}]
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     samples = verl.generate(tiny_llama, file, output_dir=tmp_path / "run", config=DATA)
     assert [sample["score"] for sample in samples] == [None, 0.0, None]
 
 
 def test_iterators_are_read_once(tiny_llama, tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(verl.api.prompt_row(row, 0)) + "\n" for row in ROWS[:2]))
+    write_lines(file, (verl.api.prompt_row(row, 0) for row in ROWS[:2]))
     call = {"output_dir": tmp_path / "run", "config": DATA}
     for path in (file, str(file)):
         assert len(verl.generate(tiny_llama, iter([path]), **call)) == 2

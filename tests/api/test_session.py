@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import verl
 from tests.api import session_loop
 from tests.api.session_loop import KEYS, PROMPTS, main, reinforce, take_step
+from tests.commands import python
 from tests.runtime.ranks import ROOT, environment, run
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.registry import reference_to
@@ -179,10 +179,7 @@ def test_two_ranks_take_the_steps_of_one_process(one_process, tiny_llama, tmp_pa
 @pytest.mark.slow
 def test_two_actors_of_ray_take_the_steps_of_one_process(one_process, tiny_llama, tmp_path):
     pytest.importorskip("ray")
-    command = [sys.executable, "-m", "tests.api.session_loop", str(tiny_llama), str(tmp_path / "ray.json")]
-    done = subprocess.run(
-        [*command, "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=4"],
-        cwd=ROOT, env=environment(RAY_AUTH_MODE="disabled"), capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert not done.returncode, (done.stdout + done.stderr)[-3000:]
+    keys = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=4")
+    command = ("-m", "tests.api.session_loop", tiny_llama, tmp_path / "ray.json", *keys)
+    python(*command, cwd=ROOT, env=environment(RAY_AUTH_MODE="disabled"), timeout=280)
     assert_same(*(json.loads(file.read_text()) for file in (tmp_path / "ray.json", one_process)))

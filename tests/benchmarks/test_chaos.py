@@ -27,6 +27,7 @@ from chaos_compare import differences, idleness
 from chaos_run import Kill, Lost, Victim
 from chaos_task import PHASES, PROGRAMS, RUNTIMES, Moment, make_task, plan
 
+from tests.json_lines import read_lines
 from verl.cli.main import run_verb
 from verl.config import load_config
 from verl.parallel.child_processes import die_with
@@ -116,7 +117,7 @@ def test_a_run_whose_processes_are_killed_equals_the_unbroken_one(make):
     alone = left_alone(task)
     assert idleness(task, alone) == []
     assert differences(task, victim.folder, alone) == []
-    (event,) = [json.loads(line) for line in (victim.folder / "events.jsonl").read_text().splitlines()]
+    (event,) = read_lines(victim.folder / "events.jsonl")
     assert event["cause"] == "SIGKILL"
 
 

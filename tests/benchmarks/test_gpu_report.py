@@ -17,6 +17,7 @@ from gpu import rehearse, report, sizes
 from gpu.report import BEGIN, END, FIGURES, PAGE, PREDICTIONS, Step, keep, read_report, rewrite_page, section
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.commands import python
 from tests.processes import is_alive, wait_until
 
 NUMBERS = {"rate": [2.5, "GB/s"]}
@@ -199,9 +200,7 @@ runpy.run_path({str(ROOT / "benchmarks" / "gpu" / "sizes.py")!r}, run_name="__ma
 def test_all_parts_run_with_the_packages_that_it_names(tmp_path):
     out = tmp_path / "out.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WITHOUT, str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    python("-c", WITHOUT, out, timeout=170, env=environment, cwd=tmp_path)
     values = json.loads(out.read_text())
     assert not [name for name in values if name.endswith(": error")]
     assert values["fp32 greedy tokens that differ from generate"] == 0

@@ -1,10 +1,10 @@
 """A tiny task on disk, and the command line run in this process: `verl("check", ...)` returns (exit code, output)."""
 
-import json
 from functools import partial
 
 import pytest
 
+from tests.json_lines import write_lines
 from verl.cli.main import main
 
 REWARD = """
@@ -24,15 +24,10 @@ def make_row(i, **changes):
     return {name: value for name, value in row.items() if value is not None}
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def write_task(folder):
     """Writes train.jsonl (8 rows), val.jsonl (3 rows) and reward.py."""
-    write_rows(folder / "train.jsonl", [make_row(i) for i in range(8)])
-    write_rows(folder / "val.jsonl", [make_row(i) for i in range(100, 103)])
+    write_lines(folder / "train.jsonl", [make_row(i) for i in range(8)])
+    write_lines(folder / "val.jsonl", [make_row(i) for i in range(100, 103)])
     (folder / "reward.py").write_text(REWARD)
     return folder
 

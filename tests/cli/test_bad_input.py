@@ -7,7 +7,9 @@ import shutil
 
 import pytest
 
-from tests.cli.conftest import make_row, overrides_of, write_rows, write_task
+from tests.cli.conftest import make_row, overrides_of, write_task
+from tests.json_lines import write_lines
+from tests.letters_task import write_reward
 from tests.run.conftest import Run
 from verl.cli.main import main
 
@@ -66,7 +68,7 @@ def damage(folder, step):
 def bad_rows(task, number, **changes):
     rows = [make_row(i) for i in range(8)]
     rows[number] = make_row(number, **changes)
-    return {"data.train_files": write_rows(task / "bad.jsonl", rows)}
+    return {"data.train_files": write_lines(task / "bad.jsonl", rows)}
 
 
 def text(task, name, content, key, ending=""):
@@ -273,10 +275,7 @@ HARM = {
 @pytest.mark.parametrize("harm", HARM)
 def test_a_scorer_that_fails_costs_its_samples_only(harm, verl, overrides, task):
     expression, cause = HARM[harm]
-    (task / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        f"    return 1.0 if int(ground_truth) % 2 else {expression}\n"
-    )
+    write_reward(task, f"return 1.0 if int(ground_truth) % 2 else {expression}")
     said = verl.ends(0, "train", *overrides({**SETTINGS, "reward.debug": False}), "reward.default_score=0")
     assert cause in said
     assert "gets the default score 0" in said

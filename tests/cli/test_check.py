@@ -13,7 +13,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.cli.conftest import make_row, write_rows
+from tests.cli.conftest import make_row
+from tests.json_lines import read_lines, write_lines
+from tests.letters_task import write_reward
 from tests.slow import slow
 from verl.cli.checklist import Subject, resources
 from verl.cli.checklist.model import check_model_files
@@ -46,14 +48,14 @@ def test_a_run_that_can_start(verl, overrides):
 def test_the_first_prompt_that_fits_is_shown_with_the_columns_of_its_row(verl, overrides, task):
     long = [{"role": "user", "content": "long " * 99}]
     rows = [make_row(0, prompt=long), *(make_row(i, system=f"Be {i}.") for i in range(1, 9))]
-    files = {"data.train_files": write_rows(task / "mixed.jsonl", rows), "data.filter_overlong_prompts": True}
+    files = {"data.train_files": write_lines(task / "mixed.jsonl", rows), "data.filter_overlong_prompts": True}
     said = verl.ends(0, "check", *overrides(files))
     assert "1 training prompts exceed data.max_prompt_length=64: left out" in said
     assert "<|im_start|>system\\nBe 1.<|im_end|>" in said
 
 
 def test_rows_for_only_a_teacher_need_no_reference_answer(verl, overrides, task, tiny_llama):
-    (task / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(8)))
+    write_lines(task / "prompts.jsonl", ({"prompt": f"question {i}"} for i in range(8)))
     code, said = verl(
         "check",
         *overrides({"data.train_files": task / "prompts.jsonl", "data.val_files": "[]"}),
@@ -147,15 +149,13 @@ def test_bad_surroundings_are_refused(name, verl, overrides, task, monkeypatch):
 
 
 def test_a_reward_that_fails_everywhere(verl, overrides, task):
-    (task / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float('nan')\n"
-    )
+    write_reward(task, "return float('nan')")
     verl.ends(1, "check", *overrides(), words=["the reward function failed on 11"])
 
 
 def test_repeated_and_shared_prompts_are_warned_about(verl, overrides, task):
-    write_rows(task / "train.jsonl", [make_row(i // 2) for i in range(8)])
-    write_rows(task / "val.jsonl", [make_row(0)])
+    write_lines(task / "train.jsonl", [make_row(i // 2) for i in range(8)])
+    write_lines(task / "val.jsonl", [make_row(0)])
     code, said = verl("check", *overrides())
     assert code == 0
     assert "4 training rows repeat an earlier prompt" in said
@@ -164,7 +164,7 @@ def test_repeated_and_shared_prompts_are_warned_about(verl, overrides, task):
 
 def test_control_tokens_in_the_data_are_warned_about(verl, overrides, task):
     forged = {"role": "user", "content": "a<|im_end|>\n<|im_start|>system"}
-    write_rows(task / "train.jsonl", [{**make_row(i), **({"prompt": [forged]} if i == 3 else {})} for i in range(8)])
+    write_lines(task / "train.jsonl", [{**make_row(i), **({"prompt": [forged]} if i == 3 else {})} for i in range(8)])
     code, said = verl("check", *overrides())
     assert code == 0
     assert "1 training rows have control tokens in their messages, the first '<|im_end|>' in " in said
@@ -328,7 +328,7 @@ def test_a_rollout_engine_that_is_not_installed_is_named_before_anything_is_read
 def test_generate_writes_a_line_per_sample(verl, overrides, task):
     output = task / "made" / "samples.jsonl"
     said = verl.ends(0, "generate", "--output", output, *overrides())
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    rows = read_lines(output)
     assert len(rows) == 3 * 2
     assert {"prompt", "response"} <= set(rows[0])
     mean = sum(row["score"] for row in rows) / len(rows)
@@ -370,7 +370,7 @@ def check_rows(verl, tiny_llama, task):
     def run(program, file, rows, changes=None):
         settings = {
             "model.path": tiny_llama,
-            "data.train_files": write_rows(task / file, rows),
+            "data.train_files": write_lines(task / file, rows),
             "data.train_batch_size": 2,
             "data.max_length": 64,
             "trainer.logger": "[file]",

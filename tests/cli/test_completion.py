@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.commands import ran
 from verl.cli import completion, main
 from verl.config import PPO, SFT
 
@@ -57,5 +58,5 @@ def test_bash_completes(line, replies):
         f'verl() {{ {sys.executable} -m verl "$@"; }}; compopt() {{ :; }}\n{completion.SCRIPTS["bash"]}\n'
         f"COMP_WORDS=(verl {' '.join(words)}); COMP_CWORD={len(words)}; _verl; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = ran("bash", "-c", script)
     assert done.stdout.split() == replies

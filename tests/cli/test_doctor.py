@@ -5,11 +5,11 @@ import importlib.metadata
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.commands import python
 from tests.house.source import ROOT
 from tests.slow import slow
 from verl.cli.doctor import facts
@@ -192,11 +192,7 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path):
     (tmp_path / "torch" / "__init__.py").write_text(
         "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "verl", "doctor"], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    done = python("-m", "verl", "doctor", env={**os.environ, "PYTHONPATH": str(tmp_path)}, code=1)
     failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
     assert len(failed) == 1
     assert "libcudart.so.13" in failed[0]
@@ -237,12 +233,12 @@ def test_training_with_a_torch_that_is_not_there(tmp_path, content, sentence):
     if "version" in content:
         (tmp_path / "torch-2.1.0.dist-info").mkdir()
         (tmp_path / "torch-2.1.0.dist-info" / "METADATA").write_text(PIP_METADATA)
-    done = subprocess.run(
-        [sys.executable, "-m", "verl", "train", "data.train_files=x.jsonl", "actor_rollout_ref.model.path=x",
-         f"trainer.default_local_dir={tmp_path / 'run'}"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 7, done.stderr
+    keys = (
+        "data.train_files=x.jsonl",
+        "actor_rollout_ref.model.path=x",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    )
+    done = python("-m", "verl", "train", *keys, env={**os.environ, "PYTHONPATH": str(tmp_path)}, code=7)
     assert done.stderr.splitlines()[-1] == f"verl train: {sentence}"
     assert "bug in verl" not in done.stderr
     assert not [line for line in done.stderr.splitlines() if "restart" in line and not line.startswith(" ")]
@@ -318,14 +314,8 @@ def without(folder, *distributions):
 def test_the_doctor_needs_the_standard_library_only(tmp_path, name):
     """torch is always missing too: its probe takes seconds."""
     missing = [*DEPENDENCIES, "packaging"] if name == "all" else ["torch", name]
-    done = subprocess.run(
-        [sys.executable, "-m", "verl", "doctor"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=without(tmp_path, *missing),
-    )
-    assert (done.returncode, done.stderr) == (1, "")
+    done = python("-m", "verl", "doctor", env=without(tmp_path, *missing), code=1)
+    assert not done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("fail")]
     for distribution in set(missing) - {"packaging"}:
         assert f"'{distribution}>=" in line or distribution not in DECLARED
@@ -337,12 +327,8 @@ def test_the_doctor_needs_the_standard_library_only(tmp_path, name):
 
 def test_a_missing_package_is_named_as_pip_knows_it(tmp_path):
     environment = without(tmp_path, "PyYAML", "torch")
-    done = subprocess.run(
-        [sys.executable, "-m", "verl", "train", "x=1"], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert "pip install PyYAML" in done.stderr
-    program = "from verl.worker import ActorRolloutRefWorker"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    assert "pip install PyYAML" in python("-m", "verl", "train", "x=1", env=environment, code=7).stderr
+    done = python("-c", "from verl.worker import ActorRolloutRefWorker", env=environment, code=1)
     assert "the package torch is not installed. Install it: pip install torch" in done.stderr.splitlines()[-1]
 
 

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tests.commands import python, ran
 from tests.letters_task import overrides, write_task
 from verl import errors
 from verl.cli import main as main_module
@@ -248,8 +249,7 @@ def test_commands_of_other_releases_are_verbs():
 
 
 def test_the_package_is_a_command():
-    done = subprocess.run([sys.executable, "-m", "verl", "--version"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
+    python("-m", "verl", "--version")
 
 
 def raising(error):
@@ -337,8 +337,7 @@ _PAGE = "import json, sys, verl.page.__main__; print(json.dumps(sorted(sys.modul
 
 def last_line(code, *arguments, **environment):
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
-    assert done.returncode == 0, done.stderr
+    done = ran(*command, timeout=300, env={**os.environ, **environment})
     return json.loads(done.stdout.splitlines()[-1])
 
 

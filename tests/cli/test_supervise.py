@@ -1,6 +1,5 @@
 """`verl train` supervises its run: failures with and without a restart, signals, hangs, and nothing left behind."""
 
-import json
 import os
 import pty
 import re
@@ -10,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.json_lines import read_lines, write_lines
 from tests.processes import is_alive, wait_until
 from tests.runtime.ranks import ROOT, end_tree
 
@@ -43,7 +43,7 @@ class Supervised:
         return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
     def events(self):
-        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+        return read_lines(self.folder / "events.jsonl")
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_crashes_are_shown(tmp_path, verl):
         {"time": 0, "event": "restarted", "step": 3, "phase": "gen", "cause": "SIGKILL"},
         {"time": 0, "event": "gave up", "step": 3, "phase": "gen", "cause": "SIGKILL"},
     ]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "events.jsonl", rows)
     verl.ends(
         0, "show", tmp_path, words=["restarted 1 time after a crash; then it gave up", "in step 3 (gen): SIGKILL"]
     )

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from tests.json_lines import write_lines
 from verl.cli.main import main
 
 ROWS = [
@@ -44,7 +45,7 @@ def tasks(tmp_path, monkeypatch):
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = folder / "rows.json"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_lines(rows, ROWS)
     for name, text in (("choice", CHOICE), ("writing", WRITING)):
         (folder / f"{name}.yaml").write_text(text.format(rows=rows))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -1,8 +1,8 @@
 """A tiny task as a tree of keys, for runs that are started from Python."""
 
-import json
-
 import pytest
+
+from tests.json_lines import write_lines
 
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -23,7 +23,7 @@ def tiny_files(tmp_path_factory):
             }
             for i in range(count)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     (folder / "score.py").write_text(SCORER)
     return folder
 

@@ -7,6 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.json_lines import read_lines, write_lines
 from verl.compat.commands import Arguments, fully_async, one_step_off
 from verl.compat.generation import main_eval, main_generation, score_file, translate
 from verl.config import load_config
@@ -70,7 +71,7 @@ class TestEvaluation:
 
     def test_columns_of_other_names_and_built_in_scorers(self, tmp_path):
         rows = [{"src": "openai/gsm8k", "out": f"#### {i}", "rm": {"ground_truth": "4"}} for i in (4, 5)]
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / "rows.jsonl", rows)
         data = {
             "path": f"{tmp_path}/rows.jsonl", "response_key": "out", "data_source_key": "src", "reward_model_key": "rm",
         }  # fmt: skip
@@ -273,6 +274,6 @@ class TestAsynchronous:
         }  # fmt: skip
         for name, (main, own) in mains.items():
             assert main([*common, *own, f"trainer.default_local_dir={tmp_path}/{name}"]) == 0
-            rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            rows = read_lines(tmp_path / name / "metrics.jsonl")
             stale = [row["training/off_policy/trajectory_staleness/max"] for row in rows if row["step"] > 0]
             assert stale == [0, 1]

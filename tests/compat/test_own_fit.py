@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.compat.recipes.dynamic_sampling import DynamicSamplingTrainer, Runner
+from tests.json_lines import read_lines, write_lines
 from verl import DataProto
 from verl.compat.sections import loaded_config
 from verl.errors import ConfigError, InterruptedRun
@@ -51,7 +52,7 @@ def tree_of(tiny_llama, tmp_path):
         {"data_source": "x", "prompt": [{"role": "user", "content": f"row {i}"}], "reward_model": {"ground_truth": "1"}}
         for i in range(40)
     ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "train.jsonl", rows)
     (tmp_path / "score.py").write_text(SCORER)
     return {
         "algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True, "metric": "seq_reward"}},
@@ -93,7 +94,7 @@ def samples(folder, step):
 
 
 def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "metrics.jsonl")
     return {row["step"]: row for row in rows if "actor/pg_loss" in row}
 
 
@@ -107,7 +108,7 @@ class TestDynamicSampling:
         for name in ("critic/score/mean", "actor/grad_norm", "response_length/mean"):
             for step, row in metrics(ours).items():
                 assert metrics(theirs)[step][name] == pytest.approx(row[name], rel=1e-4)
-        validated = [json.loads(line) for line in (theirs / "metrics.jsonl").read_text().splitlines()][1]
+        validated = read_lines(theirs / "metrics.jsonl")[1]
         assert "val/reward" in validated
 
     def test_it_resumes_where_it_was_killed(self, tree, whole, tmp_path):

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import runpy
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
+from tests.commands import ran
+from tests.json_lines import read_lines
 from tests.run import conftest as runs
 from tests.run.trl_oracle import peer_env, python_of
 from tests.slow import slow
@@ -216,9 +217,7 @@ def test_scripts_run_with_two_lines_changed(name, tiny_llama, tmp_path, monkeypa
     start = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     assert any(not torch.equal(a, b) for a, b in zip(final.parameters(), start.parameters(), strict=True))
     if name == "grpo":
-        samples = [
-            json.loads(line) for line in (tmp_path / "out/samples/train/step_000001.jsonl").read_text().splitlines()
-        ]
+        samples = read_lines(tmp_path / "out/samples/train/step_000001.jsonl")
         assert len(samples) == 8
         assert all(
             s["score"] == pytest.approx(s["reward_parts"]["digits"] + 0.5 * s["reward_parts"]["holds"]) for s in samples
@@ -314,11 +313,8 @@ class TestArgumentsOfTRL:
             "configs = {name: getattr(trl, name)(sys.argv[2], use_cpu=True) for name in wanted}\n"
             "print(json.dumps({n: {f: getattr(configs[n], f) for f in fields} for n, fields in wanted.items()}))"
         )
-        done = subprocess.run(
-            [python, "-c", code, json.dumps(ours), str(tmp_path)],
-            env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
-        assert not done.returncode, done.stderr[-3000:]
+        offline = peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1"}
+        done = ran(python, "-c", code, json.dumps(ours), tmp_path, env=offline, timeout=280)
         assert json.loads(done.stdout.splitlines()[-1]) == ours
 
 

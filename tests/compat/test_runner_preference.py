@@ -1,7 +1,6 @@
 """RLRunner on pairs (DPO), and on models with adapters of peft."""
 
 import copy
-import json
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer
 
 from tests.compat.test_runner import SCRIPTS, Recorder, arguments, rows, steps_of, tokenizer  # noqa: F401
+from tests.json_lines import write_lines
 from tests.run.conftest import train_run
 from tests.run.test_preference_trl import PAIRS, ROWS, TEMPLATE
 from tests.run.trl_oracle import trl_logs
@@ -71,7 +71,7 @@ def test_dpo_matches_verl_dpo(dpo_config, model, tiny_llama, tokenizer, tmp_path
     )  # fmt: skip
     assert runner.algorithm == "dpo"
     runner.train()
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    write_lines(tmp_path / "train.jsonl", pairs)
     settings = [
         f"model.path={tiny_llama}", f"data.train_files={tmp_path / 'train.jsonl'}", "data.train_batch_size=4",
         "data.shuffle=False", "engine.dtype=float32", "optim.lr=1e-3", "optim.weight_decay=0.0", "optim.betas=[0.9,0.999]",

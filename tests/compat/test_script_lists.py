@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.compat.script_lists import ACTOR, FAMILIES, QUICK, REFUSED, ROLLOUT, RUNS
+from tests.json_lines import write_lines
 from tests.slow import slow
 from verl.config import load_config
 from verl.errors import ConfigError
@@ -35,7 +36,7 @@ def files(tiny_llama, tmp_path_factory):
             for i in range(16)
         ]  # fmt: skip
         places[name] = folder / f"{name}.jsonl"
-        places[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(places[name], rows)
     judge = folder / "rm"
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tiny_llama, num_labels=1))
     model.save_pretrained(judge)

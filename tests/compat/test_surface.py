@@ -1,9 +1,9 @@
 """The share of the Python names that existing recipes import and that import here, weighted by how many projects use each."""
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.commands import python
 
 # module, name, projects of the recipe collection and the examples of August 2026 that import it
 TABLE = Path(__file__).with_name("surface.tsv")
@@ -61,6 +61,5 @@ def test_only_worker_groups_need_ray():
         "    except MissingExtraError as error:\n"
         "        print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", code)
     assert done.stdout.count("pip install 'ray[default]>=2.50'") == 2, done.stdout

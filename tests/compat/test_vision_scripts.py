@@ -7,6 +7,7 @@ import pytest
 
 from tests.compat.recipes import dynamic_sampling
 from tests.compat.vision_lists import FINE_TUNING, GEO3K, QUICK, RUNS
+from tests.json_lines import write_lines
 from tests.letters_task import REWARD, merge, overrides
 from tests.run.conftest import Run, train_run
 from tests.run.test_vision import dots
@@ -30,7 +31,7 @@ def task(tmp_path_factory):
         for i in range(8)
     ]
     for name, written in (("train", rows), ("val", rows[:2]), ("sft", sft)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+        write_lines(folder / f"{name}.jsonl", written)
     (folder / "reward.py").write_text(REWARD)
     (folder / "tools.yaml").write_text(
         "tools:\n- {class_name: verl.tools.geo3k_tool.Geo3kTool, config: {type: native}}\n"

@@ -1,9 +1,9 @@
 """Untrusted chat templates: an error of verl, or prompts that are the same twice and have the row's content."""
 
 import copy
-import json
 
 from tests.data.rows import config, row
+from tests.json_lines import write_lines
 from verl.config.sections.data import SFTDataConfig
 from verl.data.check import check_rows
 from verl.data.conversations.dataset import load_conversations
@@ -94,12 +94,8 @@ def cases(rng, count, folder):
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Where are the seven trees?"}]
     answer = {"role": "assistant", "content": "There, here and elsewhere."}
     files = [folder / "prompts.jsonl", folder / "chats.jsonl"]
-    files[0].write_text(
-        "".join(
-            json.dumps(row(i, prompt=[chat[0], {**chat[1], "content": f"Count {i} 1234"}])) + "\n" for i in range(3)
-        )
-    )
-    files[1].write_text("".join(json.dumps({"messages": [*chat, answer] * n}) + "\n" for n in (1, 2)))
+    write_lines(files[0], (row(i, prompt=[chat[0], {**chat[1], "content": f"Count {i} 1234"}]) for i in range(3)))
+    write_lines(files[1], ({"messages": [*chat, answer] * n} for n in (1, 2)))
     tokenizer = make_tokenizer()
     for _ in range(count):
         yield outcome(rng, files, tokenizer)

@@ -3,12 +3,12 @@
 import base64
 import contextlib
 import io
-import json
 import os
 import re
 
 from PIL import Image
 
+from tests.json_lines import write_lines
 from tests.letters_task import overrides, write_task
 from tests.vision_families import vision_folder
 from verl.cli.main import main
@@ -32,7 +32,7 @@ def row(content="<image>How many?", **fields):
 
 def written(folder, *rows):
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_lines(file, rows)
     return str(file)
 
 
@@ -169,7 +169,7 @@ def cases(rng, count, folder):
         at = rng.randrange(6)
         rows = [good] * at + [bad] + [good] * (5 - at)
         file, run = folder / f"{number}.jsonl", folder / f"run{number}"
-        file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        write_lines(file, rows)
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             code = main([program, *settings_of(program, model, task, file, run)])

@@ -1,8 +1,8 @@
 """Rows and configs that the tests of this folder share."""
 
-import json
 from dataclasses import replace
 
+from tests.json_lines import write_lines
 from verl.config import DataConfig
 
 
@@ -18,8 +18,7 @@ def row(number=0, **changes):
 
 
 def write(path, rows):
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return str(path)
+    return str(write_lines(path, rows))
 
 
 def config(**changes):

@@ -1,10 +1,9 @@
 """Names of data sets: Hub names from the cache of `datasets`, its builders, splits, slices and streams."""
 
-import json
-
 import pytest
 
 from tests.data.rows import config
+from tests.json_lines import write_lines
 from verl.data.dataset import RLHFDataset
 from verl.data.files import read_rows
 from verl.errors import DataError
@@ -21,18 +20,14 @@ def caches(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("VERL_DATA_CACHE", str(tmp_path / "rows"))
+    for folder in ("source", "hub/org"):
+        (tmp_path / folder).mkdir(parents=True)
     for name, rows in (("train", ROWS), ("test", ROWS[:3])):
         write_lines(tmp_path / "source" / f"{name}.jsonl", rows)
     files = {name: str(tmp_path / "source" / f"{name}.jsonl") for name in ("train", "test")}
     builder = datasets.load_dataset_builder("json", data_files=files, cache_dir=str(tmp_path / "made"))
     builder.dataset_name, folder = "sums", tmp_path / "hub" / "org___sums" / "default" / "0.0.0" / "0123abcd"
     builder.download_and_prepare(str(folder))
-
-
-def write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def texts(name):

@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from tests.data.conversations.templates import with_template
+from tests.json_lines import write_lines
 from verl.agents.continuity import ChatContinuity
 from verl.config import DataConfig, PPOConfig
 from verl.config.roots.reward_model import RMDataConfig
@@ -81,7 +82,7 @@ def written(folder, kind, *rows):
         columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / "rows.parquet")
     else:
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / "rows.jsonl", rows)
     return folder / f"rows.{kind}"
 
 

@@ -1,12 +1,9 @@
-import logging
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.commands import python
 from tests.data.rows import config, row, write
 from verl.data.dataset import load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
@@ -41,7 +38,7 @@ def test_the_order_is_the_same_in_another_process_and_version():
     rows = [PromptOrder(10, 42, shuffle=True).row(i)[1] for i in range(20)]
     assert rows == PINNED
     code = "from verl.data.order import PromptOrder; print([PromptOrder(10, 42, True).row(i)[1] for i in range(20)])"
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout
+    out = python("-c", code).stdout
     assert out.strip() == str(PINNED)
 
 
@@ -148,8 +145,7 @@ def test_validation_reads_all_rows_in_file_order(tmp_path):
 
 def test_fields_that_the_run_makes_itself_are_left_out_and_said(tmp_path, caplog):
     rows = rows_of(tmp_path, 2, row={"responses": "x", "uid": "mine"})
-    with caplog.at_level(logging.WARNING):
-        batch = next(iter(ValidationLoader(rows, PromptEncoder(tokenizer, rows.config), 2)))
+    batch = next(iter(ValidationLoader(rows, PromptEncoder(tokenizer, rows.config), 2)))
     assert "responses" not in batch.non_tensor_batch
     assert list(batch.non_tensor_batch["uid"]) == ["0", "1"]
     assert "'responses'" in caplog.text

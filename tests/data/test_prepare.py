@@ -2,13 +2,13 @@ import io
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from tests.commands import ran
 from tests.data.rows import config
 from verl.config import PPO, PREFERENCE, SCHEMAS, load_config
 from verl.data import prepare
@@ -169,8 +169,7 @@ class TestReasoningGym:
 
 def test_as_a_program_errors_are_sentences(tmp_path):
     argv = [sys.executable, "-m", "verl.data.prepare", "gsm8k", "--source", str(tmp_path), "--output", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert done.returncode == DataError.exit_code
+    done = ran(*argv, code=DataError.exit_code)
     assert done.stderr.startswith("The data file")
     assert "Traceback" not in done.stderr
 

@@ -9,6 +9,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 
+from tests.json_lines import write_lines
 from verl.config.sections.data import SFTDataConfig
 from verl.data.conversations.dataset import load_conversations
 from verl.data.files import read_rows
@@ -108,7 +109,7 @@ def write(rng, folder, row):
         except (pyarrow.ArrowException, ValueError, TypeError, OverflowError):
             pass  # such a row cannot be in such a file
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_lines(path, rows)
     return path
 
 

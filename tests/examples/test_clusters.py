@@ -9,6 +9,7 @@ import subprocess
 import pytest
 import yaml
 
+from tests.commands import ran
 from tests.house.source import ROOT
 from tests.slow import slow
 from verl.config import load_config
@@ -37,7 +38,7 @@ def test_a_page_names_every_template():
 
 def test_scripts_parse():
     for script in SCRIPTS:
-        subprocess.run(["bash", "-n", script], check=True)
+        ran("bash", "-n", script)
 
 
 @pytest.mark.parametrize("name", [path.name for path in (*SCRIPTS, *CLUSTERS.glob("*.yaml"))])
@@ -87,7 +88,7 @@ def test_the_task_of_skypilot():
     task = read_yaml("examples/clusters/skypilot.yaml")
     assert set(task) <= {"name", "resources", "num_nodes", "envs", "workdir", "file_mounts", "setup", "run"}
     for part in ("setup", "run"):
-        subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)
+        ran("bash", "-n", input=task[part])
 
 
 def test_versions_of_the_image_are_the_tested_ones():
@@ -116,6 +117,6 @@ def test_the_image_builds_and_starts(target):
     if docker is None or subprocess.run([docker, "info"], capture_output=True).returncode:
         pytest.skip("needs docker and its daemon")
     tag = f"verl-test:{target}"
-    subprocess.run([docker, "build", "--target", target, "-t", tag, "."], cwd=ROOT, check=True, timeout=3600)
+    ran(docker, "build", "--target", target, "-t", tag, ".", cwd=ROOT, timeout=3600)
     shown = subprocess.run([docker, "run", "--rm", tag, "doctor"], capture_output=True, text=True, timeout=300)
     assert f"torch {PINNED['torch']}" in shown.stdout

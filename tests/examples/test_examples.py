@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import python
 from tests.data.rows import config
 from tests.forked import run_forked
+from tests.json_lines import write_lines
 from tests.slow import slow
 from verl.data.dataset import load_dataset
 from verl.models.tiny import make_tiny_model, make_tokenizer
@@ -131,7 +133,7 @@ def test_they_train(name, tmp_path, monkeypatch):
         }
         for i in range(8)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     text = (AGENTS / f"{name}.py").read_text()
     command = re.split(r'\n\n|"""', text[text.index("verl train") :])[0].replace("\\\n", " ")
     names = {"MODEL": f"{tmp_path}/model", "ROWS": f"{tmp_path}/rows.jsonl"}
@@ -181,13 +183,14 @@ def test_a_preparation_script_makes_rows_that_train(name, tmp_path):
     row, truth, answer = PREPARATION[name]
     for split, number in (("train", 5), ("test", 2)):
         (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * number)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / f"examples/data_preprocess/{name}.py"), "--local_dataset_path", str(tmp_path),
-         "--local_save_dir", str(tmp_path / "out"), "--hdfs_dir", str(tmp_path / "shared")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    folders = {
+        "--local_dataset_path": tmp_path,
+        "--local_save_dir": tmp_path / "out",
+        "--hdfs_dir": tmp_path / "shared",
+    }
+    offline = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    script = ROOT / f"examples/data_preprocess/{name}.py"
+    python(script, *(word for pair in folders.items() for word in pair), env={**os.environ, **offline}, timeout=180)
     assert (tmp_path / "shared/out/test.parquet").exists()
     rows = load_dataset(str(tmp_path / "out/train.parquet"), make_tokenizer(), config(max_prompt_length=500))
     assert len(rows) == 5

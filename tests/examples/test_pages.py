@@ -6,7 +6,6 @@ block that begins with `# save as NAME` is saved under that name. `verl train` t
 """
 
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ran
 from tests.forked import run_forked
+from tests.json_lines import read_lines, write_lines
 from tests.slow import slow
 from verl.models.tiny import make_tiny_model
 
@@ -118,7 +119,7 @@ def runs_that_train_nothing(folder):
     """The runs in which all steps have no gradient, or equal rewards."""
     nothing = []
     for metrics in folder.rglob("metrics.jsonl"):
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        steps = read_lines(metrics)
         gradients = [step[n] for step in steps for n in ("actor/grad_norm", "train/grad_norm") if n in step]
         spreads = [s["critic/score/max"] - s["critic/score/min"] for s in steps if "critic/score/max" in s]
         if (gradients and not max(gradients)) or (spreads and not max(spreads)):
@@ -138,7 +139,7 @@ def folder(tmp_path, speaking_model):
             }
             for i in range(count)
         )
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     (tmp_path / "my_reward.py").write_text(REWARD)
     commands = "".join(f'  {verb}) extra="{keys}" ;;\n' for verb, keys in TINY.items())
     script = (
@@ -172,11 +173,7 @@ def run(kind, code, folder):
     if forks:
         return output
     command = ["sh", "-ec", code]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    done = ran(*command, cwd=folder, env=environment, timeout=300, stdin=subprocess.DEVNULL)
     return done.stdout
 
 

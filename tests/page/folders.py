@@ -4,6 +4,7 @@ import json
 import random
 from contextlib import contextmanager
 
+from tests.json_lines import write_lines
 from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.lock import FolderLock
 
@@ -36,7 +37,7 @@ def sample(ordinal, index, *, step=1, score=None, response=None, **more):
 def write_samples(folder, split, step, rows):
     place = folder / "samples" / split
     place.mkdir(parents=True, exist_ok=True)
-    (place / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(place / f"step_{step:06d}.jsonl", rows)
 
 
 def append(file, row):
@@ -75,9 +76,7 @@ def make_run(folder, steps=3):
         "algorithm:\n  adv_estimator: grpo  # given\ntrainer:\n  total_training_steps: 10  # given\n"
     )
     (folder / "curves.json").write_text(json.dumps({"mean reward": {"critic/score/mean": "training"}}))
-    (folder / "tokens.jsonl").write_text(
-        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in VOCABULARY.items())
-    )
+    write_lines(folder / "tokens.jsonl", ({"id": i, "text": text} for i, text in VOCABULARY.items()))
     for step in range(1, steps + 1):
         add_step(folder, step)
     return folder

@@ -1,8 +1,8 @@
 """Runs of every kind on a tiny model, of two steps each."""
 
-import json
 from pathlib import Path
 
+from tests.json_lines import write_lines
 from tests.letters_task import write_task
 from tests.run.conftest import train_run
 
@@ -37,7 +37,7 @@ def pair(i):
 def write_rows(folder):
     """sft.jsonl and pairs.jsonl."""
     for name, row_of in (("sft", conversation), ("pairs", pair)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row_of(i)) + "\n" for i in range(12)))
+        write_lines(folder / f"{name}.jsonl", (row_of(i) for i in range(12)))
     return folder
 
 

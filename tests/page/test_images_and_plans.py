@@ -7,6 +7,7 @@ import json
 import pytest
 from PIL import Image
 
+from tests.json_lines import read_lines
 from tests.page.folders import PLAN, make_run, sample
 from verl.cli.main import main
 from verl.page.pages import NotFound, Site
@@ -44,7 +45,7 @@ def site(folder):
 
 
 def stored(folder):
-    return [json.loads(line) for line in (folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
+    return read_lines(folder / "samples/train/step_000001.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.json_lines import read_lines
 from tests.page.runs import train_kind
 from verl.page.pages import Site
 
@@ -69,10 +70,7 @@ def test_the_margins_of_pairs_match_the_metrics(site_of):
     view = site.views["run"]
     assert view.run.kind == "preference"
     for step in (1, 2):
-        rows = [
-            json.loads(line)
-            for line in (view.run.folder / "samples" / "train" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        ]
+        rows = read_lines(view.run.folder / "samples" / "train" / f"step_{step:06d}.jsonl")
         margins = [a["score"] - b["score"] for a, b in zip(rows[::2], rows[1::2], strict=True)]
         assert [row["chosen"] for row in rows[::2]] == [True] * 4
         series = view.run.metrics["train/rewards/margins"]
@@ -98,7 +96,7 @@ def test_policies_keep_what_the_trainer_computes(site_of, kind):
     folder = site.views["run"].run.folder
     pages = visit(site)
     assert any(path.startswith("/val/") for path in pages)
-    rows = [json.loads(line) for line in (folder / "samples" / "train" / "step_000001.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "samples" / "train" / "step_000001.jsonl")
     trained = [row for row in rows if "train_log_probs" in row]
     assert trained
     for row in rows:

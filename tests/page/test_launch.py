@@ -1,6 +1,5 @@
 """The page as a process: it serves while its parent lives, and the commands that start it."""
 
-import json
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from tests.forked import fork
+from tests.json_lines import read_lines
 from tests.letters_task import REWARD, write_task
 from tests.page.folders import make_run
 from tests.processes import is_alive, wait_until
@@ -158,7 +158,7 @@ def trained(model, task, folder, *, kill):
             assert process.wait(_DEADLINE_S) == 0, said.read_text()[-2000:]
         finally:
             process.kill()
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+    return read_lines(metrics)
 
 
 def spare_one_descendant():

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from tests.json_lines import read_lines, write_lines
 from tests.page.folders import add_step, append, make_run, sample, write_samples
 from verl.page import life, panels, steps
 from verl.page.index import SampleIndex
@@ -134,9 +135,9 @@ def test_crashes_and_resumptions_are_marked(run_folder):
         run_folder / "events.jsonl", {"time": 1.0, "event": "restarted", "cause": "SIGKILL", "step": 2, "phase": "gen"}
     )
     run = read(run_folder)
-    rows = [json.loads(line) for line in (run_folder / "timeline.jsonl").read_text().splitlines()]
+    rows = read_lines(run_folder / "timeline.jsonl")
     rows[2]["start"] += 60
-    (run_folder / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(run_folder / "timeline.jsonl", rows)
     run = read(run_folder)
     assert [(mark["step"], mark["kind"]) for mark in run.marks()] == [(2, "crash"), (3, "resume")]
 

@@ -3,12 +3,12 @@
 import gc
 import os
 import platform
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tests.commands import ran
 from verl.parallel import process_settings
 
 _START = """
@@ -39,7 +39,7 @@ def said(code, **environment):
     """The words that a process with the allocator of `_START` prints in `code`."""
     clean = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES" and not k.startswith("MALLOC_")}
     command = [sys.executable, "-c", _START + code]
-    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=120, check=True)
+    done = ran(*command, env=clean | environment)
     return done.stdout.split()
 
 
@@ -103,9 +103,7 @@ SHOW = "import os; print(os.environ.get('GOMP_SPINCOUNT'))"
 def spin_count(code, **environment):
     variables = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     command = [sys.executable, "-c", f"{code}; {SHOW}"]
-    done = subprocess.run(
-        command, env={**variables, **environment}, capture_output=True, text=True, check=True, timeout=120
-    )
+    done = ran(*command, env={**variables, **environment})
     return done.stdout.strip()
 
 

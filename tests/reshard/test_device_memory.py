@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.commands import python
 from tests.reshard.buckets import assert_damage_is_refused, assert_overwritten_is_refused
 from tests.reshard.simulated_device import DEVICE, simulate_driver
 from verl.errors import ModelError, WorkerLostError
@@ -191,8 +192,7 @@ for line in sys.stdin:
 
 def test_the_reading_process_starts():
     """Its imports, without a GPU."""
-    done = subprocess.run([sys.executable, "-c", READER], input="", capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    python("-c", READER, input="")
 
 
 @pytest.mark.gpu

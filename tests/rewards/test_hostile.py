@@ -1,8 +1,6 @@
 """Scorers that attack: each costs its own sample, is named, and leaves no process, no folder and no score of others behind;
 and whole runs of `verl train` under such attacks."""
 
-import json
-import logging
 import os
 import re
 import signal
@@ -16,6 +14,7 @@ import psutil
 import pytest
 
 from tests import letters_task
+from tests.json_lines import read_lines, write_lines
 from tests.processes import is_alive, wait_until
 from tests.rewards.attacks import ATTACKS, SIX, processes_of, reaper_of
 from tests.rewards.test_pool import request
@@ -50,7 +49,7 @@ def test_attacks_in_processes_of_their_own(attacked):
 @pytest.mark.slow
 def test_the_same_where_the_kernel_grants_no_namespaces(attacked, no_namespaces, caplog):
     """pytest -m slow tests/rewards/test_hostile.py"""
-    with caplog.at_level(logging.WARNING), socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = {"port": server.getsockname()[1]}
         (connected,) = attacked(timeout_s=10).score_all([request("connect_from_program", extra_info=port)])
     assert (connected.score, connected.error) == (0.0, None)
@@ -170,7 +169,7 @@ def overrides(folder, model):
         }
         for row, attack in enumerate(ROWS)
     ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "train.jsonl", rows)
     (folder / "reward.py").write_text(ATTACKS + CHOOSE)
     return letters_task.overrides(
         model,
@@ -254,7 +253,7 @@ def test_a_run_under_all_six_attacks_ends_and_names_every_sample(tiny_llama, tmp
             SIX[attack].replace("0.4 s", "1 s") + ("|took longer" if "fork" in attack else ""), sample.error
         )
         assert f"for sample train/{sample.ordinal}/{sample.sample} of data_source" in sample.error
-    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert row["reward/num_defaulted"] == count
     logs = "".join(file.read_text() for file in (tmp_path / "run" / "logs").glob("*.log"))
     named = len(re.findall("for sample train/.* it gets the default score -0.5", logs))

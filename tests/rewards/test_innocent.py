@@ -1,6 +1,5 @@
 """A sample pays for nothing but its own call: not for what earlier ones left in its worker, nor for signals from outside."""
 
-import logging
 import os
 import signal
 import subprocess
@@ -102,8 +101,7 @@ FAST = [
     ],
 )
 def test_a_signal_from_outside_costs_no_sample(attacked, caplog, scoring, which, number):
-    with caplog.at_level(logging.WARNING):
-        scoring(attacked(timeout_s=1), lambda pool: chain_of_scorer(pool)[which], number)
+    scoring(attacked(timeout_s=1), lambda pool: chain_of_scorer(pool)[which], number)
     if which == "scorer" and number != signal.SIGINT:
         assert ("was stopped by a signal" if number == signal.SIGSTOP else number.name) in caplog.text
 
@@ -189,18 +187,16 @@ def test_the_time_of_a_run_that_is_stopped_itself_does_not_count(tmp_path):
 
 def test_a_scorer_that_computes_between_samples_is_ended(attacked, caplog):
     pool = attacked(timeout_s=1, limits=Limits(cpu_s=0.5))
-    with caplog.at_level(logging.WARNING):
-        pool.score_all([request("keep_burning")])
-        assert wait_until(lambda: "Between two samples the scorer used more processor time" in caplog.text)
+    pool.score_all([request("keep_burning")])
+    assert wait_until(lambda: "Between two samples the scorer used more processor time" in caplog.text)
     assert pool.score_all([request("0.5")])[0].score == 0.5
 
 
 def test_what_a_scorer_writes_after_its_answer_costs_nobody_a_sample(attacked, caplog):
     pool = attacked(timeout_s=5)
-    with caplog.at_level(logging.WARNING):
-        (first,) = pool.score_all([request("write_later")])
-        time.sleep(0.2)
-        (second,) = pool.score_all([request("0.5")])
+    (first,) = pool.score_all([request("write_later")])
+    time.sleep(0.2)
+    (second,) = pool.score_all([request("0.5")])
     assert (first.score, first.error) == (0.25, None)
     assert (second.score, second.error) == (0.5, None)
     assert "Between two samples the scorer wrote to the channel" in caplog.text

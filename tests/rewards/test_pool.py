@@ -1,9 +1,6 @@
-import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -183,19 +180,12 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, mon
         return exchange(self, *arguments, **named)
 
     monkeypatch.setattr(WorkerProcess, "_exchange", killed)
-    with caplog.at_level(logging.WARNING):
-        (score,) = make_pool().score_all([request("0.5")])
+    (score,) = make_pool().score_all([request("0.5")])
     assert (score.score, score.error) == (0.5, None)
     assert "A reward worker is started again. The reward worker did not start" in caplog.text
     left[:] = [1, 1]
     with pytest.raises(RewardError, match="did not start"):
         make_pool().start()
-
-
-def test_the_worker_imports_nothing_heavy():
-    program = "import sys, verl.rewards.worker; print([m for m in ('torch','numpy','omegaconf') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert out.stdout.strip() == "[]"
 
 
 def test_many_callers_at_once_each_get_their_own_scores(make_pool):
@@ -222,8 +212,7 @@ def test_a_function_file_that_vanishes_is_reported_not_raised(make_pool, hostile
     pool = make_pool()
     pool.start()
     os.remove(hostile)
-    with caplog.at_level(logging.WARNING):
-        scores = pool.score_all([request("os._exit"), request("1")])
+    scores = pool.score_all([request("os._exit"), request("1")])
     assert "exit code 3" in scores[0].error
     assert "does not exist" in scores[1].error
     assert "could not be started again" in caplog.text
@@ -234,7 +223,6 @@ def test_a_function_file_that_changes_is_said(make_pool, hostile, caplog):
     pool.start()
     with open(hostile, "a") as file:
         file.write("\ncompute_score = lambda **sample: 7\n")
-    with caplog.at_level(logging.WARNING):
-        scores = pool.score_all([request("os._exit"), request("1")])
+    scores = pool.score_all([request("os._exit"), request("1")])
     assert scores[1].score == 7.0
     assert "changed during the run" in caplog.text

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.commands import ran
 from tests.rewards.test_pool import request
 from verl.rewards.sandbox import launch
 from verl.rewards.sandbox.limits import Limits
@@ -177,7 +178,7 @@ def test_all_of_this_as_a_user_without_privileges():
         ended = run("-m", "pytest", *files, *options)
         assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     finally:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        ran("rm", "-rf", folder)
 
 
 def test_a_private_folder_is_removed_and_keys_stay_outside(attacked, tmp_path, monkeypatch):

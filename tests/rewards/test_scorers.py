@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.json_lines import read_lines
 from verl.data_proto.samples import ScoreRequest
 from verl.errors import DataError, RewardError
 from verl.rewards.functions import RewardFunctionSpec
@@ -203,7 +204,7 @@ DISAGREEMENTS = {
 
 
 def test_replies_that_a_person_has_judged():
-    rows = [json.loads(line) for line in (Path(__file__).parent / "judged_replies.jsonl").read_text().splitlines()]
+    rows = read_lines(Path(__file__).parent / "judged_replies.jsonl")
     wrong = [
         row["reply"]
         for row in rows
@@ -243,7 +244,7 @@ def test_gsm8k_gives_1_to_every_reference_answer(split):
     file = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / f"{split}.jsonl"
     if not file.exists():
         pytest.skip("the GSM8K files are not beside the repository")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_lines(file)
     assert len(rows) in (7473, 1319)
     for row in rows:
         gold = row["answer"].split("####")[1].strip()

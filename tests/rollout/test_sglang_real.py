@@ -4,9 +4,7 @@ python -m pytest -m slow -p no:xdist tests/rollout/test_sglang_real.py
 """
 
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.commands import ran
+from tests.json_lines import read_lines
 from tests.letters_task import overrides, write_task
 from tests.rollout.conftest import make_prompts
 from tests.rollout.simulated import send, transfer_of_run
@@ -174,11 +174,8 @@ def test_a_run_with_a_server_of_its_own(folder, tmp_path):
         "trainer.save_freq=-1", "trainer.test_freq=-1", f"trainer.default_local_dir={tmp_path / 'run'}",
     )  # fmt: skip
     command = [sys.executable, "-m", "verl", "train", *keys]
-    done = subprocess.run(
-        command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ran(*command, env={**os.environ, **ENVIRONMENT}, timeout=900)
+    rows = read_lines(tmp_path / "run" / "metrics.jsonl")
     trained = [row for row in rows if row["step"] > 0]
     assert len(trained) == 2
     for row in trained:

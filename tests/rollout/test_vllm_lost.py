@@ -7,12 +7,12 @@ The native engine in a separate process (stand_in.py) simulates vLLM.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.commands import python
+from tests.json_lines import read_lines
 from tests.runtime.conftest import assert_same_weights, base, jobs  # noqa: F401 - fixtures
 from tests.runtime.ranks import ROOT, run
 
@@ -30,11 +30,7 @@ def train(jobs):  # noqa: F811
         mark = jobs.root / f"{name}.lost"
         if lost:
             environment["VERL_TEST_LOST"] = f"{lost} {mark}"
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.rollout.stand_in", *settings],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        python("-m", "tests.rollout.stand_in", *settings, cwd=ROOT, env=environment, timeout=180)
         assert mark.exists() == bool(lost)
         return jobs.run(name)
 
@@ -58,7 +54,7 @@ def assert_equal(actual, expected):
 
 def events(disturbed):
     file = disturbed.folder / "events.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return read_lines(file) if file.exists() else []
 
 
 @pytest.mark.parametrize("moment", ["generate", "update"])

@@ -6,10 +6,8 @@ Samples are the native engine's, token by token, and log-probs agree within 1e-4
 """
 
 import importlib.util
-import json
 import os
 import signal
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +19,8 @@ import torch
 
 from tests import letters_task
 from tests.agents.test_driver import PARAMS, agent, tasks
+from tests.commands import ran
+from tests.json_lines import read_lines, write_lines
 from tests.rollout import second_runner
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.simulated import send, transfer_of_run
@@ -163,11 +163,7 @@ def test_the_second_runner_schedules_ahead_and_gives_the_same_samples():
     """The tests that have an engine in this process, with vLLM's second model runner; see second_runner."""
     chosen = "(sync and not async and not died) or the_chosen_runner"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        [*command, "-k", chosen], cwd=ROOT, env={**os.environ, second_runner.CHOSEN: "1"}, capture_output=True, text=True,
-        timeout=900, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
+    ran(*command, "-k", chosen, cwd=ROOT, env={**os.environ, second_runner.CHOSEN: "1"}, timeout=900)
 
 
 @pytest.mark.skipif(second_runner.CHOSEN not in os.environ, reason="of the second model runner")
@@ -332,11 +328,9 @@ def grpo(smollm2, tmp_path_factory):
          "reward_model": {"style": "rule", "ground_truth": str(i + i % 7)}}
         for i in range(12)
     ]  # fmt: skip
-    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return (ground_truth in solution_str) + 0.1 * sum(c.isdigit() for c in solution_str) / (len(solution_str) + 1)\n"
-    )
+    write_lines(place / "train.jsonl", rows)
+    digits = "sum(c.isdigit() for c in solution_str) / (len(solution_str) + 1)"
+    letters_task.write_reward(place, f"return (ground_truth in solution_str) + 0.1 * {digits}")
 
     def run(name, *changes):
         keys = letters_task.overrides(
@@ -345,11 +339,10 @@ def grpo(smollm2, tmp_path_factory):
             f"trainer.default_local_dir={place}/{name}", *changes,
         )  # fmt: skip
         command = [sys.executable, "-m", "verl", "train", *keys]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        metrics = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+        ran(*command, cwd=ROOT, timeout=600)
+        metrics = read_lines(place / name / "metrics.jsonl")
         files = sorted((place / name / "samples" / "train").glob("*.jsonl"))
-        samples = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        samples = [read_lines(file) for file in files]
         return [row for row in metrics if row["step"] > 0], samples
 
     return run

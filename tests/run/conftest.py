@@ -1,12 +1,12 @@
 """A tiny training run in this process: `tiny_run("key=value", ...)`."""
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.json_lines import read_lines
 from tests.letters_task import merge, overrides, write_task
 
 # numbers that hold when the machine is slower or faster: everything else in a metrics row must repeat exactly
@@ -19,7 +19,7 @@ class Run:
 
     @property
     def rows(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return read_lines(self.folder / "metrics.jsonl")
 
     @property
     def repeatable(self) -> list[dict]:
@@ -30,7 +30,7 @@ class Run:
 
     def samples_of(self, step: int = 1, split: str = "train") -> list[dict]:
         file = self.folder / f"samples/{split}/step_{step:06d}.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        return read_lines(file)
 
 
 def row_overrides(model, train, val):
@@ -84,15 +84,20 @@ def shared_run(tmp_path_factory):
     return lambda base, *changes, program="ppo": trained(tuple(base), changes, program)
 
 
+def broken_off(run, *settings, stop, **more):
+    """(a run of `settings` that ends after step `stop` and is gone on with, the same run unbroken); `run` trains."""
+    unbroken = run(*settings, folder="unbroken", **more)
+    run(*settings, f"trainer.total_training_steps={stop}", folder="broken", **more)
+    return run(*settings, folder="broken", **more), unbroken
+
+
 @pytest.fixture
-def batches(monkeypatch):
+def batches(around):
     """The batch of every step of PPO, with the columns that were made for it."""
     from verl.programs.ppo import PPO
 
-    trained, original = [], PPO._step_result
-    monkeypatch.setattr(
-        PPO, "_step_result", lambda self, result: (trained.append(result.batch), original(self, result))[1]
-    )
+    trained = []
+    around(PPO, "_step_result", lambda result_of, self, step: trained.append(step.batch) or result_of(self, step))
     return trained
 
 

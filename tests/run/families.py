@@ -5,7 +5,6 @@ python -m tests.run.families docs/families.md llama bloom  these rows again
 """
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.damage import deadline
+from tests.json_lines import read_lines, write_lines
 from tests.models.reference import make_columns
 from verl.config import load_config
 from verl.errors import VerlError
@@ -169,7 +169,7 @@ def trained_steps(folder: Path, overrides: list[str], dtype: str) -> list[dict[s
     with deadline(300), quiet():
         keys = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}"]
         assert train(load_config([*overrides, *keys, f"trainer.default_local_dir={run}"])) == 0, "the run failed"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(run / "metrics.jsonl")
     steps = [row for row in rows if row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2], steps
     assert any(row["actor/grad_norm"] > 0 for row in steps), "no gradient"
@@ -252,7 +252,7 @@ def write_task(folder: Path) -> list[str]:
         }
         for i in range(8)
     ]  # fmt: skip
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "train.jsonl", rows)
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None)"
     (folder / "reward.py").write_text(f"{signature}:\n    return len(set(solution_str)) / 9\n")
     return [

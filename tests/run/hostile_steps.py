@@ -5,9 +5,9 @@ whatever a sample costs: its worker, its sentence in the log, its records on dis
 itself, which `reward.timeout_s` and `reward.cpu_s` allow it.
 """
 
-import json
 from statistics import median
 
+from tests.json_lines import read_lines, write_lines
 from tests.letters_task import overrides
 from tests.rewards.returns import FUNCTION
 from verl.config import load_config
@@ -120,9 +120,9 @@ def steps_of(folder, model, kinds, rng):
     (folder / "reward.py").write_text(FUNCTION + HOSTILE)
     order = ["", "", *(kind for each in kinds for kind in (each, ""))]  # the first step is slower, for other reasons
     rows = [row(folder, step, place, kind, rng) for step, kind in enumerate(order) for place in range(ROWS)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    write_lines(folder / "train.jsonl", rows)
     assert train(load_config(keys(folder, model, len(order)))) == 0
-    metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_lines(folder / "run" / "metrics.jsonl")
     seconds = [after["time"] - before["time"] for before, after in zip(metrics, metrics[1:], strict=False)]
     assert len(seconds) == len(order) - 1
     written_mb = (

@@ -1,6 +1,5 @@
 """Samples made ahead of training: which weights made what, what trains when, that nothing is too old, and resuming."""
 
-import functools
 import json
 import math
 
@@ -20,6 +19,7 @@ from verl.programs.ppo_async import age_metrics
 from verl.programs.rollout_queue import expected_tokens
 from verl.roles.rollout import RolloutWorker
 from verl.rollout.native.engine import NativeRollout
+from verl.run.loop import StopRequested
 from verl.runtime import local
 from verl.runtime.local import LocalRuntime
 from verl.tracking.ledger.reader import Ledger
@@ -40,9 +40,8 @@ def in_parts(shared_run, tiny_overrides):
 
 
 def tokens(batch):
-    return [
-        row[mask].tolist() for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
-    ]
+    columns = batch.batch
+    return [row[mask].tolist() for row, mask in zip(columns["responses"], columns["response_mask"], strict=True)]
 
 
 @pytest.mark.parametrize("ahead", [slow(1), slow(2), 3])
@@ -54,9 +53,8 @@ def test_a_sample_is_as_old_as_the_queue_is_long_and_weighed_by_default(tiny_run
         assert row[f"{STALENESS}/max"] == row[f"{STALENESS}/min"] == step - 1 - made_by <= ahead
         assert row["training/rollout_queue/qsize"] == min(ahead, len(rows) - step) + 1
         assert row["training/off_policy/evicted_samples"] == 0
-        assert set(batch.batch["ordinal"].tolist()) == set(
-            range(4 * (step - 1), 4 * step)
-        )  # each prompt once, in order
+        prompts_of_step = set(range(4 * (step - 1), 4 * step))  # each prompt once, in order
+        assert set(batch.batch["ordinal"].tolist()) == prompts_of_step
         assert math.isfinite(row["actor/pg_loss"])
         assert "rollout_is_weights" in batch.batch.keys()
     last = batches[-1]
@@ -96,52 +94,35 @@ def test_parts_of_a_response_are_made_by_newer_and_newer_weights(tiny_run, batch
     assert rows[-1][f"{STALENESS}/max"] == 2
 
 
-def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
+def test_generation_has_ended_whenever_something_trains(tiny_run, around):
     """The KV cache is freed then, and the training weights are checked to be unchanged; also where the first batch is
     finished in the step that trains on it."""
     order = []
-
-    def noted(owner, name, word):
-        original = getattr(owner, name)
-
-        @functools.wraps(original)  # with the attributes that @register has set
-        def call(self, *args, **kwargs):
-            order.append(word)
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    noted(NativeRollout, "open", "generation")
-    noted(RolloutWorker, "end_generation", "end")
-    noted(PPO, "update", "update")
+    words = {"generation": (NativeRollout, "open"), "end": (RolloutWorker, "end_generation"), "update": (PPO, "update")}
+    for word, place in words.items():
+        around(*place, lambda original, *args, word=word, **more: order.append(word) or original(*args, **more))
     tiny_run(f"{PREFETCH}=2", PARTIAL, "trainer.total_training_steps=4")
     steps = " ".join(order).split(" update")
     once = " generation end"
     assert steps == [(2 * once).lstrip(), 2 * once, once, once, ""]  # new and unfinished samples side by side
 
 
-def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monkeypatch):
+def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, around):
     """Each part's log-probs equal a forward pass under the version that made it."""
     copies, runtimes = {}, []
-    original = PPO.update
 
-    def update(self, result, step):
+    def update(original, self, result, step):
         if not copies:
             copies[0] = module_copy()
         original(self, result, step)
         copies[self.weight_version] = module_copy()
 
-    def build_roles(self, **arguments):
-        runtimes.append(self)
-        return built(self, **arguments)
-
     def module_copy():
         module = runtimes[-1].workers.models["actor"].engine.module
         return {n: p.detach().clone() for n, p in module.named_parameters()}
 
-    built = LocalRuntime.build_roles
-    monkeypatch.setattr(LocalRuntime, "build_roles", build_roles)
-    monkeypatch.setattr(PPO, "update", update)
+    around(LocalRuntime, "build_roles", lambda build, self, **more: runtimes.append(self) or build(self, **more))
+    around(PPO, "update", update)
     tiny_run(f"{PREFETCH}=1", PARTIAL, "trainer.total_training_steps=3", "actor_rollout_ref.rollout.ignore_eos=True")
     batch, actor = batches[-1], runtimes[-1].workers.models["actor"]
     sampled = batch.batch["rollout_log_probs"]
@@ -173,20 +154,17 @@ def test_a_resumed_run_equals_the_unbroken_one(tiny_run, shared_run, tiny_overri
         assert computed[1] < computed[2] > computed[3]
 
 
-def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, in_parts, monkeypatch):
+def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, in_parts, around):
     settings = (f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5")
-    original = PPO.annotate
 
-    def stop_in_step_3(self, result):
+    def stop_in_step_3(original, self, result):
         if result.batch.batch["ordinal"].min() == 8 and not stopped:
             stopped.append(True)
-            from verl.run.loop import StopRequested
-
             raise StopRequested
         original(self, result)
 
     stopped = []
-    monkeypatch.setattr(PPO, "annotate", stop_in_step_3)
+    around(PPO, "annotate", stop_in_step_3)
     with pytest.raises(InterruptedRun, match="after step 2"):
         tiny_run(*settings, folder="broken")
     resumed = tiny_run(*settings, folder="broken")
@@ -257,33 +235,28 @@ def test_the_trainer_modes_of_scripts_choose_it(tiny_run, mode):
     assert rows[-1][f"{STALENESS}/max"] == 2
 
 
-def test_more_ahead_than_the_bound_is_refused(tiny_run):
-    with pytest.raises(ConfigError, match="max_off_policy_threshold=1"):
-        tiny_run(f"{PREFETCH}=2", "trainer.v1.sampler.max_off_policy_threshold=1")
-
-
 SYNC = ("trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4")
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ((), "parameter_sync_step=4 needs a rollout on separate devices"),
-        (("trainer.v1.sampler.max_off_policy_threshold=3",), "samples up to 4 weight versions old, more than"),
+        ((f"{PREFETCH}=2", "trainer.v1.sampler.max_off_policy_threshold=1"), "max_off_policy_threshold=1"),
+        (SYNC, "parameter_sync_step=4 needs a rollout on separate devices"),
+        ((*SYNC, "trainer.v1.sampler.max_off_policy_threshold=3"), "samples up to 4 weight versions old, more than"),
     ],
+    ids=["more ahead than the bound", "a sync every few steps", "older than the bound"],
 )
-def test_a_sync_every_few_steps_that_cannot_be_is_refused(tiny_run, settings, sentence):
+def test_a_queue_that_cannot_be_is_refused(tiny_run, settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        tiny_run(*SYNC, *settings)
+        tiny_run(*settings)
 
 
 def test_more_is_expected_of_what_longer_ones_had_beyond():
     expected = expected_tokens(np.array([10, 30, 50]), np.array([4, 20, 36, 60]), 20)
     assert expected.tolist() == pytest.approx([(10 + 20 + 20) / 3, (6 + 20) / 2, 10])
-    assert expected_tokens(np.array([5, 70]), np.array([60]), 20).tolist() == [
-        20,
-        20,
-    ]  # nothing says how long the second is
+    # nothing says how long the second is
+    assert expected_tokens(np.array([5, 70]), np.array([60]), 20).tolist() == [20, 20]
     assert expected_tokens(np.array([5]), np.array([], dtype=int), 20).tolist() == [20]
 
 

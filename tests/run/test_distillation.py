@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 
-from tests.run.conftest import merge
+from tests.json_lines import read_lines, write_lines
+from tests.letters_task import write_reward
+from tests.run.conftest import broken_off, merge
+from tests.run.test_resume import weights
 from tests.slow import slow
 from verl.cli.checklist import Subject
 from verl.cli.checklist.data import check_rows_of_data
@@ -15,6 +18,7 @@ from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model
 from verl.programs.distillation import check_teachers
 
+ACTOR = "actor_rollout_ref.actor"
 LOSS = "distillation.distillation_loss"
 TEACHERS = "distillation.teacher_models"
 ALONE = (f"{LOSS}.use_task_rewards=False",)
@@ -59,7 +63,7 @@ def values(run, *names):
     ids=" ".join,
 )
 def test_a_student_comes_closer_to_its_teacher(distill, loss):
-    rate = "actor_rollout_ref.actor.optim.lr=0.01"
+    rate = f"{ACTOR}.optim.lr=0.01"
     run = distill(f"{LOSS}.loss_mode={loss[0]}", *(f"{LOSS}.{key}" for key in loss[1:]), *ALONE, rate,
                   "trainer.total_training_steps=8")  # fmt: skip
     distances = [row["distillation/abs_loss"] for row in run.training_rows()]
@@ -101,11 +105,8 @@ def test_policy_gradient_is_the_loss_of_the_distance_as_advantage(distill):
 @pytest.mark.parametrize(
     "change",
     [
-        (
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",
-            f"{TEACHERS}.teacher_model.inference.max_num_batched_tokens=30",
-        ),
-        slow(("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",)),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=40", f"{TEACHERS}.teacher_model.inference.max_num_batched_tokens=30"),
+        slow((f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",)),
         ("data.max_prompt_length=80", "data.max_response_length=6"),
     ],
     ids=["tokens", "rows", "padding"],
@@ -119,11 +120,11 @@ def test_micro_batches_and_padding_change_nothing(distill, change):
 @pytest.fixture
 def sources(tiny_task, tmp_path):
     """Training rows of two data sources, in turn."""
-    rows = [json.loads(line) for line in (tiny_task / "train.jsonl").read_text().splitlines()]
+    rows = read_lines(tiny_task / "train.jsonl")
     for number, row in enumerate(rows):
         row["data_source"] = ("even", "odd")[number % 2]
     file = tmp_path / "sources.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     return file
 
 
@@ -147,15 +148,12 @@ def test_each_row_has_the_teacher_of_its_source(distill, sources, teachers, tiny
 @pytest.mark.parametrize("own", [True, False], ids=["own reward", "built-in"])
 def test_rows_need_no_reference_answer(distill, tiny_task, tmp_path, own):
     """A teacher by itself trains on prompts. The user's reward function is still called; a built-in one is not."""
-    file = tmp_path / "prompts.jsonl"
-    prompts = [json.loads(line)["prompt"] for line in (tiny_task / "train.jsonl").read_text().splitlines()]
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    function = tmp_path / "reward.py"
-    function.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-                        "    return 2.0 if ground_truth is None else 1.0\n")  # fmt: skip
-    settings = (*ALONE, f"data.train_files={file}", f"data.val_files={file}", "trainer.total_training_steps=1",
-                f"reward.custom_reward_function.path={function if own else 'null'}")  # fmt: skip
-    (row,) = distill(*settings).training_rows()
+    rows = read_lines(tiny_task / "train.jsonl")
+    file = write_lines(tmp_path / "prompts.jsonl", ({"prompt": row["prompt"]} for row in rows))
+    reward = write_reward(tmp_path, "return 2.0 if ground_truth is None else 1.0")
+    reward = reward if own else "reward.custom_reward_function.path=null"
+    files = (f"data.train_files={file}", f"data.val_files={file}")
+    (row,) = distill(*ALONE, *files, "trainer.total_training_steps=1", reward).training_rows()
     assert row["distillation/abs_loss"] > 0
     assert row["critic/score/mean"] == (2.0 if own else 0.0)
     with pytest.raises(DataError, match="row 0.*field 'data_source' must be a text"):
@@ -164,10 +162,9 @@ def test_rows_need_no_reference_answer(distill, tiny_task, tmp_path, own):
 
 @pytest.fixture
 def answers(tiny_task, tmp_path):
-    rows = [json.loads(line) for line in (tiny_task / "train.jsonl").read_text().splitlines()]
-    file = tmp_path / "answers.jsonl"
-    file.write_text("".join(json.dumps(row | {"response": f"the answer {n % 5}"}) + "\n" for n, row in enumerate(rows)))
-    return file
+    rows = read_lines(tiny_task / "train.jsonl")
+    answered = (row | {"response": f"the answer {n % 5}"} for n, row in enumerate(rows))
+    return write_lines(tmp_path / "answers.jsonl", answered)
 
 
 GKD = (*ALONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.topk=8", "actor_rollout_ref.rollout.n=1", "data.val_files=[]",
@@ -203,14 +200,21 @@ def test_a_student_learns_from_stored_outputs(distill, answers):
 
 
 def test_a_resumed_run_ends_with_the_same_weights(distill):
-    from safetensors.torch import load_file
+    settings = (
+        *ALONE,
+        f"{LOSS}.loss_mode=jsd",
+        f"{LOSS}.topk=8",
+        "trainer.save_freq=2",
+        "trainer.total_training_steps=4",
+    )
+    resumed, unbroken = broken_off(distill, *settings, stop=2)
+    assert weights(resumed, 4) == weights(unbroken, 4)
 
-    settings = (*ALONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.topk=8", "trainer.save_freq=2")
-    whole = distill(*settings, "trainer.total_training_steps=4", folder="whole")
-    distill(*settings, "trainer.total_training_steps=2", folder="parts")
-    parts = distill(*settings, "trainer.total_training_steps=4", folder="parts")
-    one, other = (load_file(r.folder / "global_step_4/actor/huggingface/model.safetensors") for r in (whole, parts))
-    assert all(bool((one[name] == other[name]).all()) for name in one)
+
+STORED_KEYS = (
+    "distillation.enabled=True", "distillation.on_policy_share=0", "distillation.stored_outputs=True", *ALONE,
+    f"{LOSS}.loss_mode=forward_kl_topk", "distillation.response_key=response",
+)  # fmt: skip
 
 
 class TestRefusals:
@@ -236,9 +240,7 @@ class TestRefusals:
     def test_verl_check_reads_stored_outputs_as_a_run_does(self, answers, tiny_llama, tmp_path):
         row = json.loads(answers.read_text().splitlines()[0])
         settings = (
-            f"actor_rollout_ref.model.path={tiny_llama}", "distillation.enabled=True", "distillation.on_policy_share=0",
-            "distillation.stored_outputs=True", f"{LOSS}.use_task_rewards=False", f"{LOSS}.loss_mode=forward_kl_topk",
-            "distillation.response_key=response", f"data.train_files={tmp_path}/rows.jsonl",
+            f"actor_rollout_ref.model.path={tiny_llama}", *STORED_KEYS, f"data.train_files={tmp_path}/rows.jsonl",
             "data.val_files=[]", "data.train_batch_size=1",
         )  # fmt: skip
         for token, right in ((6, True), (264, False)):
@@ -277,11 +279,7 @@ class TestRefusals:
             def place(self, number):
                 return f"rows.jsonl, row {number}"
 
-        settings = (
-            f"actor_rollout_ref.model.path={tiny_llama}", "distillation.enabled=True", "distillation.on_policy_share=0",
-            "distillation.stored_outputs=True", f"{LOSS}.use_task_rewards=False", f"{LOSS}.loss_mode=forward_kl_topk",
-            "data.train_files=rows.jsonl", "distillation.response_key=response",
-        )  # fmt: skip
+        settings = (f"actor_rollout_ref.model.path={tiny_llama}", *STORED_KEYS, "data.train_files=rows.jsonl")
         config, tokenizer = load_config(list(settings)).config, load_tokenizer(str(tiny_llama))
         check_teachers(config, tokenizer, Rows([self.STORED]))
         with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{sentence}"):
@@ -300,8 +298,6 @@ class TestRefusals:
         ],
     )  # fmt: skip
     def test_settings_that_do_not_go_together(self, tiny_overrides, settings, sentence):
-        taught = (
-            ["distillation.enabled=True", f"{TEACHERS}.teacher_model.model_path=x"] if len(settings[0]) > 25 else []
-        )
+        taught = ["distillation.enabled=True", f"{TEACHERS}.teacher_model.model_path=x"] * (len(settings[0]) > 25)
         with pytest.raises(ConfigError, match=sentence):
             load_config(merge(tiny_overrides, (*taught, *settings)))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.run.conftest import broken_off
 from tests.run.test_resume import weights
 from verl.config import load_config
 from verl.errors import ConfigError
@@ -16,9 +17,7 @@ SCALE, SKIPPED = "actor/loss_scale", "actor/overflow_ratio"
 def test_a_run_in_float16_skips_what_overflows_and_resumes_bit_for_bit(tiny_run, monkeypatch, capsys):
     """The scale begins where gradients overflow, and is halved until a step is taken."""
     monkeypatch.setattr(loss_scale.LossScale, "__init__", begin_high)
-    unbroken = tiny_run(*SETTINGS, folder="unbroken")
-    tiny_run(*SETTINGS, "trainer.total_training_steps=2", folder="broken")
-    resumed = tiny_run(*SETTINGS, folder="broken")
+    resumed, unbroken = broken_off(tiny_run, *SETTINGS, stop=2)
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed, 3) == weights(unbroken, 3)
     rows = unbroken.training_rows()

@@ -2,11 +2,12 @@
 one process in every arrangement; the teacher is divided like the student."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+from tests.commands import ran
+from tests.json_lines import write_lines
 from tests.run.conftest import Run, merge, train_run
 from tests.run.test_rm import KINDS, ROWS
 from tests.runtime.ranks import ROOT, environment, run
@@ -64,7 +65,7 @@ def job(tiny_llama, folder):
     files = {"preference": pairs, **{kind: ROWS[KINDS[kind][0]](11) for kind in REWARD_MODELS}}
     files["sft"] = [{"prompt": f"{i}?", "completion": "ab" * (i % 5 + 1)} for i in range(11)]
     for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     common = [
         f"model.path={tiny_llama}",
         "model.external_lib=tests.runtime.wide_norms",
@@ -127,10 +128,7 @@ def test_two_actors_on_ray_are_one_process(alone, job, folder):
     pytest.importorskip("ray")
     file = write(folder, "ray", [job(loss, "ray", *RAY) for loss in ("sft", "sigmoid")])
     command = [sys.executable, "-m", "tests.runtime.several_runs", str(file)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(RAY_AUTH_MODE="disabled"), capture_output=True, text=True, timeout=280
-    )
-    assert not done.returncode, (done.stdout + done.stderr)[-3000:]
+    ran(*command, cwd=ROOT, env=environment(RAY_AUTH_MODE="disabled"), timeout=280)
     for loss in ("sft", "sigmoid"):
         assert_same(loss, Run(folder / loss / "ray").rows, alone[loss])
 

@@ -1,11 +1,11 @@
 """Losses and gradient norms of GRPO on rows with pictures equal the values of TRL's GRPOTrainer on the same samples."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.data.conversations.templates import chat
+from tests.json_lines import write_lines
 from tests.letters_task import overrides, write_task
 from tests.run.conftest import train_run
 from tests.run.test_vision import dots
@@ -55,7 +55,7 @@ def test_steps_on_pictures_match_trl(tmp_path, monkeypatch):
         }
         for text, image in ROWS
     ]
-    Path(task / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(Path(task / "train.jsonl"), rows)
     settings = overrides(
         model, task, "data.max_prompt_length=300", f"data.max_response_length={LENGTH}", "data.train_batch_size=2",
         "data.shuffle=False", "data.val_files=[]", "algorithm.norm_adv_by_std_in_grpo=False",

@@ -5,6 +5,7 @@ import json
 import pytest
 from PIL import Image
 
+from tests.json_lines import write_lines
 from verl.config import PPO, PREFERENCE, RM, SFT, load_config
 from verl.errors import CheckpointError
 from verl.models.tiny import make_tiny_model
@@ -33,7 +34,7 @@ def write_rows(folder, rows):
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pylist(rows)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "rows.jsonl", rows)
     (folder / "rows.txt").write_text("".join(row["prompt"] + "\n" for row in rows))
     for part in (0, 1):
         pyarrow.parquet.write_table(table.slice(6 * part, 6), folder / f"part-{part}.parquet")
@@ -128,7 +129,7 @@ def test_pictures_that_rows_name_count(program, form, settings, folder_of, tmp_p
     rows = [PROGRAM_ROWS[program](FORMS[form](tmp_path / f"{number}.bmp")) for number in (0, 1)]
     if "videos" in rows[0]:
         rows = [json.loads(json.dumps(row).replace("<image>", "<video>")) for row in rows]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     names = {f"2 pictures of data.{split}_files" for split in ("train", "val")}
     before = load()
     assert set(before) == names
@@ -153,7 +154,7 @@ def test_a_resume_with_other_pictures_is_refused(folder_of, tmp_path):
 
     paint(tmp_path, "red", "blue")
     rows = [PROGRAM_ROWS["sft"](FORMS["path"](tmp_path / f"{number}.bmp")) for number in (0, 1)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     assert run() == 0
     paint(tmp_path, "red", "green")
     with pytest.raises(CheckpointError, match="trained with another content of: 2 pictures of data.train_files. Bring"):

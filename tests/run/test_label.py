@@ -1,9 +1,8 @@
 """`verl data preferences`: rows that a judge labels, with a chat service whose replies follow from the question."""
 
-import json
-
 import pytest
 
+from tests.json_lines import read_lines
 from tests.rollout.service import running
 from verl.data.files import write_parquet
 from verl.programs.label import Candidates, preferences
@@ -41,7 +40,7 @@ def label(rows, tmp_path, capsys):
         output = tmp_path / name
         code = main(["data", "preferences", "--input", str(source), "--output", str(output), "--judge", url, *options])
         said = capsys.readouterr()
-        labelled = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+        labelled = read_lines(output) if output.exists() else []
         return code, labelled, said.out + said.err
 
     return run

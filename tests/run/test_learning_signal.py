@@ -1,9 +1,8 @@
 """A run that trains on nothing says so once, with the likeliest cause."""
 
-import logging
-
 import pytest
 
+from tests.letters_task import write_reward
 from verl.run.loop import Loop
 from verl.tracking.learning import CollapseWatch, SignalWatch, StillWatch, TrainedRole
 
@@ -39,8 +38,7 @@ def said(steps, samples_per_prompt=4):
     ],
 )
 def test_the_third_silent_step_warns(caplog, metrics, samples_per_prompt, words):
-    with caplog.at_level(logging.WARNING, logger="verl"):
-        said([{**SILENT, **metrics}] * 9, samples_per_prompt)
+    said([{**SILENT, **metrics}] * 9, samples_per_prompt)
     assert [record.getMessage().count(words) for record in caplog.records] == [1]
     assert "Steps 1 to 3 learnt nothing" in caplog.text
 
@@ -71,8 +69,7 @@ def test_a_reward_that_was_there_names_a_collapse(caplog, mean, distinct, words)
 
 
 def test_a_signal_in_between_begins_the_count_anew(caplog):
-    with caplog.at_level(logging.WARNING, logger="verl"):
-        said([SILENT, SILENT, LEARNS, SILENT, SILENT, {"critic/score/mean": 1.0}])
+    said([SILENT, SILENT, LEARNS, SILENT, SILENT, {"critic/score/mean": 1.0}])
     assert not caplog.records
 
 
@@ -111,35 +108,28 @@ def test_few_different_responses_with_another_cause_are_no_collapse(caplog, step
     assert not caplog.records
 
 
-HALF_RIGHT = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(str.isalpha, solution_str)) / max(len(solution_str), 1) * (int(ground_truth) % 2 or {else_})
-"""
-
-
 @pytest.mark.parametrize(("else_", "is_said"), [(0, True), (1, False)])
 def test_a_run_says_that_its_policy_collapses(tiny_run, tmp_path, caplog, else_, is_said):
     """Onto a response that is right for every second prompt, or for all of them."""
-    reward = tmp_path / "half.py"
-    reward.write_text(HALF_RIGHT.format(else_=else_))
+    letters = "sum(map(str.isalpha, solution_str)) / max(len(solution_str), 1)"
+    reward = write_reward(tmp_path, f"return {letters} * (int(ground_truth) % 2 or {else_})")
     steps = ["trainer.total_training_steps=18", "data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8"]
-    run = tiny_run(*steps, f"reward.custom_reward_function.path={reward}", f"{ACTOR}.optim.lr=0.02")
+    run = tiny_run(*steps, reward, f"{ACTOR}.optim.lr=0.02")
     first, last = run.rows[0], run.rows[-1]
     assert first["response/distinct_ratio"] > 0.5 > 0.4 > last["response/distinct_ratio"]
     assert last["critic/score/mean"] > first["critic/score/mean"]
     assert ("the policy collapses to one answer" in caplog.text) == is_said
 
 
-def test_updates_that_rounding_hides_are_warned_of_once_for_each_role(tiny_run, monkeypatch, caplog):
+def test_updates_that_rounding_hides_are_warned_of_once_for_each_role(tiny_run, around, caplog):
     """Not those of weight decay in a step without a gradient."""
-    shown = iter([(0.1, 0.0), (0.1, 1.0), (0.1, 1.0)])
-    metrics = Loop._metrics
+    ratios = iter([(0.1, 0.0), (0.1, 1.0), (0.1, 1.0)])
 
-    def hidden(self, result, seconds):
-        named = zip(("actor/visible_update_ratio", "actor/grad_norm"), next(shown), strict=True)
+    def hidden(metrics, self, result, seconds):
+        named = zip(("actor/visible_update_ratio", "actor/grad_norm"), next(ratios), strict=True)
         return {**metrics(self, result, seconds), **dict(named)}
 
-    monkeypatch.setattr(Loop, "_metrics", hidden)
+    around(Loop, "_metrics", hidden)
     tiny_run("trainer.total_training_steps=3")
     (said,) = [r.getMessage() for r in caplog.records if r.name == "verl.run.loop"]
     assert "Only 10% of the weight updates of the actor survive rounding" in said

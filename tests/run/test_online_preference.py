@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from tests.run.conftest import broken_off
 from verl.algorithms.filters import best_and_worst
 
 SETTINGS = (
@@ -44,10 +45,8 @@ def test_the_likelihood_of_chosen_samples_does_not_depend_on_the_mini_batches(ti
 
 
 def test_a_resumed_run_equals_the_unbroken_one(tiny_run):
-    settings = (*SETTINGS, "online.sync_steps=2", "online.mixup_alpha=1.0")
-    unbroken = tiny_run(*settings, "trainer.total_training_steps=4", folder="unbroken")
-    tiny_run(*settings, "trainer.total_training_steps=3", folder="broken")
-    resumed = tiny_run(*settings, "trainer.total_training_steps=4", folder="broken")
+    settings = (*SETTINGS, "online.sync_steps=2", "online.mixup_alpha=1.0", "trainer.total_training_steps=4")
+    resumed, unbroken = broken_off(tiny_run, *settings, stop=3)
     assert [row for row in resumed.repeatable if row["step"] > 3] == [r for r in unbroken.repeatable if r["step"] > 3]
     # the opponent of the third step is the policy after the second
     assert unbroken.training_rows()[2]["actor/loss"] == pytest.approx(math.log(2), abs=1e-4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.algorithms import advantage_references, loss_references
+from tests.letters_task import write_reward
 from tests.run.conftest import Run
 from verl.algorithms.advantages import ADVANTAGES, requires
 from verl.algorithms.policy_losses import POLICY_LOSSES
@@ -49,12 +50,11 @@ def finite(rows, name):
 
 
 @pytest.fixture
-def losses_seen(monkeypatch):
+def losses_seen(around):
     """Every call of the policy objective: its case for the loop references, its totals, and the pg_loss it reported."""
     losses = []
-    original = PolicyObjective.__call__
 
-    def call(self, outputs, batch, totals):
+    def call(original, self, outputs, batch, totals):
         log_prob, columns = outputs["log_probs"].detach().double(), batch.batch
         old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_prob
         tensors = [old.double(), log_prob, log_prob, columns["advantages"].double(), columns["response_mask"]]
@@ -63,7 +63,7 @@ def losses_seen(monkeypatch):
         losses.append((case, (totals.num_tokens, totals.num_sequences), metrics["pg_loss"].value))
         return loss, metrics
 
-    monkeypatch.setattr(PolicyObjective, "__call__", call)
+    around(PolicyObjective, "__call__", call)
     return losses
 
 
@@ -85,13 +85,10 @@ def test_an_estimator_trains_on_its_float64_reference(tiny_run, tiny_llama, batc
     reference = getattr(advantage_references, name.removesuffix("_vectorized"))
     settings = {"gdpo_reward_weights": (1.0, 0.5)} if name == "gdpo" else {}
     for batch in batches:
-        advantages, returns = reference(reference_columns(batch), **settings)
-        torch.testing.assert_close(
-            batch.batch["advantages"].double(), torch.tensor(advantages).double(), atol=2e-4, rtol=1e-4
-        )
-        torch.testing.assert_close(
-            batch.batch["returns"].double(), torch.tensor(returns).double(), atol=2e-4, rtol=1e-4
-        )
+        for name, values in zip(
+            ("advantages", "returns"), reference(reference_columns(batch), **settings), strict=True
+        ):
+            torch.testing.assert_close(batch.batch[name].double(), torch.tensor(values).double(), atol=2e-4, rtol=1e-4)
         assert batch.batch["advantages"].abs().max() > 0
 
 
@@ -118,16 +115,26 @@ def test_a_loss_trains_on_its_float64_reference(tiny_run, losses_seen, name):
 
 
 @pytest.mark.parametrize(
-    "correction", [["loss_type=ppo_clip", "rollout_rs=token_k1"], ["loss_type=reinforce", "rollout_is=token"]]
+    "correction",
+    [
+        ["loss_type=ppo_clip", "rollout_rs=token_k1", "rollout_rs_threshold=2.0"],
+        ["loss_type=reinforce", "rollout_is=token"],
+    ],
+    ids=["rejected tokens", "weighted tokens"],
 )
 def test_bypass_mode_trains(tiny_run, correction):
-    if "rollout_rs=token_k1" in correction:
-        correction = [*correction, "rollout_rs_threshold=2.0"]
     rows = tiny_run(
         "algorithm.rollout_correction.bypass_mode=True", *(f"algorithm.rollout_correction.{c}" for c in correction)
     ).training_rows()
     assert finite(rows, "actor/pg_loss")
     assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+# rewards of a sample, whose group agrees on them for every second prompt
+HALF_DECIDED = """
+share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+return share if int(ground_truth) % 2 else 1.0
+"""
 
 
 def test_decoupled_correction_reports_its_figures(tiny_run):
@@ -143,13 +150,7 @@ def test_decoupled_correction_reports_its_figures(tiny_run):
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 def test_samples_without_advantage_are_left_out_and_nothing_else_changes(tiny_run, tmp_path, estimator):
     """The groups of one half of the prompts always agree on their reward."""
-    reward = tmp_path / "halves.py"
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)\n"
-        "    return 1.0 if int(ground_truth) % 2 else share\n"
-    )
-    common = [f"algorithm.adv_estimator={estimator}", f"reward.custom_reward_function.path={reward}"]
+    common = [f"algorithm.adv_estimator={estimator}", write_reward(tmp_path, HALF_DECIDED)]
     rows = tiny_run(*common, folder="skips").training_rows()
     full = tiny_run(*common, "actor_rollout_ref.actor.skip_zero_advantages=False", folder="full").training_rows()
     assert any(row["actor/skipped_row_ratio"] > 0 for row in rows)
@@ -207,18 +208,11 @@ def test_critic_warmup_does_not_train_the_actor(tiny_run, tiny_llama):
 
 
 def test_group_filter_drops_silent_groups(tiny_run, tiny_task, tmp_path, capsys):
-    reward = tmp_path / "filter_reward.py"
-    # prompts with an even number always score 1: their groups carry no signal
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    if int(ground_truth) % 2 == 0:\n        return 1.0\n"
-        "    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)\n"
-    )
     run = tiny_run(
         "algorithm.filter_groups.enable=True",
         "algorithm.filter_groups.metric=score",
         "algorithm.filter_groups.max_num_gen_batches=8",
-        f"reward.custom_reward_function.path={reward}",
+        write_reward(tmp_path, HALF_DECIDED),
         "trainer.total_training_steps=null",
         "trainer.total_epochs=1",
     )
@@ -228,9 +222,8 @@ def test_group_filter_drops_silent_groups(tiny_run, tiny_task, tmp_path, capsys)
     assert all(row["training/next_ordinal"] < 24 for row in rows[:-1])
     for row in rows:
         assert row["training/filter_groups/num_gen_batches"] >= 2
-        assert (
-            row["training/filter_groups/score/mean"] > row["critic/score/mean"]
-        )  # of all samples, the solved ones too
+        # of all samples, the solved ones too
+        assert row["training/filter_groups/score/mean"] > row["critic/score/mean"]
     assert len(run.samples_of(1) + run.samples_of(2)) == 2 * 16
 
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.run.conftest import row_overrides, train_run
+from tests.json_lines import read_lines, write_lines
+from tests.run.conftest import broken_off, row_overrides, train_run
 from tests.slow import slow
 from verl.config.active_keys import LABELLED_LOSSES
 from verl.errors import DataError
@@ -34,7 +35,7 @@ def rows(tmp_path_factory):
         ]
         labelled = [{"prompt": p, "completion": "ab" * (i % 5 + 1), "label": i % 3 > 0} for i, p in enumerate(prompts)]
         for kind, examples in (("pairs", pairs), ("labelled", labelled)):
-            (folder / f"{kind}_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+            write_lines(folder / f"{kind}_{name}.jsonl", examples)
     return folder
 
 
@@ -74,7 +75,7 @@ class TestLosses:
     def test_dpo_is_the_formula_on_plain_log_probs(self, preference_run, tiny_llama, rows):
         """The first two steps against Hugging Face's forward, one completion at a time."""
         run = preference_run("trainer.total_training_steps=2", "data.shuffle=False", "trainer.save_freq=1")
-        lines = [json.loads(line) for line in (rows / "pairs_train.jsonl").read_text().splitlines()]
+        lines = read_lines(rows / "pairs_train.jsonl")
         start = AutoModelForCausalLM.from_pretrained(tiny_llama)
         for step, folder in ((1, tiny_llama), (2, run.folder / "global_step_1" / "model" / "huggingface")):
             policy = AutoModelForCausalLM.from_pretrained(folder)
@@ -231,19 +232,14 @@ class TestResuming:
     @pytest.mark.parametrize("loss", ["sigmoid", "bco", slow("kto")])
     def test_a_resumed_run_equals_the_unbroken_one(self, preference_run, loss):
         settings = (f"preference.loss={loss}", "trainer.total_epochs=2", "trainer.save_freq=3", "trainer.test_freq=5")
-        labelled = loss != "sigmoid"
-        unbroken = preference_run(*settings, folder="unbroken", labelled=labelled)
-        preference_run(*settings, "trainer.total_training_steps=3", folder="broken", labelled=labelled)
-        resumed = preference_run(*settings, folder="broken", labelled=labelled)
-        after = [[row for row in run.repeatable if row["step"] > 3] for run in (resumed, unbroken)]
+        runs = broken_off(preference_run, *settings, stop=3, labelled=loss != "sigmoid")
+        after = [[row for row in run.repeatable if row["step"] > 3] for run in runs]
         assert after[0] == after[1]
         assert [row["step"] for row in after[0]] == list(range(4, 11))
 
     def test_a_moving_reference_is_saved(self, preference_run):
         settings = ("ref.sync_steps=2", "ref.mixup_alpha=0.5", "trainer.save_freq=3")
-        unbroken = preference_run(*settings, folder="unbroken")
-        preference_run(*settings, "trainer.total_training_steps=3", folder="broken")
-        resumed = preference_run(*settings, folder="broken")
+        resumed, unbroken = broken_off(preference_run, *settings, stop=3)
         assert resumed.repeatable == unbroken.repeatable
         fixed = preference_run(folder="fixed")
         losses = [[row["train/loss"] for row in trained(run)] for run in (fixed, unbroken)]

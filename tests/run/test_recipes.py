@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.letters_task import write_reward
 from verl.programs.ppo import PPO
 from verl.registry import load_module
 
@@ -14,15 +15,18 @@ SPPO = (
     "actor_rollout_ref.actor.skip_zero_advantages=False",
 )
 GVPO = (f"algorithm.program={RECIPES}/gvpo.py:GVPO",)
+LEARNING = (
+    "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.total_training_steps=8",
+    "actor_rollout_ref.actor.optim.lr=0.01",
+)  # fmt: skip
 
 
 @pytest.fixture
-def groups(monkeypatch):
+def groups(around):
     """Scores of the samples of each prompt, by step."""
     grouped = []
-    original = PPO._step_result
 
-    def keep(self, result):
+    def keep(original, self, result):
         scores = result.batch.batch["token_level_scores"].sum(dim=1).double().tolist()
         by_prompt = {}
         for uid, score in zip(result.batch.non_tensor_batch["uid"], scores, strict=True):
@@ -30,7 +34,7 @@ def groups(monkeypatch):
         grouped.append(list(by_prompt.values()))
         return original(self, result)
 
-    monkeypatch.setattr(PPO, "_step_result", keep)
+    around(PPO, "_step_result", keep)
     return grouped
 
 
@@ -52,9 +56,7 @@ def gvpo_loss(groups):
 @pytest.mark.parametrize(("settings", "loss"), [(SPPO, sppo_loss), (GVPO, gvpo_loss)], ids=["sppo", "gvpo"])
 def test_the_first_loss_matches_the_paper_and_rewards_rise(settings, loss, tiny_run, groups):
     """In the first step the policy is the old one: log-ratios are zero."""
-    batch = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
-    learning = ("trainer.total_training_steps=8", "actor_rollout_ref.actor.optim.lr=0.01")
-    rows = tiny_run(*settings, *batch, *learning).training_rows()
+    rows = tiny_run(*settings, *LEARNING).training_rows()
     assert rows[0]["actor/loss"] == pytest.approx(loss(groups[0]), rel=1e-5)
     assert rows[-1]["critic/score/mean"] > rows[0]["critic/score/mean"]
 
@@ -62,15 +64,8 @@ def test_the_first_loss_matches_the_paper_and_rewards_rise(settings, loss, tiny_
 def test_prime_learns_process_rewards_from_outcomes(tiny_run, tmp_path):
     import math
 
-    reward = tmp_path / "outcome.py"
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float(sum(c.isalpha() for c in solution_str) > len(solution_str) / 3)\n"
-    )
-    settings = (f"algorithm.program={RECIPES}/prime.py:PRIME", f"reward.custom_reward_function.path={reward}")
-    batch = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
-    learning = ("trainer.total_training_steps=8", "trainer.save_freq=8", "actor_rollout_ref.actor.optim.lr=0.01")
-    run = tiny_run(*settings, *batch, *learning)
+    reward = write_reward(tmp_path, "return float(sum(c.isalpha() for c in solution_str) > len(solution_str) / 3)")
+    run = tiny_run(f"algorithm.program={RECIPES}/prime.py:PRIME", reward, *LEARNING, "trainer.save_freq=8")
     rows = run.training_rows()
     assert rows[0]["process_reward/loss"] == pytest.approx(math.log(2), rel=1e-5)  # it starts as its reference
     assert rows[-1]["process_reward/loss"] < rows[0]["process_reward/loss"]

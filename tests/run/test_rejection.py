@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.json_lines import read_lines
 from tests.run.conftest import Run
 from tests.run.test_resume import weights
 from verl.cli.main import main
 from verl.config import SFT, load_config
 from verl.data.conversations.dataset import load_conversations
 from verl.models.load import load_tokenizer
-from verl.programs.ppo import PPO
 from verl.programs.rejection import RejectionSampling
 
 SETTINGS = (
@@ -23,28 +23,25 @@ SETTINGS = (
 
 
 @pytest.fixture
-def steps(monkeypatch):
+def steps(around, batches):
     """(samples with scores, samples that trained) of every step."""
-    batches = []
-    select, finish = RejectionSampling.assign_credit, PPO._step_result
-    monkeypatch.setattr(
-        RejectionSampling,
-        "assign_credit",
-        lambda self, result, step: (batches.append([result.batch]), select(self, result, step))[1],
-    )
-    monkeypatch.setattr(
-        PPO, "_step_result", lambda self, result: (batches[-1].append(result.batch), finish(self, result))[1]
-    )
-    return batches
+    scored = []
+
+    def select(original, self, result, step):
+        scored.append(result.batch)
+        return original(self, result, step)
+
+    around(RejectionSampling, "assign_credit", select)
+    return lambda: list(zip(scored, batches, strict=True))
 
 
 def kept_rows(run: Run) -> list[dict]:
-    return [json.loads(line) for line in (run.folder / "kept.jsonl").read_text().splitlines()]
+    return read_lines(run.folder / "kept.jsonl")
 
 
 def test_trains_on_the_best_sample_of_each_prompt(tiny_run, tiny_llama, steps):
     run = tiny_run(*SETTINGS, "trainer.total_training_steps=1")
-    ((scored, trained),) = steps
+    ((scored, trained),) = steps()
     scores = scored.batch["token_level_scores"].sum(dim=1).view(4, 4)
     assert trained.batch["token_level_scores"].sum(dim=1).tolist() == scores.max(dim=1).values.tolist()
     row = run.training_rows()[0]
@@ -100,7 +97,7 @@ def test_the_file_of_selected_samples_trains_by_sft(tiny_run, tiny_llama, steps)
     run = tiny_run(*SETTINGS)
     rows = kept_rows(run)
     assert [row["step"] for row in rows] == [1] * 4 + [2] * 4
-    assert [row["ordinal"] for row in rows] == [o for _, batch in steps for o in batch.batch["ordinal"].tolist()]
+    assert [row["ordinal"] for row in rows] == [o for _, batch in steps() for o in batch.batch["ordinal"].tolist()]
     assert formats_of(run, tiny_llama)["tokenized"] > 0  # a message's end would follow a cut response
 
 
@@ -120,7 +117,7 @@ def test_truncated_samples_are_left_out(tiny_run, tiny_llama, steps):
     settings = ("rejection.keep=4", "rejection.dedup=False", "data.train_batch_size=24", "data.max_response_length=12")
     run = tiny_run(SETTINGS[0], *settings, "trainer.total_training_steps=1")
     row = run.training_rows()[0]
-    reasons = list(steps[0][0].non_tensor_batch["finish_reason"])
+    reasons = list(steps()[0][0].non_tensor_batch["finish_reason"])
     assert 0 < row["rejection/kept"] == reasons.count("stop") < len(reasons)
     assert formats_of(run, tiny_llama)["prompt_completion"] > 0
 

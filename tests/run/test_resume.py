@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import re
 import shutil
@@ -88,8 +87,7 @@ def test_a_finished_run_is_left_as_it_is_and_says_what_to_do(tiny_run, caplog):
     run = tiny_run(*settings)
     before = json.loads((run.folder / "summary.json").read_text())
     assert before["reward_after"] is not None
-    with caplog.at_level(logging.WARNING, logger="verl"):
-        tiny_run(*settings, "actor_rollout_ref.actor.optim.lr=0.001")
+    tiny_run(*settings, "actor_rollout_ref.actor.optim.lr=0.001")
     assert json.loads((run.folder / "summary.json").read_text()) == before
     assert "taken all of its 1 steps: nothing is left to do" in caplog.text
     assert "Optimizer and learning rate of actor start over" in caplog.text
@@ -182,20 +180,18 @@ def replaced_by_a_link(folder):
 
 
 @pytest.fixture
-def lose_folder(tmp_path, monkeypatch):
+def lose_folder(around, tmp_path, monkeypatch):
     """The folder `lost` is changed by `how` while step 2 trains, or before the first step."""
 
     def lose(how, step=2):
-        train = PPOProgram.step
-
-        def loses(self, number):
+        def loses(train, self, number):
             result = train(self, number)
             if number == step:
                 monkeypatch.undo()
                 how(tmp_path / "lost")
             return result
 
-        monkeypatch.setattr(PPOProgram, "step", loses)
+        around(PPOProgram, "step", loses)
 
     return lose
 

@@ -96,14 +96,11 @@ def test_scores_that_are_not_finite_end_the_run_before_it_trains(tiny_overrides,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_the_reward_model_shares_the_process_and_stays_as_it_is(tiny_run, tmp_path, monkeypatch):
+def test_the_reward_model_shares_the_process_and_stays_as_it_is(tiny_run, tmp_path, around):
     from verl.roles.reward_model import RewardModelWorker
 
     modules = []
-    original = RewardModelWorker.score
-    monkeypatch.setattr(
-        RewardModelWorker, "score", lambda self, batch: (modules.append(self.module), original(self, batch))[1]
-    )
+    around(RewardModelWorker, "score", lambda score, self, batch: modules.append(self.module) or score(self, batch))
     path = make_classifier(tmp_path / "rm")
     tiny_run(
         "reward.reward_model.enable=True", f"reward.reward_model.model_path={path}",

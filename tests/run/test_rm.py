@@ -2,13 +2,15 @@
 
 import json
 import subprocess
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
+from tests.json_lines import write_lines
 from tests.roles.test_reward_model import make_classifier
-from tests.run.conftest import merge, row_overrides, train_run
+from tests.run.conftest import broken_off, merge, row_overrides, train_run
 from tests.run.trl_oracle import peer_env, python_of
 from tests.slow import each_value
 from verl.cli.main import main
@@ -23,11 +25,6 @@ from verl.roles.objectives.reward import PairObjective
 pytestmark = pytest.mark.seed("A9")
 
 VERDICTS = ("accuracy", "margin", "calibration_error", "length_correlation")
-
-
-def write(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def pairs(count, start=0):
@@ -76,8 +73,8 @@ KINDS = {
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rm")
     for name, make in ROWS.items():
-        write(folder / f"{name}_train.jsonl", make(20))
-        write(folder / f"{name}_val.jsonl", make(6, 20))
+        write_lines(folder / f"{name}_train.jsonl", make(20))
+        write_lines(folder / f"{name}_val.jsonl", make(6, 20))
     return folder
 
 
@@ -232,9 +229,7 @@ def test_learns_and_measures_held_out_rows(kind, rm_run):
 
 def test_a_resumed_run_equals_the_unbroken_one(rm_run):
     settings = ("trainer.total_epochs=2", "trainer.save_freq=3", "trainer.test_freq=5")
-    unbroken = rm_run("sigmoid", *settings, folder="unbroken")
-    rm_run("sigmoid", *settings, "trainer.total_training_steps=3", folder="broken")
-    resumed = rm_run("sigmoid", *settings, folder="broken")
+    resumed, unbroken = broken_off(partial(rm_run, "sigmoid"), *settings, stop=3)
     assert [row["step"] for row in resumed.rows] == list(range(1, 11))
     rows = [{k: v for k, v in row.items() if not k.startswith("val/")} for row in resumed.repeatable]
     assert rows == [{k: v for k, v in row.items() if not k.startswith("val/")} for row in unbroken.repeatable]
@@ -321,7 +316,7 @@ BAD_ROWS = {
 def test_bad_rows_are_named_before_anything_trains(kind, rm_overrides, tmp_path, capsys):
     name = KINDS[kind][0]
     row, sentence = BAD_ROWS[name]
-    file = write(tmp_path / "bad.jsonl", [*ROWS[name](4), row])
+    file = write_lines(tmp_path / "bad.jsonl", [*ROWS[name](4), row])
     arguments = merge(
         [*rm_overrides(kind), f"trainer.default_local_dir={tmp_path / 'run'}"], (f"data.train_files={file}",)
     )

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.models.test_routing import near_ties
+from tests.run.conftest import broken_off
 from tests.run.test_resume import weights
 from tests.slow import slow
 from verl.config import load_config
@@ -42,10 +43,7 @@ def test_sampler_and_trainer_agree_only_with_replay(tiny_run, mixture, batches):
 
 @pytest.mark.parametrize("mode", [slow(R2), R3])
 def test_a_run_that_resumes_repeats_the_unbroken_run(tiny_run, mixture, mode):
-    settings = (mixture, *SETTINGS, mode, "trainer.save_freq=1")
-    unbroken = tiny_run(*settings, folder="unbroken")
-    tiny_run(*settings, "trainer.total_training_steps=1", folder="broken")
-    resumed = tiny_run(*settings, folder="broken")
+    resumed, unbroken = broken_off(tiny_run, mixture, *SETTINGS, mode, "trainer.save_freq=1", stop=1)
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed, 2) == weights(unbroken, 2)
 

@@ -1,14 +1,12 @@
 """Supervised fine-tuning from end to end on a tiny model: loss, formats, epochs, resuming, checkpoints."""
 
-import json
-import logging
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.config.test_sft import SCRIPTS
-from tests.run.conftest import merge, row_overrides, train_run
+from tests.json_lines import write_lines
+from tests.run.conftest import broken_off, merge, row_overrides, train_run
 from tests.slow import slow
 from verl.cli.main import main
 from verl.config import SFT as SCHEMA
@@ -37,7 +35,7 @@ def rows(tmp_path_factory):
             }
             for i in range(count)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+        write_lines(folder / f"{name}.jsonl", examples)
     return folder
 
 
@@ -63,7 +61,7 @@ def test_calls_that_the_template_leaves_out_stop_check_and_run(sft_run, sft_over
     )
     file = tmp_path / "tools.jsonl"
     plain = {"messages": [*QUESTION, {"role": "assistant", "content": "a"}]}
-    file.write_text("".join(json.dumps(r) + "\n" for r in [plain, {**plain, **row}] * 4))
+    write_lines(file, [plain, {**plain, **row}] * 4)
     assert main(["sft", "--dry-run", *merge(sft_overrides, [f"data.train_files={file}"])]) != 0
     said = capsys.readouterr().out
     assert words in " ".join(said.split())
@@ -164,16 +162,13 @@ class TestEpochs:
     def test_a_resumed_run_equals_the_unbroken_one(self, sft_run, stop):
         """At an epoch's boundary (step 5) too: no step is lost and none is taken twice."""
         settings = ("trainer.total_epochs=2", f"trainer.save_freq={stop}", "model.neftune_alpha=5")
-        unbroken = sft_run(*settings, folder="unbroken")
-        sft_run(*settings, f"trainer.total_training_steps={stop}", folder="broken")
-        resumed = sft_run(*settings, folder="broken")
+        resumed, unbroken = broken_off(sft_run, *settings, stop=stop)
         assert [row["step"] for row in resumed.rows] == list(range(1, 11))
         assert resumed.repeatable == unbroken.repeatable
 
     def test_other_data_on_resume_are_named(self, sft_run, caplog):
         sft_run("trainer.save_freq=1", "trainer.total_training_steps=1")
-        with caplog.at_level(logging.WARNING, logger="verl"):
-            sft_run("trainer.save_freq=1", "trainer.total_training_steps=2", "data.train_max_samples=12")
+        sft_run("trainer.save_freq=1", "trainer.total_training_steps=2", "data.train_max_samples=12")
         assert "12 rows train now, but 20 trained when" in caplog.text
 
 

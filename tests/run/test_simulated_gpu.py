@@ -6,12 +6,12 @@ python -m pytest -m slow tests/run/test_simulated_gpu.py
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.commands import python, ran
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,17 +47,12 @@ def play(tiny_overrides, tmp_path):
     include = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
     link = [f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
     source = str(here / "simulated_gpu.cpp")
-    subprocess.run(
-        ["g++", "-shared", "-fPIC", "-std=c++20", "-w", *include, "-o", str(library), source, *link], check=True
-    )
+    ran("g++", "-shared", "-fPIC", "-std=c++20", "-w", *include, "-o", library, source, *link)
 
     def call(**cases):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.run.simulated_gpu", str(tmp_path), json.dumps({"base": tiny_overrides, **cases})],
-            cwd=here.parents[1], capture_output=True, text=True, timeout=600, check=False,
-            env={**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torch_root / "lib")},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
+        task = json.dumps({"base": tiny_overrides, **cases})
+        env = {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torch_root / "lib")}
+        done = python("-m", "tests.run.simulated_gpu", tmp_path, task, cwd=here.parents[1], timeout=600, env=env)
         return json.loads(done.stdout.splitlines()[-1])
 
     return call

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.letters_task import write_reward
 from tests.run.test_resume import weights
 from verl.data_proto.batch_metrics import data_metrics
 from verl.data_proto.merge import object_array
@@ -105,27 +106,21 @@ def test_both_validations_count_their_samples_without_a_score():
     assert not any("unscored" in name for name in validator._summarised(scored_batch({}), 1, "val/reward"))
 
 
-FAILING = (
-    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise ValueError('judge down')\n"
-)
-
-
-def failing_reward(tmp_path, text=FAILING):
-    (tmp_path / "failing.py").write_text(text)
-    return f"reward.custom_reward_function.path={tmp_path}/failing.py"
+FAILING = "raise ValueError('judge down')"
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_run_in_which_nothing_can_be_scored_stops(tiny_run, tmp_path, before):
     first = "Validation" if before else "Step 1"
     with pytest.raises(RewardError, match=f"{first}: none of the .* could be scored.*judge down"):
-        tiny_run(failing_reward(tmp_path), f"trainer.val_before_train={before}")
+        tiny_run(write_reward(tmp_path, FAILING), f"trainer.val_before_train={before}")
 
 
 def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
     """Each sample whose text has an even number of letters fails; the others score the same, so that nothing trains."""
-    fails = FAILING.replace("    raise", "    if len(solution_str) % 2:\n        return 1.0\n    raise")
-    run = tiny_run(failing_reward(tmp_path, fails), "trainer.total_training_steps=1", "trainer.val_before_train=False")
+    fails = write_reward(tmp_path, f"if len(solution_str) % 2:\n    return 1.0\n{FAILING}")
+    settings = (fails, "trainer.total_training_steps=1", "trainer.val_before_train=False")
+    run = tiny_run(*settings)
     (row,) = run.training_rows()
     samples = run.samples_of()
     failed = [sample for sample in samples if sample["reward_error"]]
@@ -138,21 +133,16 @@ def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
     index.update()
     ((of_step,),) = index.statistics().values()
     assert (of_step["mean"], of_step["low"], of_step["high"], of_step["without_signal"]) == (1.0, 1.0, 1.0, 1.0)
-    default = tiny_run(
-        failing_reward(tmp_path, fails), "trainer.total_training_steps=1", "reward.default_score=0",
-        "trainer.val_before_train=False", folder="default",
-    )  # fmt: skip
+    default = tiny_run(*settings, "reward.default_score=0", folder="default")
     assert default.training_rows()[0]["critic/advantages/max"] > 0
 
 
 def test_a_step_without_any_score_is_left_out(tiny_run, tmp_path):
     """The judge is down for the 16 samples of step 2."""
-    fails = "calls = []\n" + FAILING.replace(
-        "    raise",
-        "    calls.append(1)\n    if not 16 < len(calls) <= 32:\n        return len(solution_str) % 3\n    raise",
-    )
+    calls = "calls = compute_score.__dict__.setdefault('calls', [])\ncalls.append(1)\n"
+    fails = f"{calls}if not 16 < len(calls) <= 32:\n    return len(solution_str) % 3\n{FAILING}"
     run = tiny_run(
-        failing_reward(tmp_path, fails), "trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.save_freq=1",
+        write_reward(tmp_path, fails), "trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.save_freq=1",
         "data.val_files=null",
     )  # fmt: skip
     rows = run.training_rows()

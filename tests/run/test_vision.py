@@ -2,14 +2,15 @@
 
 import base64
 import io
-import json
+from functools import partial
 
 import pytest
 from PIL import Image, ImageDraw
 from safetensors import safe_open
 
+from tests.json_lines import read_lines, write_lines
 from tests.letters_task import REWARD, overrides
-from tests.run.conftest import row_overrides, train_run
+from tests.run.conftest import broken_off, row_overrides, train_run
 from tests.slow import slow
 from tests.vision_families import CONFIGS
 from verl.cli.main import main
@@ -48,8 +49,8 @@ def task(tmp_path_factory):
             reward = {"style": "rule", "ground_truth": str(i % 5)}
             rows.append({"data_source": "dots", "prompt": [question], "reward_model": reward, **images})
             sft.append({"messages": [question, {"role": "assistant", "content": f"{i % 5} dots"}], **images})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / f"sft_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sft))
+        write_lines(folder / f"{name}.jsonl", rows)
+        write_lines(folder / f"sft_{name}.jsonl", sft)
     (folder / "reward.py").write_text(REWARD)
     return folder
 
@@ -60,12 +61,12 @@ def videos(task, tmp_path_factory):
     folder = tmp_path_factory.mktemp("videos")
     (folder / "reward.py").write_text(REWARD)
     for file in task.glob("*.jsonl"):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = read_lines(file)
         for i, row in enumerate(rows[::2]):
             row["videos"] = [{"video": [dots((i + n) % 5) for n in range(4)], "fps": 2}]
             question = row.get("prompt", row.get("messages"))[0]
             question["content"] = "<video>" + question["content"]
-        (folder / file.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / file.name, rows)
     return folder
 
 
@@ -169,9 +170,7 @@ def saved_model(run, step=2):
 @pytest.mark.parametrize("family", [slow(name, when=name != FAMILY) for name in WITH_PROCESSOR])
 def test_a_resumed_run_equals_the_unbroken_one(family, grpo):
     settings = ("trainer.total_training_steps=2", "trainer.save_freq=1", "actor_rollout_ref.actor.use_kl_loss=True")
-    unbroken = grpo(family, *settings, folder="unbroken")
-    grpo(family, *settings, "trainer.total_training_steps=1", folder="broken")
-    resumed = grpo(family, *settings, folder="broken")
+    resumed, unbroken = broken_off(partial(grpo, family), *settings, stop=1)
     assert resumed.repeatable == unbroken.repeatable
     ours, theirs = weights(resumed, step=2), weights(unbroken, step=2)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
@@ -215,9 +214,9 @@ def test_a_text_model_has_no_tower_to_freeze(grpo, tiny_llama, task, tmp_path):
     settings = overrides(tiny_llama, tmp_path, f"data.train_files={task}/text.jsonl", "data.val_files=null",
                          "actor_rollout_ref.actor.freeze_vision_tower=True", f"trainer.default_local_dir={tmp_path}/run",
                          f"reward.custom_reward_function.path={task}/reward.py")  # fmt: skip
-    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
+    rows = read_lines(task / "train.jsonl")
     texts = [{**row, "images": [], "prompt": [{"role": "user", "content": "text"}]} for row in rows]
-    (task / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    write_lines(task / "text.jsonl", texts)
     with pytest.raises(ModelError, match="has no vision tower"):
         train(load_config(settings))
 
@@ -257,9 +256,9 @@ def test_an_agent_begins_with_images_and_answers_a_user(grpo, task, tmp_path):
     (tmp_path / "users.yaml").write_text(
         "interaction: [{name: judge, class_name: tests.agents.loops_of_users.Judge, config: {patience: 2}}]\n"
     )
-    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
+    rows = read_lines(task / "train.jsonl")
     more = {"extra_info": {"interaction_kwargs": {"name": "judge", "want": "a"}}}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, **more}) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", ({**row, **more} for row in rows))
     rollout = "actor_rollout_ref.rollout"
     run = grpo(
         FAMILY, f"data.train_files={tmp_path}/rows.jsonl", f"{rollout}.multi_turn.enable=True", "data.val_files=null",

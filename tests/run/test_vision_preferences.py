@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.json_lines import read_lines, write_lines
 from tests.letters_task import REWARD, overrides
 from tests.models.test_vision import episode_of
 from tests.run.conftest import row_overrides, train_run
@@ -58,7 +59,7 @@ def preferences(model, tmp_path):
     def run(name):
         program, row, changes = CASES[name]
         file = tmp_path / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row(i)) + "\n" for i in range(8)))
+        write_lines(file, (row(i) for i in range(8)))
         steps = ("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2")
         return train_run(tmp_path / f"run_{name}", row_overrides(model, file, file), (*steps, *changes), program)
 
@@ -83,7 +84,7 @@ def test_log_probs_computed_once_are_the_same_as_in_each_step(preferences):
 
 def test_a_name_of_a_sequence_tells_its_images(model, tmp_path):
     rows = [{**pair(0), "images": [dots(count)]} for count in (1, 2)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "pairs.jsonl", rows)
     section = load_config(
         [f"model.path={model}", f"data.train_files={tmp_path}/pairs.jsonl"], schema=PREFERENCE
     ).config.data
@@ -118,7 +119,7 @@ def policy(model, tmp_path):
         {"data_source": "dots", "prompt": PROMPT, "images": [dots(i % 3)], "reward_model": {"ground_truth": str(i % 3)}}
         for i in range(8)
     ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "train.jsonl", rows)
     (tmp_path / "reward.py").write_text(REWARD)
     return overrides(model, tmp_path, "data.max_prompt_length=300", "data.val_files=null")
 
@@ -134,7 +135,7 @@ def test_a_reward_model_sees_the_images(preferences, policy, tmp_path):
 @torch.no_grad()
 def test_scores_depend_on_the_images_and_not_on_neighbours(preferences, model, tmp_path):
     saved = preferences("rm").folder / "global_step_2/model/huggingface"
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair(i)) + "\n" for i in range(3)))
+    write_lines(tmp_path / "pairs.jsonl", (pair(i) for i in range(3)))
     section = load_config(
         [f"model.path={model}", f"data.train_files={tmp_path}/pairs.jsonl"], schema=PREFERENCE
     ).config.data
@@ -180,7 +181,7 @@ def test_kept_samples_are_rows_with_images(model, policy, tmp_path):
         "algorithm.program=rejection_sampling",
     ]
     run = train_run(tmp_path / "policy", policy, changes, "rejection_sampling")
-    rows = [json.loads(line) for line in (run.folder / "kept.jsonl").read_text().splitlines()]
+    rows = read_lines(run.folder / "kept.jsonl")
     assert len(rows) == 4
     assert all(row["images"][0] in [dots(i) for i in range(3)] for row in rows)
     section = [f"model.path={model}", f"data.train_files={run.folder}/kept.jsonl"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
+from tests.json_lines import write_lines
 from tests.run.conftest import train_run
 from verl.registry import load_module
 
@@ -58,7 +59,7 @@ def trl_case(model, rows, template, lr, **more):
 def paired_steps(log, program, folder, case, dtype, *overrides):
     """Pairs (our metrics, TRL's) of every step: our program on the rows of `case` against the `log` of TRL."""
     (folder / "template.jinja").write_text(case["template"])
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in case["rows"]))
+    write_lines(folder / "train.jsonl", case["rows"])
     settings = [
         f"model.path={case['model']}", f"model.custom_chat_template={folder / 'template.jinja'}",
         "model.enable_gradient_checkpointing=False", f"data.train_files={folder / 'train.jsonl'}",

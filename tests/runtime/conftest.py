@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests import letters_task
+from tests.json_lines import read_lines
 from tests.run import conftest
 
 REWARD = letters_task.REWARD.replace('"score": share', '"score": share + 0.1 * len(text)')
@@ -18,9 +19,7 @@ COUNTED_IN_FLOAT32 = ("clipfrac", "clipfrac_lower")
 class Run(conftest.Run):
     def samples(self):
         files = sorted((self.folder / "samples").glob("*/step_*.jsonl"))
-        return {
-            str(f.relative_to(self.folder)): [json.loads(line) for line in f.read_text().splitlines()] for f in files
-        }
+        return {str(f.relative_to(self.folder)): read_lines(f) for f in files}
 
     def weights(self, step, role="actor"):
         from safetensors.torch import load_file

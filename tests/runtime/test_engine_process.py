@@ -1,10 +1,9 @@
 """Two ranks that share an engine process: samples, metrics and weights equal a single-process run's. The native engine
 in a separate process simulates vLLM (tests/rollout/stand_in.py)."""
 
-import json
-
 import pytest
 
+from tests.json_lines import read_lines
 from tests.runtime.conftest import TWO_STEPS, assert_same_weights, train_here
 from tests.runtime.ranks import run
 from verl.data_proto.samples import PromptRequest, SamplingParams
@@ -28,7 +27,7 @@ def start(jobs, num_ranks, *changes, **more):
         num_ranks, "tests.rollout.stand_in", *jobs.overrides(name, *TWO_STEPS, VLLM, f"{SIZE}=2", *changes),
         timeout_s=180, VERL_TEST_STARTS=starts, **more,
     )  # fmt: skip
-    return jobs.run(name), [json.loads(line) for line in starts.read_text().splitlines()]
+    return jobs.run(name), read_lines(starts)
 
 
 def assert_equal(actual, alone):

@@ -1,11 +1,11 @@
 """`examples/ppo_simple.py` as the seed documents call it."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+from tests.commands import ran
 from tests.forked import run_forked
 from tests.runtime.ranks import ROOT, environment
 from verl.parallel.collectives import free_port
@@ -21,10 +21,7 @@ def summary(folder):
 
 
 def run(command, folder):
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    done = ran(*command, cwd=folder, env=environment(), timeout=150)
     return done.stdout + done.stderr
 
 

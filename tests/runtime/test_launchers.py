@@ -1,12 +1,12 @@
 """Other launchers than torchrun: accelerate's, and a function that is shipped to another process, as services do."""
 
-import json
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from tests.commands import python, ran
+from tests.json_lines import read_lines
 from tests.letters_task import overrides, write_task
 from tests.run.conftest import train_run
 
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 
 def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def launched(*words, cwd):
@@ -46,10 +46,7 @@ def launched(*words, cwd):
         "--num_processes=2",
         "--main_process_port=0",
     ]
-    done = subprocess.run(
-        [*command, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=230, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(*command, *words, cwd=cwd, timeout=230)
     return done
 
 
@@ -95,11 +92,7 @@ def test_a_function_that_is_shipped_by_value_trains(tiny_llama, tmp_path):
     exec(textwrap.dedent(code), space)
     (tmp_path / "function.bin").write_bytes(cloudpickle.dumps(space["train"]))
     called = "import sys, pickle; f = pickle.load(open('function.bin', 'rb')); print('MODEL', f(*sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", called, str(tiny_llama), str(tmp_path / "run")],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-c", called, tiny_llama, tmp_path / "run", cwd=tmp_path)
     (place,) = [line.removeprefix("MODEL ") for line in done.stdout.splitlines() if line.startswith("MODEL ")]
     assert place.startswith(str(tmp_path / "run"))
     assert rows(tmp_path / "run")[-1]["critic/score/mean"] >= 0

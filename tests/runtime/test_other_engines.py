@@ -1,10 +1,10 @@
 """Whole runs with engines that need an extra, on several ranks: tokens, losses and weights equal a single process's."""
 
-import json
 from functools import cache
 
 import pytest
 
+from tests.json_lines import write_lines
 from tests.runtime.conftest import PPO, assert_same, assert_same_weights, train_here
 from tests.runtime.ranks import run
 from verl.config import SCHEMAS, load_config
@@ -88,9 +88,7 @@ def alone(jobs, models, given_rows):
 def given_rows(tmp_path_factory):
     """Overrides of fine-tuning, by model and run folder."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    file.write_text(
-        "".join(json.dumps({"prompt": f"{i}?", "completion": "ab" * (i % 5 + 1)}) + "\n" for i in range(15))
-    )
+    write_lines(file, ({"prompt": f"{i}?", "completion": "ab" * (i % 5 + 1)} for i in range(15)))
     return lambda model, folder: [
         f"model.path={model}",
         f"data.train_files={file}",

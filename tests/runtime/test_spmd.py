@@ -3,11 +3,11 @@
 All runs on one number of ranks share one start of the processes, which costs more than a run.
 """
 
-import json
 import shutil
 
 import pytest
 
+from tests.json_lines import read_lines
 from tests.runtime.conftest import EVERY_SECOND, PPO, assert_same, assert_same_weights, assert_versions, train_here
 from tests.runtime.ranks import run
 from verl.models.tiny import make_tiny_model
@@ -156,7 +156,7 @@ def test_phases_change_communication_and_memory_and_not_the_losses(jobs, narrow)
 
 
 def timeline_of(run):
-    return [json.loads(line) for line in (run.folder / "timeline.jsonl").read_text().splitlines()]
+    return read_lines(run.folder / "timeline.jsonl")
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
 """Rows with images on two ranks: tokens, losses and weights equal a single process's, under torchrun and on Ray."""
 
-import json
-
 import pytest
 import torch
 
+from tests.json_lines import write_lines
 from tests.run.test_vision import FAMILY, dots, is_of_tower
 from tests.runtime.conftest import assert_same, assert_same_weights, train_here
 from tests.runtime.ranks import run
@@ -41,7 +40,7 @@ def vision(tmp_path_factory):
             }
             for i in range(count)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     files = [f"data.{name}_files={folder}/{name}.jsonl" for name in ("train", "val")]
     return [f"actor_rollout_ref.model.path={folder}", "data.max_prompt_length=300", *files]
 

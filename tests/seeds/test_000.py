@@ -4,12 +4,12 @@ Its YAML (3.2, 3.3, 4.2) is in test_yaml.py.
 """
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from tests.commands import ran
 from tests.letters_task import overrides, write_task
 from verl.cli.main import main
 from verl.config import load_config
@@ -21,12 +21,8 @@ from verl.trainer.rl_trainer import RLTrainer
 
 
 def shell(script, folder, **environment):
-    done = subprocess.run(
-        ["sh", "-ec", script], cwd=folder, capture_output=True, text=True, timeout=150, check=False,
-        env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    return ran("sh", "-ec", script, cwd=folder, timeout=150, env={**os.environ, "PATH": path, **environment}).stdout
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import torch
 
 import verl
 from tests import letters_task
+from tests.commands import python
 from verl import ExperienceBuffer
 from verl.config import load_config
 from verl.errors import ConfigError, ModelError, install_command
@@ -195,7 +196,7 @@ with Console():
     logging.getLogger("own").info("mine")
 log.info("after")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = python("-c", code)
     lines = done.stdout.splitlines() + done.stderr.splitlines()
     assert sorted(lines) == ["INFO: during", "INFO: mine", "INFO:verl.part:after", "INFO:verl.part:before"]
 

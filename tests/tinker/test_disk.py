@@ -9,6 +9,8 @@ import httpx
 import pytest
 import torch
 
+from tests.json_lines import read_lines
+
 tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
 from tinker import types  # noqa: E402
@@ -99,9 +101,9 @@ def test_a_model_has_a_run_folder(served, tmp_path, capsys):
     assert list((tmp_path / "pages").rglob("*.html"))
     (row,) = map(json.loads, (folder / "samples/train/step_000002.jsonl").read_text().splitlines())
     assert len(row["response_ids"]) == len(row["train_log_probs"]) == len(row["weights"])
-    spans = [json.loads(line) for line in (folder / "spans.jsonl").read_text().splitlines()]
+    spans = read_lines(folder / "spans.jsonl")
     assert [span["name"] for span in spans if span["step"] == 2] == ["forward_backward", "optim_step"]
-    timeline = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+    timeline = read_lines(folder / "timeline.jsonl")
     assert timeline[-1]["phases"]["update"] > 0
 
 

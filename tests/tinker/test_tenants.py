@@ -4,13 +4,14 @@ import json
 import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.commands import ran
 
 tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
@@ -294,7 +295,7 @@ def test_a_self_signed_certificate_protects_requests(bench, tmp_path):
     files = tuple(str(tmp_path / name) for name in ("cert.pem", "key.pem"))
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2".split()
     names = ["-subj", "/CN=verl", "-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
-    subprocess.run([*command, *names], check=True, capture_output=True, timeout=120)
+    ran(*command, *names)
     with running(bench, tmp_path / "served", certificate=files) as served:
         trusting = ssl.create_default_context(cafile=files[0])
         url = f"{served.url}/api/v1/healthz"

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 
 import psutil
@@ -11,6 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.commands import python
+from tests.json_lines import read_lines, write_lines
 from verl.cli.main import main
 from verl.cli.show import sparkline
 from verl.errors import ConfigError
@@ -82,7 +82,7 @@ def test_the_line_of_a_step(tmp_path):
             pass
         traffic.add(1.0, 23)
         spans.write(step)
-    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "timeline.jsonl")
     assert [(row["step"], row["of"]) for row in rows] == [(1, 7), (2, 7)]
     assert all(row["communication"]["bytes"] == 123 for row in rows)
     assert all(row["roles"]["reward"]["busy_s"] == 1.0 for row in rows)
@@ -279,7 +279,7 @@ def run_folder(tmp_path):
     metrics = [
         {"step": i + 1, "time": 1.0, "critic/score/mean": r, "timing_s/step": 2.0} for i, r in enumerate(rewards)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    write_lines(folder / "metrics.jsonl", metrics)
     rows = rows_of({"rollout": 1.5, "training": 0.5}, {"rollout": 1.5}, count=5, exchanged=2_000_000)
     (folder / "timeline.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 6, "torn')
     log = "2026-01-02 03:04:05,678 INFO 1 verl: fine\n2026-01-02 03:04:06,678 WARNING 1 verl.rewards: a scorer hung\n"
@@ -310,7 +310,7 @@ def test_only_what_can_be_better_has_a_best_value(run_folder, capsys):
     (run_folder / "curves.json").write_text(json.dumps({"all": {name: name for name in (*names, "actor/ppo_kl")}}))
     values = {"time": 1.0, "actor/ppo_kl": 0.0}  # with one update a step, which is not shown
     rows = [{**values, "step": step, **dict.fromkeys(names, float(step))} for step in (1, 2)]
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(run_folder / "metrics.jsonl", rows)
     curves = read_progress(run_folder).curves
     assert list(curves) == list(names)
     assert [curves[name].best for name in names] == [1.0, 2.0, 2.0, None, None, None]
@@ -359,7 +359,7 @@ def test_show_starts_without_torch(run_folder):
         "import sys; from verl.cli.main import main; code = main(['show', sys.argv[1]]); "
         "assert not {'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules), 'heavy imports'; raise SystemExit(code)"
     )
-    subprocess.run([sys.executable, "-c", code, str(run_folder)], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    python("-c", code, run_folder)
 
 
 @example([1.7e308, -9.9e291])

@@ -2,6 +2,7 @@
 
 import json
 
+from tests.json_lines import read_lines
 from verl.models.tiny import make_tokenizer
 from verl.tracking.pictures import TokenTexts
 
@@ -11,7 +12,7 @@ def test_each_token_is_written_once(tmp_path):
     ids = tokenizer("a b ä")["input_ids"]
     texts = TokenTexts(file, tokenizer)
     texts.record([{"prompt_ids": ids, "response_ids": [*ids, tokenizer.eos_token_id]}, {"prompt": "no ids"}])
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_lines(file)
     assert sorted(row["id"] for row in rows) == sorted({*ids, tokenizer.eos_token_id})
     assert {row["id"] for row in rows if row.get("special")} >= {tokenizer.eos_token_id}
     assert "a" in {row["text"] for row in rows}

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 import threading
 import time
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.commands import python
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import DeadlineError
@@ -108,7 +107,7 @@ def test_tracking_of_recipes(tmp_path, monkeypatch, capfd):
 
 def test_tracking_that_is_never_closed_loses_nothing(tmp_path):
     code = "from verl.utils.tracking import Tracking; t = Tracking('p', 'e', 'file'); [t.log({'x': i}, i) for i in range(50)]"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    python("-c", code, cwd=tmp_path)
     assert len(list(read_json_rows(tmp_path / "p" / "e.jsonl"))) == 50
 
 
