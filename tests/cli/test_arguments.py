@@ -31,11 +31,6 @@ def test_a_yaml_file_by_itself(tmp_path):
     assert parse("train", "", ["--config-path", str(file)]).load().config.trainer.total_epochs == 7
 
 
-def test_unknown_option_names_the_nearest():
-    with pytest.raises(ConfigError, match="--confg-name.*'--config-name'"):
-        parse("train", "", ["--confg-name", "x"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -44,9 +39,12 @@ def test_unknown_option_names_the_nearest():
         (["--multirun"], "one command for each"),
         (["-m", "data.seed=1,2"], "one command for each"),
         (["--cfg", "job"], "verl check"),
+        (["--confg-name", "x"], "--confg-name.*'--config-name'"),
+        (["--config-name"], "expected one argument.*verl train --help"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_of_other_programs_say_what_to_do(arguments, words):
+def test_arguments_that_do_nothing_here_say_what_to_do(arguments, words):
     with pytest.raises(ConfigError, match=words):
         parse("train", "about", arguments)
 
@@ -54,11 +52,6 @@ def test_options_of_other_programs_say_what_to_do(arguments, words):
 def test_a_yaml_file_among_the_overrides_is_named():
     with pytest.raises(ConfigError, match="a YAML file. Give it with --config-path run.yaml"):
         parse("train", "about", ["run.yaml"]).load()
-
-
-def test_missing_value_of_an_option():
-    with pytest.raises(ConfigError, match="expected one argument.*verl train --help"):
-        parse("train", "", ["--config-name"])
 
 
 def test_common_keys_exist_and_have_an_effect():

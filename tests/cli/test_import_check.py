@@ -68,52 +68,50 @@ def test_commands_in_other_commands(line):
     assert command.overrides == ["trainer.nnodes=2"]
 
 
-def test_a_script_that_runs(verl, tmp_path):
-    (tmp_path / "run.sh").write_text(SCRIPT)
-    code, said = verl("import-check", str(tmp_path / "run.sh"))
-    assert code == 0, said
-    assert "python -m verl.trainer.main_ppo is available" in said
-    assert "custom_reward_function.path -> reward.custom_reward_function.path" in said
-    assert "No effect: actor_rollout_ref.actor.clip_ratio_c=10.0" in said
-    assert "$WORLD_NODES has no value" in said
-    assert "This runs here" in said
+@pytest.fixture
+def checked(verl, tmp_path):
+    """checked(name, text, code, words): what the check says of a file with this text, with all of these words."""
+
+    def check(name, text, code, words=()):
+        (tmp_path / name).write_text(text)
+        return verl.ends(code, "import-check", str(tmp_path / name), words=words)
+
+    return check
+
+
+def test_a_script_that_runs(checked):
+    checked("run.sh", SCRIPT, 0, [
+        "python -m verl.trainer.main_ppo is available",
+        "custom_reward_function.path -> reward.custom_reward_function.path",
+        "No effect: actor_rollout_ref.actor.clip_ratio_c=10.0",
+        "$WORLD_NODES has no value",
+        "This runs here",
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("module", "key"),
     [("sft_trainer", "model.path"), ("sft_trainer_ray", "model.path"), ("fsdp_sft_trainer", "model.partial_pretrain")],
 )
-def test_a_fine_tuning_script(module, key, verl, tmp_path):
+def test_a_fine_tuning_script(module, key, checked):
     text = f"torchrun --nproc_per_node=2 -m verl.trainer.{module} {key}=m data.train_batch_size=8 optim.lrr=1\n"
-    (tmp_path / "sft.sh").write_text(text)
-    code, said = verl("import-check", str(tmp_path / "sft.sh"))
-    assert code == 1
-    assert f"python -m verl.trainer.{module} is available" in said
-    assert "did you mean 'optim.lr'" in said
-    assert " known keys: " in said
-    assert "model.path" in said
+    available = f"python -m verl.trainer.{module} is available"
+    checked("sft.sh", text, 1, [available, "did you mean 'optim.lr'", " known keys: ", "model.path"])
 
 
-def test_a_script_that_does_not(verl, tmp_path):
+def test_a_script_that_does_not(checked):
     text = "python -m verl.trainer.main_ppo trainer.device=npu data.train_batch_sise=3 trainer.nnodes=x\n"
-    text += "python -m verl.trainer.no_such"
-    (tmp_path / "run.sh").write_text(text)
-    said = verl.ends(1, "import-check", str(tmp_path / "run.sh"))
-    for words in (
-        "trainer.device=npu",
-        "'data.train_batch_size'",
-        "whole number",
-        "verl.trainer.no_such is not available",
-    ):
-        assert words in said
+    words = ["trainer.device=npu", "'data.train_batch_size'", "whole number", "verl.trainer.no_such is not available"]
+    checked("run.sh", f"{text}python -m verl.trainer.no_such", 1, words)
+
+
+def test_a_file_that_is_not_there(verl, tmp_path):
     verl.ends(1, "import-check", str(tmp_path / "none.sh"), words=["there is no file"])
 
 
-def test_a_yaml_file(verl, tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 1}\ndata: {max_promt_length: 3}\n"
-    )
-    verl.ends(1, "import-check", str(tmp_path / "run.yaml"), words=["did you mean 'data.max_prompt_length'"])
+def test_a_yaml_file(checked):
+    text = "defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 1}\ndata: {max_promt_length: 3}\n"
+    checked("run.yaml", text, 1, ["did you mean 'data.max_prompt_length'"])
 
 
 PYTHON = """
@@ -146,11 +144,9 @@ class Rows(RLHFDataset):
 """
 
 
-def test_a_python_file(verl, tmp_path):
-    (tmp_path / "mine.py").write_text(PYTHON)
+def test_a_python_file(checked, tmp_path):
     (tmp_path / "beside.py").write_text("")
-    said = verl.ends(1, "import-check", str(tmp_path / "mine.py"))
-    for words in (
+    said = checked("mine.py", PYTHON, 1, [
         "imports verl.DataProto, verl.trainer.ppo.core_algos.register_adv_est",
         "line 4: verl.trainer.ppo.core_algos has no 'no_such_function'",
         "line 6: verl.no_such_module cannot be imported",
@@ -160,15 +156,13 @@ def test_a_python_file(verl, tmp_path):
         "Rows is a dataset for data.custom_cls; it replaces __init__, _build_messages",
         "own of Rows: verl does not call it",
         "Rows.__init__ takes no processor, max_samples",
-    ):
-        assert words in said, said
+    ])  # fmt: skip
     assert "beside is not installed" not in said
 
 
-def test_a_python_file_that_runs(verl, tmp_path):
+def test_a_python_file_that_runs(checked):
     text = "def compute_score(data_source, solution_str, ground_truth, **kwargs):\n    return 1.0\n"
-    (tmp_path / "reward.py").write_text(text)
-    verl.ends(0, "import-check", str(tmp_path / "reward.py"))
+    checked("reward.py", text, 0)
 
 
 KINDS = {
@@ -224,11 +218,9 @@ class CustomTool(SandboxFusionTool):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_public_kind_of_file_lacks_is_named_and_nothing_else(kind, verl, tmp_path):
+def test_what_a_public_kind_of_file_lacks_is_named_and_nothing_else(kind, checked):
     text, missing = KINDS[kind]
-    (tmp_path / "file.py").write_text(text)
-    code, said = verl("import-check", str(tmp_path / "file.py"))
+    said = checked("file.py", text, 1)
     failures = [line for line in said.splitlines() if line.startswith("fail")]
-    assert code == 1
     assert len(failures) == len(missing), said
     assert all(name in line for name, line in zip(missing, failures, strict=True)), said

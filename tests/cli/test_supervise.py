@@ -145,9 +145,17 @@ def test_a_bug_is_shown_and_tried_once_more(supervised):
     assert run.events()[0]["cause"] == "ZeroDivisionError: in the deep"
 
 
-def test_bad_input_is_not_tried_again(supervised):
-    run = supervised("bad_input")
-    assert run.end() == (2, "verl train: A key is wrong. Set another.\n")
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("bad_input", 2, "verl train: A key is wrong. Set another.\n"),
+        # stopped before it handles signals, as the page stops a run that loads its data
+        ("is_asked_early", 128 + signal.SIGTERM, ""),
+    ],
+)
+def test_an_end_that_is_no_crash_is_not_tried_again(supervised, program, code, said):
+    run = supervised(program)
+    assert run.end() == (code, said)
     assert len(run.attempts()) == 1
 
 
@@ -158,13 +166,6 @@ def test_a_stop_goes_to_the_run_and_is_not_a_crash(supervised, number):
     run.process.send_signal(number)
     code, said = run.end(b"\n")
     assert (code, said) == (130, f"read \nverl train: Stopped by {number.name}.\n")
-    assert len(run.attempts()) == 1
-
-
-def test_a_stop_of_a_run_that_does_not_handle_signals_yet_is_not_a_crash(supervised):
-    """As the page stops a run that loads its data."""
-    run = supervised("is_asked_early")
-    assert run.end() == (128 + signal.SIGTERM, "")
     assert len(run.attempts()) == 1
 
 

@@ -1,11 +1,12 @@
 """Registries of other releases are the registries that runs read: register, run, replace, clear, look up."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.json_lines import read_lines
 from verl.base_config import BaseConfig
 from verl.config import load_config
 from verl.errors import ConfigError
@@ -139,8 +140,11 @@ def two_steps(tree, **changes):
     for key, value in changes.items():
         OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
     run_ppo(config)
-    lines = open(f"{tree['trainer']['default_local_dir']}/metrics.jsonl").read().splitlines()
-    return [json.loads(line) for line in lines]
+    rows = read_lines(Path(tree["trainer"]["default_local_dir"]) / "metrics.jsonl")
+    assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]
+
+
+ON_RAY = {"trainer__n_gpus_per_node": 2, "reward__debug": False}
 
 
 class TestRuns:
@@ -149,26 +153,27 @@ class TestRuns:
         tiny_tree["algorithm"]["adv_estimator"] = "mine"
         tiny_tree["actor_rollout_ref"]["actor"]["policy_loss"] = {"loss_mode": "mine"}
         tiny_tree["reward"] |= {"reward_manager": {"name": "mine"}, "reward_kwargs": {"weight": 2.0}}
-        rows = two_steps(tiny_tree)
-        assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]
+        two_steps(tiny_tree)
         assert {"advantage", "loss", "manager"} <= calls(user_file)
-        samples = [
-            json.loads(line)
-            for line in open(f"{tiny_tree['trainer']['default_local_dir']}/samples/train/step_000001.jsonl")
-            .read()
-            .splitlines()
-        ]
-        for sample in samples:
+        folder = Path(tiny_tree["trainer"]["default_local_dir"])
+        for sample in read_lines(folder / "samples/train/step_000001.jsonl"):
             text = sample["response"] if "response" in sample else sample["output"]
             assert sample["score"] == pytest.approx(2 * sum(map(str.isalpha, text)) / max(len(text), 1))
 
-    def test_names_that_a_script_has_registered_itself(self, tiny_tree, user_file):
+    @pytest.mark.parametrize(
+        ("changes", "called"),
+        [
+            pytest.param({}, {"advantage", "loss"}, id="here"),
+            pytest.param(ON_RAY, {"loss"}, marks=pytest.mark.slow, id="on ranks of Ray"),
+        ],
+    )
+    def test_names_that_a_script_has_registered_itself(self, tiny_tree, user_file, changes, called):
+        if changes:
+            pytest.importorskip("ray")
         __import__("names_of_a_user")
-        rows = two_steps(
-            tiny_tree, algorithm__adv_estimator="mine", actor_rollout_ref__actor__policy_loss__loss_mode="mine"
-        )
-        assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]
-        assert {"advantage", "loss"} <= calls(user_file)
+        mine = {"algorithm__adv_estimator": "mine", "actor_rollout_ref__actor__policy_loss__loss_mode": "mine"}
+        two_steps(tiny_tree, **mine, **changes)
+        assert called <= calls(user_file)
 
     def test_agents(self, tiny_tree, user_file):
         rollout = tiny_tree["actor_rollout_ref"]["rollout"]
@@ -178,23 +183,8 @@ class TestRuns:
             "enable": True, "format": "mine", "tool_config_path": f"{user_file.parent}/tools.yaml", "max_assistant_turns": 2,
         }  # fmt: skip
         tiny_tree["data"] |= {"max_response_length": 96, "val_files": []}
-        rows = two_steps(tiny_tree)
-        assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]
+        two_steps(tiny_tree)
         assert calls(user_file) == {"agent loop", "parser", "tool"}
-
-    @pytest.mark.slow
-    def test_ranks_of_ray_get_the_names_of_the_script(self, tiny_tree, user_file):
-        pytest.importorskip("ray")
-        __import__("names_of_a_user")
-        rows = two_steps(
-            tiny_tree,
-            algorithm__adv_estimator="mine",
-            actor_rollout_ref__actor__policy_loss__loss_mode="mine",
-            trainer__n_gpus_per_node=2,
-            reward__debug=False,
-        )
-        assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]
-        assert "loss" in calls(user_file)
 
 
 class TestMappings:

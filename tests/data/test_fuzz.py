@@ -61,6 +61,10 @@ def test_rows_that_are_right_are_accepted(tmp_path):
         ({"extra_info": ..., "extra_inf": {}}, r"there is a field 'extra_inf'; did you mean 'extra_info'\?"),
         ({"images": 5}, "images .field 'images'. cannot be read"),
         ({"prompt": [{"role": "assistant", "tool_calls": 3}]}, "no text 'content'"),
+        # names of tasks become names of metrics
+        ({"data_source": "task\x1b[2J"}, r"at most 200 characters without line ends .* it is 'task\\x1b\[2J'"),
+        ({"data_source": "task\nERROR: forged"}, r"without line ends .* it is 'task\\nERROR: forged'"),
+        ({"data_source": "t" * 201}, "at most 200 characters"),
     ],
 )
 def test_rows_that_are_wrong(tmp_path, changes, words):
@@ -76,21 +80,6 @@ def test_values_that_no_reward_function_gets(tmp_path):
     for value, kind in ((b"x", "bytes"), (datetime.datetime(2024, 1, 1), "datetime")):
         write_parquet(tmp_path / "a.parquet", [row(0, extra_info={"when": value})])
         assert f"field 'extra_info.when' is a {kind}; rows may hold text" in read(tmp_path / "a.parquet", tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("task\x1b[2J", r"at most 200 characters without line ends .* it is 'task\\x1b\[2J'"),
-        ("task\nERROR: forged", r"without line ends .* it is 'task\\nERROR: forged'"),
-        ("t" * 201, "at most 200 characters"),
-    ],
-)
-def test_names_of_tasks_become_names_of_metrics(tmp_path, source, words):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(row(0, data_source=source)))
-    with pytest.raises(DataError, match=words):
-        raise DataError(read(path, tokenizer))
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])

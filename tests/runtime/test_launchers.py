@@ -1,11 +1,10 @@
 """Other launchers than torchrun: accelerate's, and a function that is shipped to another process, as services do."""
 
-import sys
 import textwrap
 
 import pytest
 
-from tests.commands import python, ran
+from tests.commands import python
 from tests.json_lines import read_lines
 from tests.letters_task import overrides, write_task
 from tests.run.conftest import train_run
@@ -38,16 +37,8 @@ def rows(folder):
 
 def launched(*words, cwd):
     """By accelerate, as two processes; on a machine without GPUs, --multi_gpu starts them as it does with GPUs."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes=2",
-        "--main_process_port=0",
-    ]
-    done = ran(*command, *words, cwd=cwd, timeout=230)
-    return done
+    options = ("--multi_gpu", "--num_processes=2", "--main_process_port=0")
+    return python("-m", "accelerate.commands.launch", *options, *words, cwd=cwd, timeout=230)
 
 
 @pytest.mark.slow

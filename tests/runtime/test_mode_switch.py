@@ -61,35 +61,34 @@ def test_an_engine_with_its_own_memory_gets_what_the_allocator_keeps(monkeypatch
         assert order == expected
 
 
-def test_the_random_state_of_training_goes_on_where_it_was(engine):
-    def draws():
-        return torch.rand(2).tolist() + np.random.rand(2).tolist() + [random.random()]
+def seed_all(seed):
+    for set_seed in (torch.manual_seed, np.random.seed, random.seed):
+        set_seed(seed)
 
-    def meddles():
-        torch.manual_seed(1)
-        np.random.seed(1)
-        random.seed(1)
 
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(5)
+def draws():
+    return torch.rand(2).tolist() + np.random.rand(2).tolist() + [random.random()]
+
+
+@pytest.mark.parametrize(
+    ("trains", "num_ends"),
+    [
+        pytest.param(True, 1, id="a process that trains"),
+        pytest.param(True, 2, id="samples of the next step under the same weights, after a validation"),
+        pytest.param(False, 1, id="a process that only generates"),
+    ],
+)
+def test_the_random_state_of_training_goes_on_where_it_was(engine, trains, num_ends):
+    seed_all(5)
     expected = draws()
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(5)
-    switched(engine, meddles)
-    assert draws() == expected
-
-
-def test_generation_may_end_more_than_once(engine):
-    """As after a validation, when the samples of the next step are made under the same weights."""
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    switch = ModeSwitch(engine, RolloutConfig(), CPU)
+    seed_all(5)
+    switch = ModeSwitch(engine if trains else None, RolloutConfig(), CPU)
     switch.to_generation()
-    for _ in range(2):
-        torch.manual_seed(1)
+    switch.free_training_memory()
+    for _ in range(num_ends):
+        seed_all(1)
         switch.to_training()
-    assert torch.equal(torch.rand(1), expected)
+    assert draws() == expected
 
 
 def write_into(engine, name, amount):
@@ -139,14 +138,6 @@ def test_it_is_the_turn_of_every_tensor(engine):
         names |= set(switch._seen.values)
         switch.to_training()
     assert names == set(engine.optimizer.parameters)
-
-
-def test_a_process_that_only_generates_keeps_its_random_state():
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    switched(None, lambda: torch.manual_seed(1))
-    assert torch.equal(torch.rand(1), expected)
 
 
 def test_training_during_generation_is_no_drift(engine):

@@ -2,7 +2,16 @@
 
 import pytest
 
-from tests.data.conversations.templates import MARKED_CHATML, PLAIN, chat, encode, shown, tokenizer_of, with_template
+from tests.data.conversations.templates import (
+    FAMILIES,
+    MARKED_CHATML,
+    PLAIN,
+    chat,
+    encode,
+    shown,
+    tokenizer_of,
+    with_template,
+)
 from verl.errors import DataError
 from verl.models.tiny import make_tokenizer
 
@@ -35,68 +44,102 @@ def test_answers_and_the_token_that_ends_them_train(family):
     assert sequence.input_ids.tolist() == whole[: len(sequence.input_ids)]
 
 
-def test_templates_that_strip_blanks_train_what_is_left():
-    tokenizer = tokenizer_of("llama3")
-    (sequence,) = encode(tokenizer, {"messages": chat(" q ", "  a \n")})
-    assert shown(tokenizer, sequence).endswith(
-        "\n\nq<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[a<|eot_id|>]]"
-    )
+LLAMA3_ASKED = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+CHATML_ASKED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+THOUGHTS = chat("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")
+CALLED = [
+    *chat("q", "<think>\nt1\n</think>\n\ncall"), {"role": "tool", "content": "r"},
+    {"role": "assistant", "content": "<think>\nt2\n</think>\n\na"},
+]  # fmt: skip
+ADD = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+WITH_TOOLS = [
+    {"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [ADD]},
+    {"role": "tool", "content": "2"}, {"role": "assistant", "content": "a"},
+]  # fmt: skip
+HEADER_TRAINS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' + m.content "
+    "+ '<|im_end|>\n' }}{% endgeneration %}{% else %}<|im_start|>user\n{{ m.content }}<|im_end|>{{ '\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+EMPTY_THOUGHT = [f"{CHATML_ASKED}<think>\n\n</think>\n\n[[a<|im_end|>]]"]
+WITHOUT_FIRST = [ONE_SEQUENCE["chatml"].replace("[[a1<|im_end|>]]", "a1<|im_end|>")]
 
 
-def test_a_turn_that_only_text_ends_trains_to_its_end():
-    tokenizer = with_template(PLAIN)
-    (sequence,) = encode(tokenizer, {"messages": chat("q", "a", "r", "b")})
-    assert shown(tokenizer, sequence) == (
-        "### user:\nq\n\n### assistant:\n[[a\n\n]]### user:\nr\n\n### assistant:\n[[b\n\n]]"
-    )
+def marked(*marks):
+    """AB with the first marks in its first answer, and so on."""
+    return [message | mark for message, mark in zip(AB, marks, strict=True)]
 
 
-class TestHistoryThatIsRewritten:
-    """Each turn trains in the context that the sampler would have had."""
-
-    def test_earlier_thoughts_are_dropped(self):
-        tokenizer = tokenizer_of("qwen3")
-        row = {"messages": chat("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")}
-        assert [shown(tokenizer, s) for s in encode(tokenizer, row)] == [
-            "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n[[<think>\nt1\n</think>\n\na1<|im_end|>]]",
-            "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n"
-            "<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na2<|im_end|>]]",
-        ]
-
-    def test_thoughts_since_the_last_question_stay_so_that_the_turns_share_a_sequence(self):
-        tokenizer = tokenizer_of("qwen3")
-        messages = [*chat("q", "<think>\nt1\n</think>\n\ncall"), {"role": "tool", "content": "r"}]
-        messages.append({"role": "assistant", "content": "<think>\nt2\n</think>\n\na"})
-        (sequence,) = encode(tokenizer, {"messages": messages})
-        assert shown(tokenizer, sequence) == (
-            "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[[<think>\nt1\n</think>\n\ncall<|im_end|>]]\n"
-            "<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na<|im_end|>]]"
+# family or template, row, settings -> its sequences
+SEQUENCES = {
+    "blanks that a template strips": (
+        "llama3", {"messages": chat(" q ", "  a \n")}, {},
+        [f"{LLAMA3_ASKED}<|start_header_id|>assistant<|end_header_id|>\n\n[[a<|eot_id|>]]"],
+    ),
+    "turns that only text ends": (
+        PLAIN, {"messages": chat("q", "a", "r", "b")}, {},
+        ["### user:\nq\n\n### assistant:\n[[a\n\n]]### user:\nr\n\n### assistant:\n[[b\n\n]]"],
+    ),
+    # each turn trains in the context that the sampler would have had
+    "earlier thoughts that are dropped": (
+        "qwen3", {"messages": THOUGHTS}, {},
+        ["<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n[[<think>\nt1\n</think>\n\na1<|im_end|>]]",
+         "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n"
+         "<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na2<|im_end|>]]"],
+    ),
+    "thoughts since the last question, which stay": (
+        "qwen3", {"messages": CALLED}, {},
+        ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[[<think>\nt1\n</think>\n\ncall<|im_end|>]]\n"
+         "<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na<|im_end|>]]"],
+    ),
+    "an empty thought of the prompt, by the row": (
+        "qwen3", {"messages": chat("q", "a"), "enable_thinking": False}, {}, EMPTY_THOUGHT,
+    ),
+    "an empty thought of the prompt, by default": (
+        "qwen3", {"messages": chat("q", "a")}, {"enable_thinking_default": False}, EMPTY_THOUGHT,
+    ),
+    "an empty thought of the prompt, by an argument": (
+        "qwen3", {"messages": chat("q", "a")}, {"apply_chat_template_kwargs": {"enable_thinking": False}}, EMPTY_THOUGHT,
+    ),
+    "a turn of a rewritten history that does not train": (
+        "qwen3", {"messages": marked({}, {"loss_mask": 0}, {}, {})}, {},
+        ["<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n"
+         "<|im_start|>assistant\n[[<think>\n\n</think>\n\na2<|im_end|>]]"],
+    ),
+    "markers around the generation prompt, which does not train": (
+        HEADER_TRAINS, {"messages": chat("q", "a")}, {}, [f"{CHATML_ASKED}[[a<|im_end|>]]"],
+    ),
+    "several turns in a completion": (
+        "chatml",
+        {"prompt": chat("q"), "completion": [*chat("", "a1")[1:], {"role": "tool", "content": "t"}, *chat("", "a2")[1:]]},
+        {},
+        [f"{CHATML_ASKED}[[a1<|im_end|>]]\n<|im_start|>tool\nt<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]"],
+    ),
+    "the last answer as the completion": ("chatml", {"messages": AB}, {"loss_on": "completion"}, WITHOUT_FIRST),
+    **{
+        f"a turn that is left out by {mark}": (
+            "chatml", {"messages": marked({}, mark, {}, {"loss_mask": 1})}, {}, WITHOUT_FIRST,
         )
+        for mark in ({"loss_mask": 0}, {"train": False}, {"weight": 0, "train": False})
+    },
+    "a turn of the prompt that is taken in": (
+        "chatml", {"prompt": marked({}, {"train": True}, {}, {})[:3], "completion": "a2"}, {"loss_on": "assistant"},
+        [ONE_SEQUENCE["chatml"]],
+    ),
+    "tools and calls": (
+        "qwen2.5", {"messages": WITH_TOOLS, "tools": '[{"name": "add"}]'}, {},
+        ['<|im_start|>system\nBe good.\n{"name": "add"}<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n'
+         '[[<tool_call>add{"a": 1}</tool_call><|im_end|>]]\n<|im_start|>user\n<tool_response>2</tool_response><|im_end|>\n'
+         "<|im_start|>assistant\n[[a<|im_end|>]]"],
+    ),
+}  # fmt: skip
 
-    @pytest.mark.parametrize("source", ["row", "default", "kwargs"])
-    def test_an_empty_thought_of_the_generation_prompt_does_not_train(self, source):
-        tokenizer = tokenizer_of("qwen3")
-        row, settings = {"messages": chat("q", "a")}, {}
-        if source == "row":
-            row["enable_thinking"] = False
-        elif source == "default":
-            settings["enable_thinking_default"] = False
-        else:
-            settings["apply_chat_template_kwargs"] = {"enable_thinking": False}
-        (sequence,) = encode(tokenizer, row, **settings)
-        assert shown(tokenizer, sequence) == (
-            "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[[a<|im_end|>]]"
-        )
 
-    def test_a_turn_that_does_not_train_needs_no_sequence(self):
-        tokenizer = tokenizer_of("qwen3")
-        messages = chat("q1", "a1", "q2", "a2")
-        messages[1]["loss_mask"] = 0
-        (sequence,) = encode(tokenizer, {"messages": messages})
-        assert shown(tokenizer, sequence).startswith(
-            "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>"
-        )
-        assert shown(tokenizer, sequence).endswith("[[<think>\n\n</think>\n\na2<|im_end|>]]")
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_what_trains_of_a_row(case):
+    template, row, settings, expected = SEQUENCES[case]
+    tokenizer = tokenizer_of(template) if template in FAMILIES else with_template(template)
+    assert [shown(tokenizer, sequence) for sequence in encode(tokenizer, row, **settings)] == expected
 
 
 class TestRenderingsThatTheSamplerNeverSees:
@@ -157,16 +200,6 @@ class TestTokensAcrossTheBorder:
         tokenizer.chat_template = MARKED_CHATML
         (sequence,) = encode(tokenizer, {"messages": chat("q", "\na")})
         assert shown(tokenizer, sequence).endswith("<|im_start|>assistant\n[[\na<|im_end|>]]")
-
-    def test_generation_markers_around_the_generation_prompt_do_not_train_it(self):
-        header = "<|im_start|>assistant\n"
-        tokenizer = with_template(
-            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' + m.content "
-            "+ '<|im_end|>\n' }}{% endgeneration %}{% else %}<|im_start|>user\n{{ m.content }}<|im_end|>{{ '\n' }}"
-            "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-        )
-        (sequence,) = encode(tokenizer, {"messages": chat("q", "a")})
-        assert shown(tokenizer, sequence) == f"<|im_start|>user\nq<|im_end|>\n{header}[[a<|im_end|>]]"
 
     def test_tokens_that_cannot_be_joined_are_refused(self):
         from tokenizers import pre_tokenizers
@@ -259,23 +292,9 @@ class TestLossOn:
         (sequence,) = encode(tokenizer, self.ROW, loss_on=loss_on)
         assert shown(tokenizer, sequence).endswith("a2<|im_end|>]]")
 
-    def test_turns_of_the_assistant_in_a_completion_train(self):
-        tokenizer = tokenizer_of("chatml")
-        row = {
-            "prompt": chat("q1"),
-            "completion": [*chat("", "a1")[1:], {"role": "tool", "content": "t"}, *chat("", "a2")[1:]],
-        }
-        (sequence,) = encode(tokenizer, row)
-        assert shown(tokenizer, sequence).endswith(
-            "[[a1<|im_end|>]]\n<|im_start|>tool\nt<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]"
-        )
-
-    def test_the_completion_of_messages_is_the_last_answer(self):
-        tokenizer = tokenizer_of("chatml")
-        (sequence,) = encode(tokenizer, {"messages": AB}, loss_on="completion")
-        assert shown(tokenizer, sequence) == ONE_SEQUENCE["chatml"].replace("[[a1<|im_end|>]]", "a1<|im_end|>")
+    def test_a_completion_of_messages_needs_an_answer(self):
         with pytest.raises(DataError, match="here: no message is of the assistant"):
-            encode(tokenizer, {"messages": chat("q")}, loss_on="completion")
+            encode(tokenizer_of("chatml"), {"messages": chat("q")}, loss_on="completion")
 
     def test_all_trains_the_prompt_of_a_text_too(self):
         (sequence,) = encode(make_tokenizer(), {"prompt": "ab", "completion": "c"}, loss_on="all")
@@ -283,23 +302,6 @@ class TestLossOn:
 
 
 class TestMarksOfMessages:
-    @pytest.mark.parametrize("mark", [{"loss_mask": 0}, {"train": False}, {"weight": 0, "train": False}])
-    def test_a_turn_can_be_left_out(self, mark):
-        tokenizer = tokenizer_of("chatml")
-        messages = chat("q1", "a1", "q2", "a2")
-        messages[1] |= mark
-        messages[3] |= {"loss_mask": 1}
-        (sequence,) = encode(tokenizer, {"messages": messages})
-        assert shown(tokenizer, sequence) == ONE_SEQUENCE["chatml"].replace("[[a1<|im_end|>]]", "a1<|im_end|>")
-
-    def test_a_turn_of_the_prompt_can_be_taken_in(self):
-        tokenizer = tokenizer_of("chatml")
-        prompt = chat("q1", "a1", "q2")
-        prompt[1]["train"] = True
-        row = {"prompt": prompt, "completion": "a2"}
-        (sequence,) = encode(tokenizer, row, loss_on="assistant")
-        assert shown(tokenizer, sequence) == ONE_SEQUENCE["chatml"]
-
     def test_what_no_turn_trains_is_refused(self):
         tokenizer = tokenizer_of("chatml")
         messages = chat("q", "a")
@@ -320,23 +322,6 @@ class TestMarksOfMessages:
         messages[0]["loss_mask"] = 0
         (sequence,) = encode(tokenizer, {"messages": messages})
         assert shown(tokenizer, sequence).count("[[") == 1
-
-
-def test_tools_and_calls_reach_the_template():
-    tokenizer = tokenizer_of("qwen2.5")
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "a"},
-    ]
-    (sequence,) = encode(tokenizer, {"messages": messages, "tools": '[{"name": "add"}]'})
-    assert shown(tokenizer, sequence) == (
-        '<|im_start|>system\nBe good.\n{"name": "add"}<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n'
-        '[[<tool_call>add{"a": 1}</tool_call><|im_end|>]]\n<|im_start|>user\n<tool_response>2</tool_response><|im_end|>\n'
-        "<|im_start|>assistant\n[[a<|im_end|>]]"
-    )
 
 
 def test_messages_without_a_template_are_refused():
