@@ -88,14 +88,10 @@ def chat(client, messages, **more):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
+def impatient(around):
     """A POST whose client closes its connection before the policy has sampled."""
-    may_sample, poll = threading.Event(), Scripted.poll
-
-    def wait(self, timeout_s=None):
-        return poll(self, timeout_s) if may_sample.wait(0.01) else []
-
-    monkeypatch.setattr(Scripted, "poll", wait)
+    may_sample = threading.Event()
+    around(Scripted, "poll", lambda poll, *args: poll(*args) if may_sample.wait(0.01) else [])
 
     def post(client, body):
         with pytest.raises(httpx.ReadTimeout):
@@ -137,11 +133,11 @@ def test_an_answer_that_nobody_has_read_does_not_train(play, impatient):
     assert (result.num_turns, [*result.trajectory.response_ids]) == (2, read)
 
 
-def test_a_long_conversation_is_looked_up_once(play, monkeypatch):
+def test_a_long_conversation_is_looked_up_once(play, around):
     from verl.agents.gateway import sessions
 
-    counted, prefixes = [], sessions.prefixes
-    monkeypatch.setattr(sessions, "prefixes", lambda *a: counted.append(1) or prefixes(*a))
+    counted = []
+    around(sessions, "prefixes", lambda prefixes, *a: counted.append(1) or prefixes(*a))
     turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 20] + ASK
     (result,), _ = play(lambda client, task: float(bool(chat(client, turns))))
     assert result.reward == 1.0

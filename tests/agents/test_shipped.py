@@ -48,9 +48,9 @@ def test_search_in_a_file(tmp_path):
         asyncio.run(tool.execute("", {"query_list": "cats"}))
 
 
-def test_search_by_a_service(monkeypatch):
-    read, create = [], ssl.create_default_context
-    monkeypatch.setattr(ssl, "create_default_context", lambda **places: read.append(places) or create(**places))
+def test_search_by_a_service(around):
+    read = []
+    around(ssl, "create_default_context", lambda create, **places: read.append(places) or create(**places))
     result = [{"document": {"contents": text}, "score": 1.0} for text in DOCUMENTS[:2]]
     with running({"/retrieve": {"result": [result]}}) as service:
         tool = SearchTool({"retrieval_service_url": f"{service.url}/retrieve", "topk": 2})

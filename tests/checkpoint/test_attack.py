@@ -192,7 +192,7 @@ def raise_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_everything_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkeypatch):
+def test_everything_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkeypatch, around):
     """A power cut leaves only synced data: all files and folders are synced in the state in which they are renamed."""
     save(tmp_path, 1)
     synced, checked = {}, []
@@ -207,18 +207,16 @@ def test_everything_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkey
         with open(path, "rb") as file:
             return file.read()
 
-    real = os.rename
-
-    def rename(source, target):
+    def rename(original, source, target):
         if ".tmp-" in str(source) and os.path.basename(target).startswith("global_step_"):
             for folder, _, files in os.walk(source):
                 for path in (folder, *(os.path.join(folder, file) for file in files)):
                     assert synced.get(path) == content(path), path
                     checked.append(path)
-        real(source, target)
+        original(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
+    around(os, "rename", rename)
     save(tmp_path, 2)
     assert len(checked) > 8
     assert synced[str(tmp_path)] == content(tmp_path)  # and so is the name under which it counts

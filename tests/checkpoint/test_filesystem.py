@@ -137,15 +137,14 @@ def test_a_save_needs_no_hard_links(monkeypatch, tmp_path):
         assert store.save(step, make_roles(step), {}) == store.find()
 
 
-def test_a_rename_whose_answer_was_lost_has_happened(monkeypatch, tmp_path):
+def test_a_rename_whose_answer_was_lost_has_happened(around, tmp_path):
     """A network file system asks again, and the server finds nothing to rename."""
-    real = os.rename
 
-    def rename(source, target):
-        real(source, target)
+    def rename(original, source, target):
+        original(source, target)
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(os, "rename", rename)
+    around(os, "rename", rename)
     store = CheckpointStore(tmp_path, keep=1)
     for step in (1, 2):
         assert store.save(step, make_roles(step), {}) == store.find()

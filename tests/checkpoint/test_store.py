@@ -233,15 +233,16 @@ def test_keep_all(tmp_path, keep):
     assert store.candidates() == [4, 3, 2, 1]
 
 
-def test_removal_that_fails_does_not_hurt(tmp_path, monkeypatch, caplog):
+def test_removal_that_fails_does_not_hurt(tmp_path, around, caplog):
     store = CheckpointStore(tmp_path, keep=1)
     store.save(1, make_roles(1), {})
 
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
+    def refuse(original, path, ignore_errors=False, **more):
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied")
+        original(path, ignore_errors, **more)
 
-    real = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda p, **k: real(p, **k) if k.get("ignore_errors") else refuse())
+    around(shutil, "rmtree", refuse)
     assert store.save(2, make_roles(2), {}) == store.path(2)
     assert "was not removed" in caplog.text
     assert CheckpointStore(tmp_path).find() == store.path(2)
@@ -289,20 +290,18 @@ def test_no_room_is_said_before_anything_is_written(store, monkeypatch):
     assert sorted(p.name for p in store.root.iterdir()) == before
 
 
-def test_a_disk_that_lies_is_an_error_before_the_checkpoint_counts(store, monkeypatch):
+def test_a_disk_that_lies_is_an_error_before_the_checkpoint_counts(store, around):
     store.save(1, make_roles(1), {})
     from verl.checkpoint import tensor_files as module
 
-    real = module.write_model
-
-    def corrupted(folder, tensors):
-        records = real(folder, tensors)
+    def corrupted(write_model, folder, tensors):
+        records = write_model(folder, tensors)
         content = bytearray((folder / "model.safetensors").read_bytes())
         content[-1] ^= 1
         (folder / "model.safetensors").write_bytes(content)
         return records
 
-    monkeypatch.setattr(module, "write_model", corrupted)
+    around(module, "write_model", corrupted)
     with pytest.raises(CheckpointError, match=r"Checkpoint 2 was not kept.*model\.safetensors"):
         store.save(2, make_roles(2), {})
     assert store.candidates() == [1]

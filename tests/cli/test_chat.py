@@ -21,17 +21,16 @@ def typed(monkeypatch, *lines):
     monkeypatch.setattr(builtins, "input", read)
 
 
-def test_a_chat_answers_in_the_context_of_its_turns(tiny_llama, monkeypatch, capsys):
+def test_a_chat_answers_in_the_context_of_its_turns(tiny_llama, monkeypatch, around, capsys):
     from verl.cli import chat
 
     contexts = []
-    answer = chat.Chat.answer
 
-    def remember(self, messages):
+    def remember(answer, self, messages):
         contexts.append([dict(message) for message in messages])
         return answer(self, messages)
 
-    monkeypatch.setattr(chat.Chat, "answer", remember)
+    around(chat.Chat, "answer", remember)
     typed(monkeypatch, "Hi.", "", "And?", "/clear", "New.", "/exit", "unread")
     options = ["--max-tokens=4", "--temperature=0", "--system=Be short.", "--device=cpu"]
     assert main(["chat", str(tiny_llama), *options]) == 0

@@ -60,9 +60,8 @@ def test_settings_of_layers_that_do_not_act_are_one_notice():
 
 
 @pytest.mark.parametrize(("engine", "package"), [("megatron", "megatron-core"), ("deepspeed", "deepspeed")])
-def test_a_library_that_is_missing_is_named_before_anything_starts(monkeypatch, engine, package):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n.startswith(engine) else find(n))
+def test_a_library_that_is_missing_is_named_before_anything_starts(around, engine, package):
+    around(importlib.util, "find_spec", lambda find, n: None if n.startswith(engine) else find(n))
     config = load_config([*BASE, f"{ACTOR}.strategy={engine}"], check=False).config
     specs = ppo_roles(config)
     words = rf"strategy={engine} needs the package '{package}'.*pip install '{package}[=<>].*engine_fallback=fsdp"
@@ -111,9 +110,8 @@ def test_keys_of_an_engine_of_fine_tuning_fall_back():
         load_config([*data, *keys[1:]], schema=SCHEMAS["sft"])
 
 
-def test_sizes_of_megatron_become_sizes_of_fsdp(monkeypatch, caplog):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n.startswith("megatron") else find(n))
+def test_sizes_of_megatron_become_sizes_of_fsdp(around, caplog):
+    around(importlib.util, "find_spec", lambda find, n: None if n.startswith("megatron") else find(n))
     sizes = {"tensor": 2, "expert": 4, "pipeline": 3}
     keys = [f"{ACTOR}.megatron.{name}_model_parallel_size={size}" for name, size in sizes.items()]
     section = actor("model_engine=megatron", "trainer.engine_fallback=fsdp", *keys)

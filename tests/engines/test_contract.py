@@ -677,15 +677,14 @@ def test_a_frozen_model_keeps_one_copy_in_the_compute_dtype(make):
 
 
 @pytest.mark.usefixtures("bf16_path")
-def test_parameters_that_a_family_makes_in_float32_train_in_float64(make, monkeypatch):
+def test_parameters_that_a_family_makes_in_float32_train_in_float64(make, around):
     """The routers of DeepSeek V3 in new releases of transformers; FSDP refuses two dtypes in one layer."""
-    build = Qwen3Attention.__init__
 
-    def with_float32_norm(self, *args, **settings):
+    def with_float32_norm(build, self, *args, **settings):
         build(self, *args, **settings)
         self.q_norm.weight = torch.nn.Parameter(self.q_norm.weight.float())
 
-    monkeypatch.setattr(Qwen3Attention, "__init__", with_float32_norm)
+    around(Qwen3Attention, "__init__", with_float32_norm)
     engine = make()
     assert {weight.dtype for weight in engine.local_weights().values()} == {torch.float64}
     assert train(engine, make_batch())["grad_norm"].value > 0

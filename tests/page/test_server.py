@@ -175,19 +175,18 @@ class TestForms:
         post("notes", {"notes": field})
         assert (run_folder / "notes.md").read_bytes() == (text and text + "\n").encode()
 
-    def test_of_two_forms_at_once_one_is_saved(self, run_folder, monkeypatch):
+    def test_of_two_forms_at_once_one_is_saved(self, run_folder, around):
         """The second one looks at the notes while the first one replaces them."""
-        run, threads = RunReader(run_folder, "run"), []
-        answers, write = [], notes.write_atomically
+        run, threads, answers = RunReader(run_folder, "run"), [], []
 
-        def slowly(path, text):
+        def slowly(write, path, text):
             if not threads:
                 threads.append(threading.Thread(target=lambda: answers.append(run.notes.replace("second", digest))))
                 threads[0].start()
                 threads[0].join(0.2)
             write(path, text)
 
-        monkeypatch.setattr(notes, "write_atomically", slowly)
+        around(notes, "write_atomically", slowly)
         digest = run.notes.digest
         assert run.notes.replace("first", digest) == ""
         threads[0].join()

@@ -153,17 +153,15 @@ def test_another_folder_is_refused(tui, tmp_path):
         tui.browse(tmp_path)
 
 
-def test_the_extra_is_named(monkeypatch, tmp_path):
+def test_the_extra_is_named(monkeypatch, around, tmp_path):
     from verl.cli.show import run_show
 
-    real = builtins.__import__
-
-    def without_textual(name, *rest):
+    def without_textual(original, name, *rest):
         if name.partition(".")[0] == "textual":
             raise ImportError("no textual", name="textual")
-        return real(name, *rest)
+        return original(name, *rest)
 
-    monkeypatch.setattr(builtins, "__import__", without_textual)
+    around(builtins, "__import__", without_textual)
     monkeypatch.delitem(sys.modules, "verl.page.tui", raising=False)
     with pytest.raises(
         MissingExtraError, match=r"verl show --tui needs the package 'textual'.*pip install 'textual>=1.0'"

@@ -33,13 +33,10 @@ EVENT, LOOKS = threading.Event(), []
 
 
 @pytest.fixture
-def connect(monkeypatch):
+def connect(monkeypatch, around):
     """A function that connects to the server; `connect.server` is the server."""
-    look = connections.PatientProtocol._look
     monkeypatch.setattr(connections, "_LOOK_S", 0.1)
-    monkeypatch.setattr(
-        connections.PatientProtocol, "_look", lambda self, before: LOOKS.append(1) or look(self, before)
-    )
+    around(connections.PatientProtocol, "_look", lambda look, *args: LOOKS.append(1) or look(*args))
     EVENT.clear()
     LOOKS.clear()
     config = uvicorn.Config(app, http=connections.PatientProtocol, lifespan="off", log_level="critical")

@@ -107,7 +107,7 @@ def test_a_signal_from_outside_costs_no_sample(attacked, caplog, scoring, which,
 
 
 @pytest.fixture
-def scoring(monkeypatch, tmp_path):
+def scoring(around, tmp_path):
     """scoring(pool, pid_of, number): a process of the pool gets a signal while a sample is scored."""
 
     def send(pool, pid_of, number):
@@ -117,8 +117,8 @@ def scoring(monkeypatch, tmp_path):
         os.kill(pid_of(pool), number)
         (score,) = call.result(120)
         assert (score.score, score.error) == (0.5, None)
-        ends, end = [], launch.Sandbox.how_it_ended
-        monkeypatch.setattr(launch.Sandbox, "how_it_ended", lambda *words: ends.append(end(*words)) or ends[-1])
+        ends = []
+        around(launch.Sandbox, "how_it_ended", lambda end, *words: ends.append(end(*words)) or ends[-1])
         pool.close()
         assert None not in ends, "a stopped process must be continued to end"
         assert processes_of(os.getpid()) == []

@@ -170,16 +170,16 @@ def test_close_is_idempotent_ends_workers_and_running_calls(make_pool):
         pool.submit([request("1")])
 
 
-def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, monkeypatch, caplog):
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, around, caplog):
     """Twice is too often: then something of the machine or the function ends it."""
-    exchange, left = WorkerProcess._exchange, [1]
+    left = [1]
 
-    def killed(self, *arguments, **named):
+    def killed(exchange, self, *arguments, **named):
         if left and left.pop():
             os.killpg(self.pid, signal.SIGKILL)
         return exchange(self, *arguments, **named)
 
-    monkeypatch.setattr(WorkerProcess, "_exchange", killed)
+    around(WorkerProcess, "_exchange", killed)
     (score,) = make_pool().score_all([request("0.5")])
     assert (score.score, score.error) == (0.5, None)
     assert "A reward worker is started again. The reward worker did not start" in caplog.text

@@ -56,10 +56,9 @@ def test_a_hostile_program_ends_with_all_that_it_started(source):
     assert HOSTILE[source] in run_program(source, limits=SMALL).failure
 
 
-def test_a_program_that_grows_while_it_is_counted_is_ended(monkeypatch):
+def test_a_program_that_grows_while_it_is_counted_is_ended(around):
     """A walk without an end to a fork bomb that is faster gives it all process ids of the machine."""
-    counted = programs.descendants
-    monkeypatch.setattr(programs, "descendants", lambda pid, most=0: range(most + 1) if most else counted(pid))
+    around(programs, "descendants", lambda counted, pid, most=0: range(most + 1) if most else counted(pid))
     assert "more than 4 processes" in run_program("import time\ntime.sleep(99)", limits=SMALL).failure
 
 
@@ -138,10 +137,9 @@ def test_scores_of_programs(reply, tests, expected):
     assert bool(outcome["failure"]) == (expected < 1)
 
 
-def test_a_program_that_hangs_ends_its_tests(monkeypatch):
+def test_a_program_that_hangs_ends_its_tests(around):
     programs_run = []
-    run = code.run_program
-    monkeypatch.setattr(code, "run_program", lambda *arguments: programs_run.append(arguments) or run(*arguments))
+    around(code, "run_program", lambda run, *arguments: programs_run.append(arguments) or run(*arguments))
     outcome = score("```python\nwhile True: pass\n```", PRINTED, time_limit_s=0.3)
     assert (outcome["score"], outcome["num_tests"]) == (0.0, 2)
     assert "took longer" in outcome["failure"]

@@ -113,12 +113,9 @@ def test_a_judge_is_asked_in_batches(size, expected):
     assert judge.ends == ["release", "close"]
 
 
-def test_a_classifier_reads_in_batches(tmp_path, monkeypatch):
+def test_a_classifier_reads_in_batches(tmp_path, around):
     path, sizes = make_classifier(tmp_path), []
-    original = reward_model.sequence_scores
-    monkeypatch.setattr(
-        reward_model, "sequence_scores", lambda m, rows, **k: (sizes.append(len(rows)), original(m, rows, **k))[1]
-    )
+    around(reward_model, "sequence_scores", lambda of, m, rows, **k: sizes.append(len(rows)) or of(m, rows, **k))
     batch, scores = batch_of(PROMPTS, RESPONSES), {}
     for size in (None, 4):
         worker = build_reward_model(settings(path, reward_batch_size=size), load_tokenizer(path), CPU)

@@ -98,16 +98,16 @@ def test_classifier_scores_as_transformers_does(tmp_path, family):
     assert expected.unique().numel() == len(expected)
 
 
-def test_a_shared_beginning_is_computed_once(tmp_path, monkeypatch):
+def test_a_shared_beginning_is_computed_once(tmp_path, around):
     module = load_reward_model(make_classifier(tmp_path))
-    computed, original = [], classifier.pack_rows
+    computed = []
 
-    def counted(*args, **kwargs):
-        packed = original(*args, **kwargs)
+    def counted(pack_rows, *args, **kwargs):
+        packed = pack_rows(*args, **kwargs)
         computed.append(packed.num_tokens)
         return packed
 
-    monkeypatch.setattr(classifier, "pack_rows", counted)
+    around(classifier, "pack_rows", counted)
     common = tuple(range(1, 40))
     sequences = [(*common, 50 + i) for i in range(8)] + [(7,), (7,)]
     sequence_scores(module, sequences, max_tokens=1000)

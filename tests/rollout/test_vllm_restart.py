@@ -151,17 +151,12 @@ def test_nothing_is_lost_wherever_a_process_is(make, load):
         assert all(torch.equal(processes.started[-1].weights[name], p) for name, p in module.named_parameters())
 
 
-def test_a_batch_that_is_sampled_again_is_the_batch_that_was_asked_for(make, load, monkeypatch):
+def test_a_batch_that_is_sampled_again_is_the_batch_that_was_asked_for(make, load, around):
     """In a smaller one, matmuls round otherwise."""
     rollout, processes = make()
     one_step(rollout, load("llama"), 1)
-    asked, add = [], SimulatedProcess.add
-
-    def noted(self, requests):
-        asked.append(list(requests))
-        return add(self, requests)
-
-    monkeypatch.setattr(SimulatedProcess, "add", noted)
+    asked = []
+    around(SimulatedProcess, "add", lambda add, engine, rows: asked.append(list(rows)) or add(engine, rows))
     processes.script = {len(processes.calls) + 6: lost()}
     rollout.generate(make_prompts([3, 5]), PARAMS, step=2)
     assert len(asked) == 3, "prompt by prompt, and then all again"

@@ -60,12 +60,11 @@ def without_checkpoints_after(step, folder):
     (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def test_a_resumed_run_has_the_ledger_of_the_unbroken_one(tiny_run, ends_after, monkeypatch):
+def test_a_resumed_run_has_the_ledger_of_the_unbroken_one(tiny_run, ends_after, around):
     """Samples made ahead and in parts: the queue is filled from the ledger, and from the checkpoint when that is lost. The
     second epoch begins with the prompts whose responses were long in the first."""
-    expected, original = [], ResponseLengths.of
-    of = lambda *args: expected.append(original(*args).tolist()) or original(*args)  # noqa: E731
-    monkeypatch.setattr(ResponseLengths, "of", of)
+    expected = []
+    around(ResponseLengths, "of", lambda of, *args: expected.append(of(*args).tolist()) or of(*args))
     ahead = (*AHEAD, "data.train_max_samples=8")
     unbroken = tiny_run(*ahead, *steps(5), folder="unbroken")
     *_, last = known = [lengths for lengths in expected if any(lengths)]

@@ -150,14 +150,13 @@ def test_a_change_without_the_switch_is_refused(tiny_run):
         tiny_run("trainer.dynamic_config=[{from_step:1,changes:{chunk_size:4}}]")
 
 
-def test_stale_samples_stop_the_run(tiny_run, monkeypatch):
+def test_stale_samples_stop_the_run(tiny_run, around):
     """An engine that continues under its old version: nothing trains on its samples."""
-    set_weights = RolloutWorker.set_weights
 
-    def forgets(self, version, weights=None):
-        set_weights(self, min(version, 0), weights)
+    def forgets(set_weights, worker, version, weights=None):
+        set_weights(worker, min(version, 0), weights)
 
-    monkeypatch.setattr(RolloutWorker, "set_weights", forgets)
+    around(RolloutWorker, "set_weights", forgets)
     with pytest.raises(ModelError, match="made by weights of version 0, but only version 1 may train"):
         tiny_run()
 

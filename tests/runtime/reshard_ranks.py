@@ -55,131 +55,96 @@ def is_time(rank=1):
     return RANK == rank and len(Watched.sent) == 1 and Watched.goes_on
 
 
-def before_it_is_verified(patch, change):
-    """`change(transport, target)` on rank 1 when everything has come."""
-    check_held = transport.PeerToPeer.check_held
-
-    def faulty(self, target):
-        if is_time():
-            change(self, target)
-        check_held(self, target)
-
-    patch.setattr(transport.PeerToPeer, "check_held", faulty)
+FAULTS = {}
 
 
-def flips_a_bit(patch):
+def fault_of(owner, name):
+    """Makes `call(original, *arguments)` the fault of its name, which stands for a method of `owner`."""
+
+    def as_fault(call):
+        FAULTS[call.__name__] = owner, name, call
+        return call
+
+    return as_fault
+
+
+def stand_in(patch, owner, name, call):
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: call(original, *args, **kwargs))
+
+
+@fault_of(transport.PeerToPeer, "check_held")
+def flips_a_bit(check_held, self, target):
     """One bit of what arrived is another."""
-
-    def flip(self, target):
+    if is_time():
         came = next(move for move in reversed(self._verified) if not move.is_kept)
         self._at(target, came, is_source=False).view(torch.int64)[(0,) * len(came.slice)] ^= 1
+    check_held(self, target)
 
-    before_it_is_verified(patch, flip)
 
-
-def loses_half_a_bucket(patch):
+@fault_of(transport.PeerToPeer, "_place")
+def loses_half_a_bucket(place, self, move):
     """The second half of what rank 0 writes for the engine goes elsewhere."""
-    place = transport.PeerToPeer._place
-
-    def faulty(self, move):
-        there, moves = place(self, move), list(self._places)
-        is_lost = is_time(0) and moves.index(move) >= len(moves) // 2
-        return torch.empty_like(there) if is_lost else there
-
-    patch.setattr(transport.PeerToPeer, "_place", faulty)
+    there, moves = place(self, move), list(self._places)
+    is_lost = is_time(0) and moves.index(move) >= len(moves) // 2
+    return torch.empty_like(there) if is_lost else there
 
 
-def swaps_two(patch):
+@fault_of(transport.PeerToPeer, "check_held")
+def swaps_two(check_held, self, target):
     """The engine takes k_proj for v_proj and the other way round."""
-
-    def swap(self, target):
+    if is_time():
         k, v = target[K_PROJ], target[K_PROJ.replace("k_proj", "v_proj")]
         was = k.clone()
         k.copy_(v)
         v.copy_(was)
+    check_held(self, target)
 
-    before_it_is_verified(patch, swap)
 
-
-def dies_in_an_update(patch):
+@fault_of(transport.PeerToPeer, "_put")
+def dies_in_an_update(put, self, moves, held, target):
     """The process that has the engine is killed when it has written a part of the new weights."""
-    put = transport.PeerToPeer._put
-
-    def faulty(self, moves, held, target):
-        put(self, moves, held, target)
-        if is_time():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    patch.setattr(transport.PeerToPeer, "_put", faulty)
+    put(self, moves, held, target)
+    if is_time():
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def keeps_its_version(patch):
+@fault_of(NativeRollout, "publish")
+def keeps_its_version(publish, self, version):
     """The engine takes the new weights for the old ones."""
-    publish = NativeRollout.publish
-
-    def faulty(self, version):
-        publish(self, version - 1 if RANK == 1 and version == 1 else version)
-
-    patch.setattr(NativeRollout, "publish", faulty)
+    publish(self, version - 1 if RANK == 1 and version == 1 else version)
 
 
-def generates_with_others(patch):
+@fault_of(RolloutWorker, "set_weights")
+def generates_with_others(set_weights, self, version, weights=None):
     """The update is verified, and then the engine multiplies a norm."""
-    set_weights = RolloutWorker.set_weights
-
-    def faulty(self, version, weights=None):
-        set_weights(self, version, weights)
-        if RANK == 1 and version == 1:
-            with torch.no_grad():
-                self.replica.parts()[NORM].mul_(1.5)
-
-    patch.setattr(RolloutWorker, "set_weights", faulty)
+    set_weights(self, version, weights)
+    if RANK == 1 and version == 1:
+        with torch.no_grad():
+            self.replica.parts()[NORM].mul_(1.5)
 
 
-def loses_a_tensor(patch):
+@fault_of(Replica, "parts")
+def loses_a_tensor(parts, self):
     """The engine has no k_proj any more."""
-    parts = Replica.parts
-
-    def faulty(self):
-        return {name: part for name, part in parts(self).items() if not (is_time() and name == K_PROJ)}
-
-    patch.setattr(Replica, "parts", faulty)
+    return {name: part for name, part in parts(self).items() if not (is_time() and name == K_PROJ)}
 
 
-def hands_on_too_little(patch):
+@fault_of(TrainedEngine, "weight_layout")
+def hands_on_too_little(layout_of, engine):
     """The trained model does not know its last norm."""
-    layout_of = TrainedEngine.weight_layout
-
-    def faulty(engine):
-        layout = layout_of(engine)
-        del layout.shapes[NORM]
-        return layout
-
-    patch.setattr(TrainedEngine, "weight_layout", faulty)
-
-
-FAULTS = {
-    fault.__name__: fault
-    for fault in (
-        flips_a_bit, loses_half_a_bucket, swaps_two, dies_in_an_update, keeps_its_version, generates_with_others,
-        loses_a_tensor, hands_on_too_little,
-    )
-}  # fmt: skip
+    layout = layout_of(engine)
+    del layout.shapes[NORM]
+    return layout
 
 
 def watch(patch, fault):
     Watched.sent.clear()
     instances = []
-    connected = RankWeightSync.connect
-
-    def connect(self, rollout):
-        instances.append(self)
-        connected(self, rollout)
-
-    patch.setattr(RankWeightSync, "connect", connect)
+    stand_in(patch, RankWeightSync, "connect", lambda connect, *args: instances.append(args[0]) or connect(*args))
     patch.setattr(update, "PlannedUpdate", Watched)
     if fault is not None:
-        FAULTS[fault](patch)
+        stand_in(patch, *FAULTS[fault])
     return instances
 
 

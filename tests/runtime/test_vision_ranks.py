@@ -90,13 +90,11 @@ def test_a_divided_sequence_refuses_images(two_ranks):
 
 
 @pytest.mark.slow
-def test_two_ray_workers_equal_one_process(jobs, vision, alone, monkeypatch):
+def test_two_ray_workers_equal_one_process(jobs, vision, alone, monkeypatch, around):
     """And the process of the run gives the pixels of an image to Ray once, for all the calls that read it."""
     ray = pytest.importorskip("ray")
-    sizes, put = [], ray.put
-    monkeypatch.setattr(
-        ray, "put", lambda value: (sizes.append(sum(getattr(b, "nbytes", 0) for b in value[1:])), put(value))[1]
-    )
+    sizes = []
+    around(ray, "put", lambda put, v: sizes.append(sum(getattr(b, "nbytes", 0) for b in v[1:])) or put(v))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("VERL_TEST_WIDE_NORMS", "1")
     on_ray = train_here(jobs, "ray", *vision, "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=4")

@@ -69,15 +69,13 @@ def test_a_statement_that_cannot_be_written_is_dropped(tmp_path, caplog):
     journal.close()
 
 
-def test_a_request_that_fails_in_a_batch_fails_alone(bench, tmp_path, monkeypatch):
-    real = bench.sample
-
-    def sampled(requests):
+def test_a_request_that_fails_in_a_batch_fails_alone(bench, tmp_path, around):
+    def sampled(original, requests):
         if any(request.max_tokens == 3 for _, request in requests):
             raise RuntimeError
-        return real(requests)
+        return original(requests)
 
-    monkeypatch.setattr(bench, "sample", sampled)
+    around(bench, "sample", sampled)
 
     async def act(service, ada, bob):
         good = [await bob.post("asample", sample(sampling_session_id=bob.sampler, seq_id=n)) for n in range(4)]

@@ -157,17 +157,17 @@ def test_a_snapshot_stays_as_it_is_while_training_goes_on(served):
 
 
 @pytest.fixture
-def patient(served, monkeypatch):
+def patient(served, monkeypatch, around):
     """Batches wait for all requests of a test; returns the number of weights in each batch."""
     monkeypatch.setattr(queues, "_GATHER_S", 0.2)
     monkeypatch.setattr(queues, "_MOST_GATHER_S", 5.0)
-    batches, sample = [], served.service.bench.sampling.bench.sample
+    batches = []
 
-    def counted(requests):
+    def counted(sample, requests):
         batches.append(len({weights for weights, _ in requests}))
         return sample(requests)
 
-    monkeypatch.setattr(served.service.bench.sampling.bench, "sample", counted)
+    around(served.service.bench.sampling.bench, "sample", counted)
     return batches
 
 

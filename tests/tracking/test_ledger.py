@@ -346,16 +346,14 @@ def test_a_disk_that_hangs_ends_with_the_deadline(path, monkeypatch):
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_folders_without_shared_memory_or_locks_have_another_journal(path, monkeypatch, locks, caplog):
-    original = ledger_file._connect
-
-    def connect(where, journal, options=""):
+def test_folders_without_shared_memory_or_locks_have_another_journal(path, monkeypatch, around, locks, caplog):
+    def connect(original, where, journal, options=""):
         if not locks and not options:
             raise sqlite3.OperationalError("locking protocol")
         return original(where, journal, options)
 
     monkeypatch.setattr(ledger_file, "is_network_folder", lambda folder: locks)
-    monkeypatch.setattr(ledger_file, "_connect", connect)
+    around(ledger_file, "_connect", connect)
     with caplog.at_level(logging.INFO, "verl"):
         tracker, _ = open_tracker(path)
     take_step(tracker, 1, [0])
@@ -428,21 +426,20 @@ def test_a_resume_compares_the_newest_samples(path, tracker):
     assert holds(path, offset)
 
 
-def test_the_cost_of_a_resume_does_not_grow_with_the_history(path, monkeypatch):
+def test_the_cost_of_a_resume_does_not_grow_with_the_history(path, monkeypatch, around):
     """Counts, rewind and checkpoint reach all rows of samples and segments by an index."""
     tracker, _ = open_tracker(path)
     take_step(tracker, 1, [0, 1])
     issue(tracker, 1, [2])
     record, statements = tracker.commit(), []
     tracker.close()
-    connect = ledger_file._open
 
-    def traced(*args):
+    def traced(connect, *args):
         db = connect(*args)
         db.set_trace_callback(statements.append)
         return db
 
-    monkeypatch.setattr(ledger_file, "_open", traced)
+    around(ledger_file, "_open", traced)
     again, _ = resume(path, record)
     take_step(again, 2, [2])
     again.close()

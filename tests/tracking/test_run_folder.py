@@ -323,16 +323,14 @@ def test_rows_of_another_file_are_no_metrics(tmp_path, caplog):
     assert "1 lines are wrong, and 1 steps before step 4 have no row" in caplog.text
 
 
-def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
-    write = os.write
-
-    def full(descriptor, data):
+def test_a_full_disk_leaves_whole_rows(tmp_path, around):
+    def full(write, descriptor, data):
         if len(data) < 20:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data[:20])
 
     append_rows(tmp_path / "rows.jsonl", [{"step": 1}])
-    monkeypatch.setattr(os, "write", full)
+    around(os, "write", full)
     with pytest.raises(OSError, match="No space") as caught:
         append_rows(tmp_path / "rows.jsonl", [{"step": 2, "text": "x" * 100}])
     assert caught.value.filename == str(tmp_path / "rows.jsonl")
