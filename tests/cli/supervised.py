@@ -71,10 +71,18 @@ class Work:
 
     def loses_its_folder(self):
         self.heart.begin_step(2)
-        time.sleep(0.6)  # until the supervisor has seen the folder
+        enough = self.looks_of_supervisor() + 3
+        while self.looks_of_supervisor() < enough:  # it may not have seen the folder
+            time.sleep(0.01)
         self.folder.rename(self.folder.with_name("moved"))
         self.folder.mkdir()
         self.die(3)
+
+    @staticmethod
+    def looks_of_supervisor():
+        """Times that the supervisor has waited, as it does between two looks at the run."""
+        status = Path(f"/proc/{os.getppid()}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
     def bug_once(self):
         if self.attempt == 1:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 
 import psutil
 import pytest
@@ -126,7 +125,6 @@ def test_attackers_end_with_a_run_that_is_killed(tmp_path):
         pool = RewardPool(RewardFunctionSpec({str(tmp_path / "attacks.py")!r}), num_workers=1, timeout_s=99, memory_mb=256)
         pool.start()
         pool.submit([ScoreRequest("1", "s", "ignore_sigterm", "")])
-        time.sleep(0.3)
         print("ready", flush=True)
         time.sleep(99)
         """
@@ -134,7 +132,7 @@ def test_attackers_end_with_a_run_that_is_killed(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout.readline() == "ready\n"
-        assert len(processes_of(parent.pid)) == 4
+        assert wait_until(lambda: len(processes_of(parent.pid)) == 4)
     finally:
         parent.kill()
         parent.wait()
@@ -275,9 +273,15 @@ def test_nothing_is_left_of_a_run_whose_first_process_is_killed(tiny_llama, tmp_
         run = subprocess.Popen(command, env=environment_of(tmp_path, namespaces), stdout=said, stderr=said)
     try:
         assert wait_until((tmp_path / "begun").exists), (tmp_path / "said").read_text()
-        time.sleep(0.2)  # until a child of it has left its session
+
+        def has_left_its_session():
+            """Whether there are training, reaper or unshare, scorer, and its child, which leads a session."""
+            children = psutil.Process(run.pid).children(recursive=True)
+            newest = max((child.create_time(), child.pid) for child in children)[1]
+            return len(children) >= 4 and os.getsid(newest) == newest
+
+        assert wait_until(has_left_its_session)
         family = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
-        assert len(family) >= 5  # supervisor, training, reaper or unshare, scorer, child
     finally:
         run.kill()
         run.wait()

@@ -192,10 +192,10 @@ def test_a_scorer_that_computes_between_samples_is_ended(attacked, caplog):
     assert pool.score_all([request("0.5")])[0].score == 0.5
 
 
-def test_what_a_scorer_writes_after_its_answer_costs_nobody_a_sample(attacked, caplog):
+def test_what_a_scorer_writes_after_its_answer_costs_nobody_a_sample(attacked, caplog, tmp_path):
     pool = attacked(timeout_s=5)
-    (first,) = pool.score_all([request("write_later")])
-    time.sleep(0.2)
+    (first,) = pool.score_all([request("write_later", extra_info={"written": str(tmp_path / "written")})])
+    assert wait_until((tmp_path / "written").exists)
     (second,) = pool.score_all([request("0.5")])
     assert (first.score, first.error) == (0.25, None)
     assert (second.score, second.error) == (0.5, None)

@@ -5,7 +5,6 @@ import json
 import math
 import socket
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,11 +135,13 @@ def test_a_service_out_of_reach_does_not_start_the_run_again():
 
 
 def test_silence_has_a_deadline(make):
-    with running({"/v1/models": MODELS, "/v1/completions": lambda body: time.sleep(0.5)}) as service:
+    ended = threading.Event()
+    with running({"/v1/models": MODELS, "/v1/completions": lambda body: ended.wait(120)}) as service:
         engine = make(service.url, num_retries=1)
         engine.client.timeout_s = 0.1
         with pytest.raises(DeadlineError, match="not answered within 0.1 s, 2 times"):
             engine.generate(make_prompts([3]), PARAMS, step=0)
+        ended.set()
 
 
 def test_the_token_is_sent_and_never_said(make, monkeypatch):
