@@ -256,15 +256,16 @@ def raise_forged():
     raise ValueError("\x1b[2J\n2026-01-01 00:00:00 ERROR verl: a forged line \ud800")
 
 
-def write_later(written):
+def write_later(folder):
     def write():
-        time.sleep(0.05)
+        while not os.path.exists(f"{folder}/answered"):
+            time.sleep(0.01)
         for fd in range(3, 4096):  # the channel has the number that it has in the run
             try:
                 os.write(fd, bytes(100))
             except OSError:
                 pass
-        open(written, "a").close()
+        open(f"{folder}/written", "a").close()
 
     threading.Thread(target=write).start()
     return 0.25

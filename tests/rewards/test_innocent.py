@@ -165,18 +165,17 @@ def test_the_time_of_a_run_that_is_stopped_itself_does_not_count(tmp_path):
         from verl.rewards.pool import RewardPool
         spec = RewardFunctionSpec({str(tmp_path / "attacks.py")!r})
         with RewardPool(spec, num_workers=1, timeout_s=1.5, memory_mb=256) as pool:
-            call = pool.submit([ScoreRequest("1", "s", "wait", "", {{"seconds": 0.5}})])
-            print("ready", flush=True)
+            info = {{"seconds": 2.5, "began": {str(tmp_path / "began")!r}}}
+            call = pool.submit([ScoreRequest("1", "s", "wait", "", info)])
             (score,) = call.result(120)
             print(score.score, score.error, flush=True)
         """
     )
     run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
-        assert run.stdout.readline() == "ready\n"
-        time.sleep(0.2)
+        assert wait_until((tmp_path / "began").exists)
         os.kill(run.pid, signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(2)  # more than the sample may take, which needs a little longer still
         os.kill(run.pid, signal.SIGCONT)
         assert run.stdout.readline() == "0.5 None\n"
     finally:
@@ -194,7 +193,8 @@ def test_a_scorer_that_computes_between_samples_is_ended(attacked, caplog):
 
 def test_what_a_scorer_writes_after_its_answer_costs_nobody_a_sample(attacked, caplog, tmp_path):
     pool = attacked(timeout_s=5)
-    (first,) = pool.score_all([request("write_later", extra_info={"written": str(tmp_path / "written")})])
+    (first,) = pool.score_all([request("write_later", extra_info={"folder": str(tmp_path)})])
+    (tmp_path / "answered").touch()
     assert wait_until((tmp_path / "written").exists)
     (second,) = pool.score_all([request("0.5")])
     assert (first.score, first.error) == (0.25, None)
