@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planner.test_memory import MEGATRON, megatron
+from tests.models.test_memory import MEGATRON, megatron
 from verl.planner import Cluster, ModelShape, ParallelLayout, SequenceBatch, known_shape, time_forward, time_train
 from verl.planner.step_time import layer_matmuls, mlp_matmuls
 
