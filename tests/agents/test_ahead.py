@@ -1,6 +1,5 @@
 """Episodes ahead of training: parts under changing weights, and their state after a kill."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from tests.agents.test_driver import PARAMS, agent, engine_of, events, module, tasks  # noqa: F401 - fixtures
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
 from tests.agents.test_ways import digest
+from tests.json_lines import read_lines
 from tests.letters_task import write_reward
 from verl.agents.driver import EpisodeDriver
 from verl.agents.episode import EpisodeResult
@@ -104,5 +104,5 @@ def test_a_resumed_run_has_its_episodes_ahead(agent_run, agent_task, tmp_path, e
     files = [sorted(run.folder.glob("global_step_4/**/*.safetensors")) for run in (whole, cut)]
     assert files[0]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
-    scores = [json.loads(line)["critic/score/mean"] for line in (cut.folder / "metrics.jsonl").read_text().splitlines()]
+    scores = [row["critic/score/mean"] for row in read_lines(cut.folder / "metrics.jsonl")]
     assert min(scores) > 0

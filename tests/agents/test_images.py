@@ -1,7 +1,6 @@
 """Images of tools, environments and agents: they train as the model sees them, and a repetition has the same ones."""
 
 import asyncio
-import json
 import re
 
 import numpy as np
@@ -144,7 +143,7 @@ def test_log_probs_equal_the_own_forward(family, folder_of, tmp_path):
 def trained_samples(run):
     """Tokens, log-probs and score of every sample that trained."""
     files = sorted(run.folder.glob("samples/train/step_*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text().split("\n") if line]
+    rows = [row for file in files for row in read_lines(file)]
     return sorted((row["ordinal"], row["sample_index"], row["response_ids"], row["log_probs"]) for row in rows)
 
 

@@ -15,7 +15,7 @@ import pytest
 import verl
 import verl.api
 from tests.api.functions import compute_score, length, starts
-from tests.json_lines import write_lines
+from tests.json_lines import read_lines, write_lines
 from verl.api import _reward_keys
 from verl.data_proto.samples import ScoreRequest
 from verl.errors import ConfigError, DataError, InterruptedRun, ModelError, RewardError
@@ -49,7 +49,7 @@ def test_grpo_on_rows_with_a_function_of_a_file(tiny_llama, tmp_path):
     )  # fmt: skip
     assert run.summary()["step"] == 2
     assert (run.model_path / "config.json").is_file()
-    rows = [json.loads(line) for line in (tmp_path / "run/samples/train/step_000002.jsonl").open()]
+    rows = read_lines(tmp_path / "run/samples/train/step_000002.jsonl")
     assert len(rows) == 16
     assert all(row["score"] == float(row["response"].startswith(row["ground_truth"])) for row in rows)
     assert "debug: false" in (tmp_path / "run/config.yaml").read_text()  # the sandbox scored
@@ -83,9 +83,7 @@ def test_a_run_says_which_rows_an_epoch_trains(tiny_llama, tmp_path, capsys, key
     run = verl.train(tiny_llama, rows, length, output_dir=tmp_path / "run", config={**lengths, **keys})
     said = capsys.readouterr().out
     assert [line for line in header if line not in said] == []
-    prompts = {
-        json.loads(line)["prompt"] for file in (tmp_path / "run/samples/train").iterdir() for line in file.open()
-    }
+    prompts = {row["prompt"] for file in (tmp_path / "run/samples/train").iterdir() for row in read_lines(file)}
     assert len(prompts) == (16 if keys else 24)
     assert run.summary()["step"] == (1 if keys else 2)
 

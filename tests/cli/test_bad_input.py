@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.cli.conftest import make_row, overrides_of, write_task
-from tests.json_lines import write_lines
+from tests.json_lines import read_lines, write_lines
 from tests.letters_task import write_reward
 from tests.run.conftest import Run
 from verl.cli.main import main
@@ -280,7 +280,7 @@ def test_a_scorer_that_fails_costs_its_samples_only(harm, verl, overrides, task)
     assert cause in said
     assert "gets the default score 0" in said
     run = Run(task / "run")
-    samples = [json.loads(line) for f in run.folder.glob("samples/train/*") for line in f.read_text().splitlines()]
+    samples = [sample for file in run.folder.glob("samples/train/*") for sample in read_lines(file)]
     assert len(samples) == NUM_STEPS * 4 * 2
     assert all(s["score"] == int(s["ground_truth"]) % 2 for s in samples)
     assert sum(row["reward/num_defaulted"] for row in run.training_rows()) == sum(s["score"] == 0 for s in samples)

@@ -1,10 +1,10 @@
 """`verl chat MODEL` and `verl generate MODEL --prompt TEXT`."""
 
 import builtins
-import json
 
 import pytest
 
+from tests.json_lines import read_lines
 from verl.cli.main import main
 
 
@@ -76,7 +76,7 @@ def test_rows_with_only_a_prompt_get_no_score(tiny_llama, tmp_path, capsys):
     prompts.write_text('{"prompt": "Hi."}\n')
     files = [f"data.val_files={prompts}", "--output", str(output), f"trainer.default_local_dir={tmp_path}/run"]
     assert main(["generate", str(tiny_llama), *files, "data.max_response_length=4"]) == 0
-    assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [None]
+    assert [row["score"] for row in read_lines(output)] == [None]
     assert "1 samples of 1 prompts: " in capsys.readouterr().out
 
 

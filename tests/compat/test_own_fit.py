@@ -89,8 +89,7 @@ def weights(folder, step):
 
 def samples(folder, step):
     names = ("ordinal", "sample_index", "response", "score", "advantages")
-    lines = (folder / f"samples/train/step_{step:06d}.jsonl").read_text().splitlines()
-    return [{name: json.loads(line)[name] for name in names} for line in lines]
+    return [{name: row[name] for name in names} for row in read_lines(folder / f"samples/train/step_{step:06d}.jsonl")]
 
 
 def metrics(folder):

@@ -1,13 +1,14 @@
 """verl.trainer.main_ppo, verl.trainer.ppo.ray_trainer.RayPPOTrainer and verl.experimental.dataset.sampler: runs and data sets
 from Python."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from tests.json_lines import read_lines
 from verl.errors import ConfigError
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler, run_ppo
@@ -19,8 +20,7 @@ from verl.worker import ActorRolloutRefWorker
 
 
 def rows_of(tree):
-    lines = open(f"{tree['trainer']['default_local_dir']}/metrics.jsonl").read().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_lines(Path(tree["trainer"]["default_local_dir"]) / "metrics.jsonl")
 
 
 class TestDatasets:

@@ -4,7 +4,6 @@ torch_dtypes, tracking, checkpoint}: small functions, called as recipes call the
 import asyncio
 import collections
 import gc
-import json
 import time
 import warnings
 import weakref
@@ -13,6 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.json_lines import read_lines
 from verl.compat import files
 from verl.compat.tracking import Tracking, ValidationGenerationsLogger, _open
 from verl.errors import ConfigError, ModelError
@@ -333,5 +333,5 @@ def test_samples_of_a_validation_go_to_the_open_trackers(tmp_path, monkeypatch):
         )
     ]
     assert "file" not in _open
-    rows = [json.loads(line) for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    rows = [row for path in tmp_path.rglob("*.jsonl") for row in read_lines(path)]
     assert rows == [{"step": 7, "data": {"loss": 1.5}}]

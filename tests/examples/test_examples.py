@@ -15,7 +15,7 @@ import pytest
 from tests.commands import python
 from tests.data.rows import config
 from tests.forked import run_forked
-from tests.json_lines import write_lines
+from tests.json_lines import read_lines, write_lines
 from tests.slow import slow
 from verl.data.dataset import load_dataset
 from verl.models.tiny import make_tiny_model, make_tokenizer
@@ -85,8 +85,7 @@ def test_example_runs(script, start, tmp_path):
 def test_the_dataflow_as_a_chain_learns(tmp_path):
     code, said = forked(EXAMPLES / "dataflow_chain.py", tmp_path)
     assert code == 0, said[-4500:]
-    rows = (tmp_path / "outputs/dataflow_chain/run/metrics.jsonl").read_text().splitlines()
-    rewards = [json.loads(row)["critic/score/mean"] for row in rows]
+    rewards = [row["critic/score/mean"] for row in read_lines(tmp_path / "outputs/dataflow_chain/run/metrics.jsonl")]
     assert len(rewards) == 15
     assert rewards[-1] > rewards[0] + 0.1
 
