@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 81_277,
+    "core": 81_272,
     "compat": 6_763,
     "page": 3_731,
     "planner": 2_720,

@@ -241,12 +241,7 @@ class RollBack(Exception):
 @dataclass
 class StepBatch:
     """The rows of a step under way, with every column that was made for them, and its metrics. `skipped` is the reason why
-    nothing of them has trained. `observed` are values of tokens for the samples files (`add_observed`).
-
-    >>> step = StepBatch(DataProto.from_dict({"rewards": torch.ones(4)}))
-    >>> len(step.batch), step.skipped
-    (4, '')
-    """
+    nothing of them has trained. `observed` are values of tokens for the samples files (`add_observed`)."""
 
     batch: DataProto
     metrics: dict[str, Metric] = field(default_factory=dict)
