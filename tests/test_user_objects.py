@@ -5,13 +5,17 @@ import importlib
 import itertools
 import subprocess
 import sys
+import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.commands import python
+import verl.api
+from verl.errors import ConfigError
 from verl.registry import is_in_process, reference_to
-from verl.user_objects import digest_of_object
+from verl.user_objects import digest_of_object, short_traceback
 
 
 def weigh(value):
@@ -183,3 +187,48 @@ def test_an_edited_file_is_not_mistaken_for_the_function(edit, module, caplog):
     is_other = edit in ("SCALE = 1.0", "[SCALE]")
     assert is_in_process(reference_to(module.score)) == is_other
     assert ("importing" in caplog.text) == is_other
+
+
+def in_verl(function, source="    return function(*arguments)"):
+    """`function` as if a file of verl called it."""
+    scope = {"function": function, "ConfigError": ConfigError}
+    exec(compile(f"def call(*arguments):\n{source}\n", verl.api.__file__, "exec"), scope)
+    return scope["call"]
+
+
+def files_of(trace):
+    return [Path(frame.filename).name for frame in traceback.extract_tb(trace)]
+
+
+def raise_config_error():
+    raise ConfigError("no such key")
+
+
+@pytest.mark.parametrize("error", [ConfigError("no such key"), KeyboardInterrupt()])
+def test_an_error_of_the_api_shows_one_frame_of_verl(monkeypatch, error):
+    fail = in_verl(in_verl(error, "    raise function"))
+    nested = short_traceback(in_verl(short_traceback(fail)))  # as verl.train, which calls Trainer.step
+    with pytest.raises(type(error)) as caught:
+        nested()
+    assert files_of(caught.tb) == ["test_user_objects.py", "user_objects.py"]
+    monkeypatch.setenv("LOG_LEVEL", "DEBUG")
+    with pytest.raises(type(error)) as caught:
+        nested()
+    assert files_of(caught.tb).count("api.py") == 3
+
+
+def test_an_error_of_the_api_keeps_the_frames_of_the_users_code():
+    with pytest.raises(ConfigError) as caught:  # of a callback
+        short_traceback(in_verl(in_verl(raise_config_error)))()
+    assert files_of(caught.tb) == ["test_user_objects.py", "user_objects.py", "test_user_objects.py"]
+
+
+@pytest.mark.parametrize(("function", "frames"), [(lambda text: float(text), ["test_user_objects.py"]), (float, [])])
+def test_a_cause_without_code_of_the_user_is_left_out(function, frames):
+    source = (
+        "    try:\n        function('x')\n    except ValueError as error:\n        raise ConfigError('no') from error"
+    )
+    with pytest.raises(ConfigError) as caught:
+        short_traceback(in_verl(function, source))()
+    cause = caught.value.__cause__
+    assert (files_of(cause.__traceback__) if cause else []) == frames

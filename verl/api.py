@@ -46,6 +46,7 @@ from verl.rewards.functions import (
 from verl.run.host import SteppedRun
 from verl.tracking.files import write_atomically
 from verl.tracking.run_folder import unwritable
+from verl.user_objects import short_traceback
 
 if TYPE_CHECKING:
     from verl.page.notebook import Run
@@ -82,6 +83,7 @@ class Trainer(SteppedRun):
 
     defaults: Face = "command"
 
+    @short_traceback
     def __init__(
         self,
         model: Model,
@@ -184,6 +186,7 @@ class Trainer(SteppedRun):
             raise unwritable(self.folder, error) from error
         return str(file)
 
+    @short_traceback
     def step(self) -> Metrics | None:
         """Take the next step, with validation and checkpoints when due, and call the callbacks; returns its metrics, or
         None after the last step and after `stop`. Raises InterruptedRun after saving on Ctrl-C and SIGTERM."""
@@ -206,6 +209,7 @@ class Trainer(SteppedRun):
         """End after the step under way, for callbacks: `step` then returns None. Save first what must be kept."""
         self._stop = True
 
+    @short_traceback
     @run_settings()
     def evaluate(self) -> Metrics:
         """Metrics of the current weights on `eval_data`. Raises ConfigError without it."""
@@ -214,6 +218,7 @@ class Trainer(SteppedRun):
             raise ConfigError("Trainer.evaluate needs eval_data.")
         return dict(loop.validate())
 
+    @short_traceback
     @run_settings()
     def save(self) -> Path:
         """Write a checkpoint of the last step, unless it has one; returns its folder. `<role>/huggingface` in it opens with
@@ -226,11 +231,13 @@ class Trainer(SteppedRun):
         return self.folder / f"global_step_{loop.state.step}"
 
     @property
+    @short_traceback
     def global_step(self) -> int:
         """Number of the last step taken; after a resume the step of the checkpoint."""
         return int(self._started()[0].state.step)
 
     @property
+    @short_traceback
     def tokenizer(self) -> Any:
         """The Hugging Face tokenizer of the model."""
         return self._started()[0].data.tokenizer
@@ -249,6 +256,7 @@ class _Sampler(Trainer):
     defaults = "release"
 
 
+@short_traceback
 def train(model: Model, data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
     """Train to the last step and save; returns the run, whose `model_path` is the trained model:
 
@@ -285,6 +293,7 @@ def reward_model(model: Model, data: Data, **arguments: Any) -> Run:
     return train(model, data, algorithm="reward_model", **arguments)
 
 
+@short_traceback
 def evaluate(model: Model, data: Data, reward: Reward | None = None, **arguments: Any) -> Metrics:
     """Metrics of a model on `data`, such as "val/reward"; nothing is trained. Arguments as of `Trainer`."""
     from verl.run.host import evaluate as evaluate_run
@@ -295,6 +304,7 @@ def evaluate(model: Model, data: Data, reward: Reward | None = None, **arguments
     return dict(json.loads((trainer.folder / "eval" / "eval.json").read_text(encoding="utf-8")))
 
 
+@short_traceback
 def generate(model: Model, data: Data, reward: Reward | None = None, **arguments: Any) -> list[dict[str, Any]]:
     """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
     (None where nothing scores). `data` may also be a list of prompts, each a text or messages. In a list of
@@ -354,7 +364,7 @@ def _require_columns(functions: Sequence[RewardFunction], rows: Rows, media: Seq
 def _refuse_import_by_worker() -> None:
     """Raises ConfigError where a process of a run imports the script that started it, and would start another run."""
     frame = sys._getframe(1)
-    while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
+    while str(frame.f_globals.get("__name__")).startswith("verl.") and frame.f_back is not None:
         frame = frame.f_back
     if str(frame.f_globals.get("__name__")).startswith("verl_user_"):
         raise ConfigError(

@@ -50,6 +50,7 @@ from verl.roles.rollout import greedy, sampling_params
 from verl.roles.updates import MiniBatchSchedule
 from verl.runtime.api import open_runtime
 from verl.tracking.files import has, is_count, read_json
+from verl.user_objects import short_traceback
 
 Row = Mapping[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -65,6 +66,7 @@ _TOKENS = ("prompt_ids", "response_ids", "response_mask")
 def _call(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
     """A method of an open session, under the settings of a run."""
 
+    @short_traceback
     @functools.wraps(method)
     def call(self: Session, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._is_closed:
@@ -102,6 +104,7 @@ class Session:
     Face tokenizer. Raises ConfigError, and ModelError for a model that cannot be loaded.
     """
 
+    @short_traceback
     @run_settings()
     def __init__(self, model: str | os.PathLike[str], *, config: Mapping[str, Any] | Sequence[str] = (), **keys: Any):
         mapping, texts = (config, ()) if isinstance(config, Mapping) else ({}, config)

@@ -20,15 +20,46 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.abc import InspectLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, VerlError
 
 log = logging.getLogger(__name__)
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MAX_DEPTH = 8
+_NOT_THE_USERS = (f"{Path(__file__).parent}{os.sep}", "<", *LIBRARIES)  # how their files begin
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` of our API. Its VerlError or KeyboardInterrupt shows one frame of verl. The frames of the user's code stay, in
+    the error and in its cause. With LOG_LEVEL=DEBUG all frames stay."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (VerlError, KeyboardInterrupt) as error:
+            if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
+                raise
+            cause = error.__cause__
+            if cause is not None and cause.with_traceback(_frames_of_user(cause.__traceback__)).__traceback__ is None:
+                cause = None
+            error.with_traceback(_frames_of_user(error.__traceback__))
+            raise error from cause
+
+    return call
+
+
+def _frames_of_user(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the first file of the user's on; None without one."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        trace = trace.tb_next
+    return trace
 
 
 def digest_of_object(obj: object) -> str:

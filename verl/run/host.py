@@ -45,6 +45,7 @@ from verl.tracking.run_folder import RunFolder
 from verl.tracking.summary import Summary
 from verl.tracking.timeline import Spans, Timeline, expected_step_s
 from verl.tracking.tracker import NullOutput, Tracker
+from verl.user_objects import short_traceback
 
 log = logging.getLogger(__name__)
 
@@ -339,6 +340,7 @@ class SteppedRun:
         self._running: tuple[Loop, Callable[[], None]] | None = None
         self._closed = False
 
+    @short_traceback
     @run_settings()
     def step(self) -> dict[str, float] | None:
         """Take the next step, with validation and checkpoints when due; returns its metrics, or None after the last step. The

@@ -32,6 +32,7 @@ from verl.run.host import evaluate, train
 from verl.runner.arguments import GIVEN_ROWS, Arguments
 from verl.runner.models import init_arguments, is_peft, take_weights, with_adapters, write_merged, write_script_model
 from verl.runner.programs import Script, refuse_other_checkpoints, trainer_order
+from verl.user_objects import short_traceback
 
 _KINDS = {"sft": "RunnerSFT", "grpo": "RunnerPPO", "ppo": "RunnerPPO", "dpo": "RunnerPreference"}
 _PROGRAMS = {name: f"verl.runner.programs:{kind}" for name, kind in _KINDS.items()}
@@ -54,6 +55,7 @@ class RLRunner:
     ConfigError and DataError before anything is trained.
     """
 
+    @short_traceback
     def __init__(
         self,
         model: Any,
@@ -130,6 +132,7 @@ class RLRunner:
         """transformers' TrainerState: global_step, epoch, log_history."""
         return self.script.state
 
+    @short_traceback
     def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
         """Train to the end; returns transformers' TrainOutput. True resumes the newest checkpoint of output_dir, a path that
         one. Raises the errors of `verl train`; nothing trains when a row, an argument or a key is bad, or if output_dir has
@@ -152,6 +155,7 @@ class RLRunner:
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else 0.0, {})
 
+    @short_traceback
     def evaluate(self, eval_dataset: Iterable[Mapping[str, object]] | None = None) -> dict[str, float]:
         """Metrics of the current weights on `eval_dataset` (default: the runner's dataset): eval_loss and others, and the
         metrics of compute_metrics. The reference of dpo is ref_model, or the model at the start of training; raises
