@@ -46,7 +46,7 @@ def run(terminal: bool, steps: bool = True, tmp_path=None) -> str:
         )
         console.begin(0, 2, SHOWN)
         spans = Spans(on_enter=console.phase)
-        console.validation(0, {"val/reward": 0.1, "val-core/gcd/reward/mean@4": 0.1, "val-aux/gcd/reward/std@4": 0.2})
+        console.validation(0, {"val/reward": 0.1, "val-core/gcd/reward/mean@4": 0.2, "val-aux/gcd/reward/std@4": 0.2})
         for step in (1, 2):
             with spans("gen"):
                 pass
@@ -69,7 +69,7 @@ def test_plain_lines():
     assert "\x1b" not in "".join(lines)
     assert "parameters: 134,515,008" in lines
     assert any(line.startswith(f"notice: {LONG_KEY}") for line in lines)
-    assert "validation step=0 reward=0.100 gcd/reward/mean@4=0.100" in lines
+    assert "validation step=0 reward=0.100 gcd/reward/mean@4=0.200" in lines
     step = next(line for line in lines if line.startswith("step=1/2"))
     assert step.startswith("step=1/2 reward=0.312 length=12.0 entropy=1.200 tokens_per_s=1234 seconds=4.1 left=")
     assert "WARNING: careful now" in lines
@@ -78,14 +78,17 @@ def test_plain_lines():
     assert not any("greedy" in line for line in lines)
 
 
-def test_a_greedy_validation_is_named_once():
+def test_a_validation_repeats_no_value():
+    """The greedy reward of a greedy validation, and the mean reward of the only data source, are the reward."""
     out = io.StringIO()
     with Console(rich_console=RichConsole(file=out)) as console:
-        console.validation(0, {"val/reward": 0.9, "val/greedy": 0.9})
-        console.validation(0, {"val/reward": 0.8, "val/greedy": 0.9})
-    greedy, sampled = out.getvalue().splitlines()
-    assert greedy == "validation step=0 greedy=0.900"
+        console.validation(0, {"val/reward": 0.9, "val/greedy": 0.9, "val-core/data/reward/mean@1": 0.9})
+        console.validation(0, {"val/reward": 0.8, "val/greedy": 0.9, "val-core/data/reward/mean@2": 0.8 + 1e-12})
+        console.validation(0, {"val/reward": 0.5, "val-core/a/reward/mean@1": 0.5, "val-core/b/reward/mean@1": 0.5})
+    greedy, sampled, sources = out.getvalue().splitlines()
+    assert greedy == "validation step=0 reward=0.900"
     assert sampled == "validation step=0 reward=0.800 greedy=0.900"
+    assert sources == "validation step=0 reward=0.500 a/reward/mean@1=0.500 b/reward/mean@1=0.500"
 
 
 def test_terminal():

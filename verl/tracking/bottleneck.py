@@ -314,7 +314,7 @@ RULES: dict[str, Callable[[_Facts], Iterator[str]]] = {
     "saving": partial(_less_often, key="save_freq", phase="saving"),
 }
 MEASURED = {
-    "actor/reused_activations_ratio": "tokens of updates without a forward {:.0%}",
+    "actor/reused_activations_ratio": "tokens whose activations training takes from generation {:.0%}",
     "perf/all_gather_ms": "all-gather of parameters {:.1f} ms",
     "perf/memory_fragmentation": "reserved GPU memory that is not allocated {:.0%}",
     "rollout/kv_fragmentation": "empty part of the KV cache's blocks {:.0%}",

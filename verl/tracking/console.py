@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -37,6 +39,8 @@ from verl.tracking.timeline import duration
 _MAX_CHARS = 2000  # of a fact
 _MORE_WIDTH = 14  # of "  and 123 more"
 _NUM_RECENT = 20  # steps whose mean time estimates the rest
+
+_MEAN_REWARD = re.compile(r"val-core/.*/reward/mean@\d+")  # of a data source
 
 StepMetrics = Mapping[str, tuple[str, str]]  # metric -> (short name, format), in the order of the line of a step
 
@@ -173,11 +177,15 @@ class Console:
         return duration(time.monotonic() - self._phase_began) + (f" · {left} left" if left else "")
 
     def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
-        """Print one line: the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*`. In a
-        terminal, metrics that do not fit on the line are counted."""
+        """Print one line: the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*`. The line
+        repeats no value. In a terminal, metrics that do not fit on the line are counted."""
         metrics = dict(metrics)
-        if metrics.get("val/reward") == metrics.get("val/greedy"):
-            metrics.pop("val/reward", None)  # a greedy validation, which is named once
+        if (reward := metrics.get("val/reward")) is not None:
+            means = [name for name in metrics if _MEAN_REWARD.fullmatch(name)]
+            repeated = ["val/greedy", *means] if len(means) == 1 else ["val/greedy"]
+            for name in repeated:  # of a greedy validation, and of the only data source
+                if math.isclose(metrics.get(name, math.nan), reward):
+                    del metrics[name]
         values, core = (
             [(clean(name.removeprefix(prefix)), f"{v:.3f}") for name, v in metrics.items() if name.startswith(prefix)]
             for prefix in ("val/", "val-core/")
