@@ -302,9 +302,11 @@ def test_a_run_leaves_a_bad_batch_out_and_goes_on(tiny_run, around):
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
-def test_a_loss_that_is_not_finite_names_the_samples_of_its_mini_batch(tiny_run, around, broken):
+def test_a_loss_that_is_not_finite_names_the_samples_of_its_mini_batch(tiny_run, around, tmp_path, broken):
     {"loss": break_loss, "gradient": break_gradient}[broken](around)
-    run = tiny_run("trainer.total_training_steps=1")
+    with pytest.raises(NumericsError, match="Nothing has trained: .* is not finite"):
+        tiny_run("trainer.total_training_steps=1")
+    run = Run(tmp_path / "run")
     (alarm,) = alarms(run.folder)
     trained = {(row["ordinal"], row["sample_index"]) for row in run.samples_of() if any(row["advantages"])}
     assert {(sample["ordinal"], sample["sample"]) for sample in alarm["samples"]} == trained

@@ -44,6 +44,23 @@ def test_the_third_silent_step_warns(caplog, metrics, samples_per_prompt, words)
 
 
 @pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([SILENT], ["Step 1 learnt nothing"]),
+        ([SILENT, SILENT], ["Steps 1 to 2 learnt nothing"]),
+        ([LEARNS, SILENT], []),
+        ([SILENT] * 3, ["Steps 1 to 3 learnt nothing"]),
+        ([{}], []),  # a batch that was left out, which has a warning of its own
+    ],
+)
+def test_a_run_of_few_steps_warns_with_its_last(caplog, steps, words):
+    watch = SignalWatch(max_response_length=16, samples_per_prompt=4)
+    for step, metrics in enumerate(steps, 1):
+        watch.record(step, metrics, is_last=step == len(steps))
+    assert [record.getMessage().partition(" from ")[0] for record in caplog.records] == words
+
+
+@pytest.mark.parametrize(
     ("mean", "distinct", "words"),
     [
         (

@@ -12,6 +12,7 @@ from tests.run.test_resume import weights
 from verl.cli.main import main
 from verl.config import SFT, load_config
 from verl.data.conversations.dataset import load_conversations
+from verl.errors import NumericsError
 from verl.models.load import load_tokenizer
 from verl.programs.rejection import RejectionSampling
 
@@ -101,10 +102,14 @@ def test_the_file_of_selected_samples_trains_by_sft(tiny_run, tiny_llama, steps)
     assert formats_of(run, tiny_llama)["tokenized"] > 0  # a message's end would follow a cut response
 
 
-def test_a_step_that_keeps_nothing_leaves_the_weights_and_says_why(tiny_run, tiny_llama, caplog):
+def test_a_step_that_keeps_nothing_leaves_the_weights_and_says_why(tiny_run, tiny_llama, tmp_path, caplog):
+    """A run of only such steps does not end as if it had trained."""
     from safetensors.torch import load_file
 
-    run = tiny_run(*SETTINGS, "rejection.min_score=2", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    with pytest.raises(NumericsError, match=r"^Nothing has trained: .* Step 1: no sample was kept: .* below rejection"):
+        tiny_run(*SETTINGS, "rejection.min_score=2", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    run = Run(tmp_path / "run")
+    assert not (run.folder / "summary.json").exists()
     assert run.training_rows()[0]["training/skipped_batches"] == 1
     assert run.training_rows()[0]["rejection/kept"] == 0
     assert not (run.folder / "kept.jsonl").exists()

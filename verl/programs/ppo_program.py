@@ -309,7 +309,7 @@ class PPOProgram(Program[PPOConfig]):
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         if uses_rewards(self.config):
-            self.signal.record(step, metrics)
+            self.signal.record(step, metrics, is_last=step >= self.data.num_steps)
             self.collapse.record(step, metrics)
 
     def header(self) -> dict[str, object]:

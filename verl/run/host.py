@@ -146,6 +146,7 @@ def _open_run(
         )  # fmt: skip
 
         def finish() -> None:
+            loop.require_training()
             if runtime.is_rank_zero:
                 last = loop.last_validation or _last_validation(folder.metrics)
                 _finish(config.trainer, folder, tracker, console, roles, running, state, last)

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from verl.config import TrainerConfig
-from verl.errors import CheckpointError, DeadlineError, FolderLostError, InterruptedRun, VerlError
+from verl.errors import CheckpointError, DeadlineError, FolderLostError, InterruptedRun, NumericsError, VerlError
 from verl.parallel.child_processes import in_forks
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.stack_dump import all_stacks
@@ -146,6 +146,7 @@ class Loop:
         self.last_validation: dict[str, float] = {}  # after a step: the one before training is in the state
         self.saved_step = self.state.step
         self._hidden: set[str] = set()  # roles that were warned of
+        self._num_trained, self._left_out = self.state.step, ""  # steps, and why the last batch was left out
         self._still = StillWatch(
             next(map(_watched, filter(lambda spec: spec.optim is not None, self.roles.specs)), None)
         )
@@ -156,6 +157,14 @@ class Loop:
             pass
         self._require_folder()
         self.store.finish()
+
+    def require_training(self) -> None:
+        """Raises NumericsError if the batch of every step was left out. Steps before a resume count as trained."""
+        if self._left_out and not self._num_trained:
+            raise NumericsError(
+                f"Nothing has trained: the batch of every step was left out. The reason of the last one: {self._left_out}. "
+                f"Warnings in {self.folder.root / 'logs'} have the others; repair the cause, and train in a new run folder."
+            )
 
     def advance(self) -> bool:
         """Take the next step, the validation before the first one included; False when there is none left. Raises
@@ -196,6 +205,7 @@ class Loop:
         result = self.program.step(step)
         seconds = time.perf_counter() - started
         self.state.step = step
+        self._num_trained, self._left_out = self._num_trained + (not result.skipped), result.skipped
         self.state.seconds += seconds
         self.state.num_tokens += result.num_tokens
         self._require_folder()  # before anything is written

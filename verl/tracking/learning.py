@@ -20,28 +20,30 @@ def _is_silent(metrics: Mapping[str, float]) -> bool:
 
 
 class SignalWatch:
-    """A warning when a run learns nothing because all samples of a prompt got the same reward. `record` each step's metrics;
-    the warning comes once, until there has been a signal again."""
+    """A warning when a run learns nothing because all samples of a prompt got the same reward. `record` each step's metrics.
+    The warning comes once, until there has been a signal again. A shorter run gets it with its last step."""
 
     def __init__(self, max_response_length: int, samples_per_prompt: int):
         self.max_response_length = max_response_length
         self.samples_per_prompt = samples_per_prompt
-        self._silent = 0
+        self._silent = self._recorded = 0
         self._best, self._most_distinct = (
             (float("-inf"), 0),
             0.0,
         )  # mean reward and its step; share of different responses
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record(self, step: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:
         """`metrics` of a finished step under the names of compat, advantages among them."""
+        self._recorded += 1
         self._best = max(self._best, (metrics.get("critic/score/mean", float("-inf")), -step))
         self._most_distinct = max(self._most_distinct, metrics.get("response/distinct_ratio", 0.0))
         self._silent = self._silent + 1 if _is_silent(metrics) else 0
-        if self._silent == _PATIENCE:
+        is_short = is_last and 0 < self._silent == self._recorded < _PATIENCE
+        if self._silent == _PATIENCE or is_short:
+            first = step - self._silent + 1
             log.warning(
-                "Steps %d to %d learnt nothing from rewards: every advantage is 0 (mean reward %.3g). %s",
-                step - _PATIENCE + 1,
-                step,
+                "%s learnt nothing from rewards: every advantage is 0 (mean reward %.3g). %s",
+                f"Step {step}" if first == step else f"Steps {first} to {step}",
                 metrics.get("critic/score/mean", float("nan")),
                 self._why(metrics),
             )
