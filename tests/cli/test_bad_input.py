@@ -369,3 +369,13 @@ def test_export_of_a_damaged_run_makes_nothing(verl, earlier, task):
     assert "is damaged (global_step_2: actor/huggingface/model.safetensors" in said
     assert verl("export", earlier.folder, task / "out", "--step=1")[0] == 6
     assert not (task / "out").exists()
+
+
+@pytest.mark.parametrize("model", ["./missing", "nobody/has-this"])
+def test_a_model_that_is_missing_is_refused_before_a_page_has_an_address(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["sft", f"model.path={model}", "data.train_files=rows.jsonl", "trainer.page.enable=True"]) == 4
+    said = capsys.readouterr().err
+    assert "model folder" in said
+    assert "page:" not in said

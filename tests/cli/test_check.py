@@ -325,6 +325,17 @@ def test_a_rollout_engine_that_is_not_installed_is_named_before_anything_is_read
         verl.ends(code, verb, *overrides(changes), words=words)
 
 
+def test_a_missing_engine_hides_no_layout_that_does_not_fit(verl, overrides, monkeypatch):
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "vllm" else there(name, *rest))
+    keys = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 3}
+    said = verl.ends(1, "check", *overrides({**keys, "data.train_batch_size": 3}))
+    lines = [line for line in said.splitlines() if line.split()[1:2] == ["layout"]]
+    assert [line.split()[0] for line in lines] == ["warn", "fail"]
+    assert "needs the package 'vllm'" in lines[0]
+    assert "tensor_model_parallel_size=3 does not fit the model" in lines[1]
+
+
 def test_generate_writes_a_line_per_sample(verl, overrides, task):
     output = task / "made" / "samples.jsonl"
     said = verl.ends(0, "generate", "--output", output, *overrides())

@@ -71,8 +71,18 @@ def _run(
 
         return check(arguments)
     loaded = with_run_folder(with_model(arguments.load()))
+    _require_model(loaded)
     with page_of(loaded, whole_process=supervised):
         return _started(loaded, supervised)
+
+
+def _require_model(loaded: LoadedConfig[Any]) -> None:
+    """Raises ModelError for a model that is not there: before a page has an address, and before torch is imported."""
+    from verl.models.folder import fetch
+
+    config = loaded.config
+    group = config.actor_rollout_ref if loaded.schema is PPO else config
+    fetch(group.model.path, weights=False, only="config.json")
 
 
 run_train = partial(_run, verb="train", about=_TRAIN)

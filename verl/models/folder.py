@@ -90,14 +90,15 @@ def locate(path: str | Path) -> str:
     return text
 
 
-def fetch(path: str | Path, *, weights: bool) -> Path:
+def fetch(path: str | Path, *, weights: bool, only: str = "") -> Path:
     """The folder `path`, or the hub name's folder in the local cache, downloaded if HF_HUB_OFFLINE allows it. `weights`: with
-    the weight files. All files that loading may open are regular and readable. Raises ModelError."""
+    the weight files. `only`: the file to download. All files that loading may open are regular and readable. Raises
+    ModelError."""
     source = locate(path)
     folder = Path(source)
     if not folder.is_dir():
         try:
-            patterns = [f"*{ending}" for ending in READ if weights or ending != ".safetensors"]
+            patterns = [only or f"*{ending}" for ending in READ if weights or ending != ".safetensors"]
             folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns, ignore_patterns=["*/*"]))
         except Exception as error:  # noqa: BLE001 - of the network, the hub's answers or the cache, from several libraries
             siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []

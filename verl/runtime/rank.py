@@ -145,6 +145,12 @@ def check_meshes(specs: RoleSpecs, placement: Placement, rank: int | None = None
     return None if specs.rollout is None else context.engine_plan
 
 
+def check_packages(specs: RoleSpecs, placement: Placement) -> None:
+    """As `require_packages`, for the first device that generates."""
+    rank = placement.devices.get("rollout", (0,))[0]
+    require_packages(RankContext(specs, placement, rank, torch.device("cpu"), 1, []))
+
+
 def require_packages(context: RankContext) -> None:
     """Raise MissingExtraError where this process generates with an engine that is not installed."""
     if context.specs.rollout is not None and context.holds("rollout"):

@@ -28,22 +28,22 @@ def check_config_problems(subject: Subject) -> Iterator[Line]:
 def check_layout(subject: Subject) -> Iterator[Line]:
     """Devices of each role, and of each rollout replica; the devices need not be on this machine."""
     from verl.programs.ppo_roles import ppo_roles
-    from verl.runtime.rank import check_meshes
+    from verl.runtime.rank import check_meshes, check_packages
 
     specs = ppo_roles(subject.config)
     placement = specs.place(None)
     devices, nodes, where = placement.num_devices, placement.num_nodes, placement.describe(specs.names)
-    plan = check_meshes(specs, placement, rank=0 if devices == 1 else None)
+    try:
+        check_packages(specs, placement)
+    except MissingExtraError as error:  # the layout has a line of its own
+        yield fail(str(error)) if devices == 1 else warn(f"{error}; needed where the ranks start")
+    plan = check_meshes(specs, placement)
     yield passed(f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {where}")
     if plan is None:
         return
     if specs.main is not None:
         yield passed(f"sharding: {specs.main.describe_sharding(devices)}")
     yield passed(plan.describe())
-    try:
-        check_meshes(specs, placement, rank=plan.ranks[0])
-    except MissingExtraError as error:  # the ranks may have it
-        yield warn(f"{error}; needed where the ranks start")
 
 
 def check_engines(subject: Subject) -> Iterator[Line]:
