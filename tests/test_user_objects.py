@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.commands import python
 import verl.api
+from tests.commands import python
 from verl.errors import ConfigError
 from verl.registry import is_in_process, reference_to
 from verl.user_objects import digest_of_object, short_traceback

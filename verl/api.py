@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from verl.config import SCHEMAS, LoadedConfig, PPOConfig, load_config
 from verl.config.active_keys import runs_agents
@@ -32,6 +32,7 @@ from verl.config.presets import PRESETS, preset_name
 from verl.data.files import is_data_file
 from verl.data.messages import unfilled
 from verl.data.python_rows import Data, Row, Rows, checked_row, listed_rows, prompt_row, row_as_json
+from verl.data.tables import NAMES_OF_ROWS
 from verl.errors import ConfigError, DataError, InterruptedRun
 from verl.foreign_text import quoted
 from verl.parallel.torch_settings import run_settings
@@ -82,6 +83,7 @@ class Trainer(SteppedRun):
     """
 
     defaults: Face = "command"
+    splits: ClassVar[Mapping[str, str]] = {"train": "train data", "val": "eval_data"}  # in messages
 
     @short_traceback
     def __init__(
@@ -163,12 +165,12 @@ class Trainer(SteppedRun):
         if data and all(isinstance(row, str | os.PathLike) for row in data):
             if text := next((row for row in data if isinstance(row, str) and not _NAME.fullmatch(row)), None):
                 raise DataError(
-                    f"The {split} data have the text {quoted(text, 40)}, which names no file. Give a row for each prompt: "
-                    f'{{"prompt": {quoted(text, 40)}}}.'
+                    f"The {self.splits[split]} have the text {quoted(text, 40)}, which names no file. Give a row for each "
+                    f'prompt: {{"prompt": {quoted(text, 40)}}}.'
                 )
             return [os.fspath(row) for row in data]
         if not data:
-            raise DataError(f"The {split} data have no rows.")
+            raise DataError(f"The {self.splits[split]} have no rows.")
         rows: list[Row]
         if self.program_name == "ppo":
             prompts = [prompt_row(row, number, media) for number, row in enumerate(data)]
@@ -179,6 +181,7 @@ class Trainer(SteppedRun):
         text = "".join(row_as_json(row, number) + "\n" for number, row in enumerate(rows))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         file = self.folder / "inputs" / f"{split}_{digest}.jsonl"
+        NAMES_OF_ROWS[str(file)] = f"Row {{}} of the {self.splits[split]}"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text)
@@ -254,6 +257,7 @@ class _Sampler(Trainer):
     """A run that samples and trains nothing: one response to a prompt."""
 
     defaults = "release"
+    splits: ClassVar[Mapping[str, str]] = dict.fromkeys(("train", "val"), "prompts")
 
 
 @short_traceback

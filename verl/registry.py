@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError, nearest
 from verl.regular_files import imported_files, require_regular
-from verl.user_objects import LIBRARIES, differs_from_file, require_kind
+from verl.user_objects import LIBRARIES, differs_from_file, objects_in, require_kind
 
 T = TypeVar("T")
 
@@ -196,7 +196,8 @@ def load_object(reference: str) -> Any:
             "or the body of a function). Define it at the top level of a .py file, so that other processes can import it."
         )
     if not path:
-        raise ConfigError(f"{reference!r} is not of the form 'module:object' or 'path/to/file.py:object'.")
+        form = "'module:object' or 'path/to/file.py:object'"
+        raise ConfigError(f"{reference!r} is not of the form {form}{objects_in(user_file(name))}")
     module = load_module(path)
     if not hasattr(module, name):
         public = [n for n in dir(module) if not n.startswith("_")]

@@ -55,6 +55,17 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def objects_in(file: Path) -> str:
+    """The end of a sentence about a reference that names only a file: the public functions and classes of that file."""
+    try:
+        body = ast.parse(file.read_bytes()).body if file.suffix == ".py" else []
+    except (OSError, ValueError, SyntaxError):
+        return "."
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+    return f"; {file.name} has {', '.join(names[:8])}." if names else "."
+
+
 def _frames_of_user(trace: types.TracebackType | None) -> types.TracebackType | None:
     """The traceback from the first file of the user's on; None without one."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):

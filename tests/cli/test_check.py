@@ -420,6 +420,24 @@ def test_fine_tuning_rows_that_train(check_sft):
         assert sentence in said, said
 
 
+def test_a_missing_chat_template_is_one_failure(verl, check_sft, overrides, task, tiny_llama):
+    """Of the tokenizer, and not one of each row."""
+    folder = shutil.copytree(tiny_llama, task / "base")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        if (file := folder / name).is_file() and name.endswith(".json"):
+            file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
+        else:
+            file.unlink(missing_ok=True)
+    code, fine_tuning = check_sft([turns("q", f"a {i}") for i in range(9)], {"model.path": folder})
+    assert code == 1
+    prompts = verl.ends(1, "check", *overrides({f"{MODEL}.path": folder, "data.val_files": "[]"}))
+    for said, count in ((fine_tuning, "9 training rows"), (prompts, "8 of 8 rows")):
+        (line,) = [line for line in failures(said) if "chat template" in line]
+        assert count in line
+        assert "model.custom_chat_template" in line
+        assert not [line for line in failures(said) if "more training rows" in line]
+
+
 def test_fine_tuning_rows_that_are_cut_or_refused(check_sft):
     rows = [
         turns("q", "a"),
@@ -648,6 +666,9 @@ UNUSABLE_CODE = [
     ({f"{AGENT}.environment": "mine.py:ThreePlayers"}, "rollout.n=2. Set it to a multiple of 3"),
     ({f"{AGENT}.runner": "mine.py:Missing"}, "has no 'Missing'"),
     ({f"{AGENT}.runner": "mine.py:one_argument"}, "called as (task, base_url, api_key)"),
+    ({f"{AGENT}.environment": "mine.py"}, "agent.environment: "),
+    ({f"{AGENT}.environment": "mine.py"}, "mine.py has one_argument, NeedsSetting, Rows, NoReset"),
+    ({"algorithm.adv_estimator": "mine.py:one_argument"}, "mine.py:one_argument' needs 'batch'"),
 ]
 # one of each place that loads code
 RUN_BY_DEFAULT = (0, 3, 5, 9)

@@ -85,7 +85,7 @@ def test_a_script_that_runs(checked):
         "custom_reward_function.path -> reward.custom_reward_function.path",
         "No effect: actor_rollout_ref.actor.clip_ratio_c=10.0",
         "$WORLD_NODES has no value",
-        "This runs here",
+        "All names and keys exist here",
     ])  # fmt: skip
 
 

@@ -359,7 +359,7 @@ class TestRefusals:
             self.runner(tiny_llama, tmp_path, [{"prompt": "a"}] * 8, reward_funcs=len)
         with pytest.raises(ConfigError, match="RLRunner has no algorithm 'sac'"):
             self.runner(tiny_llama, tmp_path, algorithm="sac")
-        with pytest.raises(ConfigError, match="makes its own optimizer"):
+        with pytest.raises(ConfigError, match="makes an optimizer"):
             self.runner(tiny_llama, tmp_path, optimizers=(object(), None))
 
     @pytest.mark.parametrize(

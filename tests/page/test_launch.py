@@ -24,6 +24,7 @@ import httpx
 from verl.cli.main import main
 from verl.cli.view import page_of
 from verl.config import load_config
+from verl.page import launch
 from verl.parallel import child_processes
 
 _PARENT = """
@@ -81,27 +82,28 @@ class TestOfARun:
         monkeypatch.delenv("VERL_PAGE")
 
     def test_auto_starts_it_for_a_separate_process(self, tmp_path, capsys):
+        """Its address is for the header of the run, which a start that fails does not reach."""
         with page_of(config(tmp_path / "run"), whole_process=True):
-            shown = capsys.readouterr().err
-        assert shown.startswith("page: http://127.0.0.1:")
+            assert launch.address_of_run.startswith("http://127.0.0.1:")
+        assert launch.address_of_run == ""
+        assert capsys.readouterr().err == ""
 
     @pytest.mark.parametrize("overrides", [[], ["trainer.page.enable=False"]])
-    def test_other_runs_have_none(self, tmp_path, capsys, overrides):
+    def test_other_runs_have_none(self, tmp_path, overrides):
         with page_of(config(tmp_path / "run", *overrides), whole_process=bool(overrides)):
-            assert capsys.readouterr().err == ""
+            assert launch.address_of_run == ""
 
-    def test_other_ranks_have_none(self, tmp_path, capsys, monkeypatch):
+    def test_other_ranks_have_none(self, tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         with page_of(config(tmp_path / "run", "trainer.page.enable=True"), whole_process=True):
-            assert capsys.readouterr().err == ""
+            assert launch.address_of_run == ""
 
-    def test_without_the_extra(self, tmp_path, capsys, monkeypatch):
+    def test_without_the_extra(self, tmp_path, monkeypatch):
         from verl.errors import MissingExtraError
-        from verl.page import launch
 
         monkeypatch.setattr(launch, "missing_package", lambda: "starlette")
         with page_of(config(tmp_path / "run"), whole_process=True):
-            assert capsys.readouterr().err == ""
+            assert launch.address_of_run == ""
         with (
             pytest.raises(MissingExtraError, match=r"pip install '"),
             page_of(config(tmp_path / "run", "trainer.page.enable=True"), whole_process=True),

@@ -254,3 +254,26 @@ def test_registering_through_the_known_door():
         assert REWARD_MANAGERS.get("a manager of this test") is Mine
     finally:
         REWARD_MANAGERS._rows.pop("a manager of this test", None)
+
+
+LISTS = """
+def compute_score(completions, ground_truth, level, scale=1.0, **columns):
+    assert all(isinstance(text, str) for text in completions)
+    return [scale * len(completions) * (text == answer) + n for text, answer, n in zip(completions, ground_truth, level)]
+"""
+
+
+@pytest.mark.parametrize(("manager", "num_at_once"), [("naive", 2), ("batch", 2), ("dapo", 1)])
+def test_a_file_may_have_a_function_of_lists_as_in_trl(manager, num_at_once, tmp_path):
+    """All samples at once, but for a manager that shapes one sample after the other. The default manager gives all."""
+    file = tmp_path / "lists.py"
+    file.write_text(LISTS)
+    custom = CustomRewardFunctionConfig(path=str(file), reward_kwargs={"scale": 10.0})
+    config = RewardConfig(
+        custom_reward_function=custom, reward_manager=RewardManagerConfig(name=manager), num_workers=1
+    )
+    built = build_reward_manager(config, max_response_length=8)
+    built.start()
+    scores = built.score([ScoreRequest(f"{n}/0", "task", text, "4", {"level": n}) for n, text in enumerate("45")])
+    built.close()
+    assert [(score.score, score.error) for score in scores] == [(10.0 * num_at_once, None), (1.0, None)]

@@ -173,6 +173,29 @@ def test_advice_that_a_fact_makes_false_is_left_out(phases, metrics, changes, wo
     assert words not in advice(CONFIG | changes, **metrics)
 
 
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [(0.95, "95% of the responses are cut at data.max_response_length=512"), (0.0, "Read some in samples/")],
+)
+def test_a_run_that_learns_nothing_is_told_so_first(cut, words):
+    """No other advice says the contrary about the length."""
+    silent = {f"critic__{name}": 0.0 for name in ("advantages__max", "advantages__min", "score__mean")}
+    generation = {"rollout__max_running": 32, "rollout__num_decode_steps": 500, "rollout__num_generated_tokens": 4000}
+    metrics = metrics_of(**silent, **generation, response_length__clip_ratio=cut)
+    first, *others = find_bottleneck(rows_of({"rollout": 8.0, "training": 2.0}), metrics, CONFIG).advice
+    assert first.startswith("Most steps learn nothing: all samples of a prompt have the same reward (mean 0).")
+    assert words in first
+    assert ("Lower data.max_response_length" in " ".join(others)) == (not cut)
+    assert "are cut" not in " ".join(others)
+
+
+@pytest.mark.parametrize(("scale", "is_slow"), [(1.0, True), (0.01, False)])
+def test_scores_of_a_moment_have_no_slow_call(scale, is_slow):
+    rows = rows_of({"reward": 6.0 * scale, "training": 2.0 * scale}, {"reward": 1.0 * scale})
+    advice = find_bottleneck(rows, metrics_of(), CONFIG).advice
+    assert ("one slow call" in " ".join(advice)) == is_slow
+
+
 def test_samples_ahead_hide_the_wait_for_scores_on_one_device():
     config = CONFIG | {"trainer": {"n_gpus_per_node": 1}}
     advice = find_bottleneck(rows_of({"rollout": 5.0, "reward": 3.0, "training": 2.0}), metrics_of(), config).advice

@@ -51,7 +51,10 @@ def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
     if path is None or path.partition(":")[0] in ENVIRONMENT_PACKAGES:
         return {}
     server = path.removeprefix(OPENENV)
-    loaded = load_object(path) if server == path else OpenEnv(server)
+    try:
+        loaded = load_object(path) if server == path else OpenEnv(server)
+    except ConfigError as error:
+        raise ConfigError(f"{_ROLLOUT}.agent.environment: {error}") from error
     classes = dict(loaded) if isinstance(loaded, Mapping) else {"": loaded}
     for name, cls in classes.items():
         label = f"{path}, entry {name!r}," if name else path

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl.cli.parser import Parser
 from verl.cli.report import Line, Report, fail, info, passed, warn
-from verl.config import PPO, PREFERENCE, RM, SFT, RunConfig, Schema
+from verl.config import PPO, PREFERENCE, RM, SFT, PPOConfig, RunConfig, Schema
 from verl.errors import ConfigError, VerlError, install_command, nearest
 from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SAMPLE_ARGUMENTS, SIGNATURE
 
@@ -192,7 +192,9 @@ def run_import_check(argv: list[str]) -> int:
                 report.add(file.name, line)
         except (RecursionError, MemoryError):  # of Python's own parser
             report.add(file.name, fail("it is nested too deep to be read"))
-    return report.close("This runs here", "Something is missing")
+    return report.close(
+        "All names and keys exist here; `verl check` tries model, data and devices", "Something is missing"
+    )
 
 
 def _examine(file: Path) -> Iterator[Line]:
@@ -254,6 +256,19 @@ def _config(
     renamed = [f"{s.spelled} -> {path}" for path, s in loaded.settings.items() if s.origin != s.source]
     if renamed:
         yield info(f"renamed and accepted: {', '.join(renamed)}")
+    if schema is PPO:
+        yield from _surroundings(loaded.config)
     keys = list(loaded.settings)
     more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
     yield passed(f"{len(keys)} known keys: {', '.join(keys[:_NUM_NAMED])}{more}")
+
+
+def _surroundings(config: PPOConfig) -> Iterator[Line]:
+    """Lines about packages and devices of the machine that starts the run."""
+    engine, num_devices = config.actor_rollout_ref.rollout.name, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if engine in ("vllm", "sglang") and importlib.util.find_spec(engine) is None:
+        yield warn(f"actor_rollout_ref.rollout.name={engine} needs the package {engine!r}, which is not installed here")
+    if num_devices > 1:
+        yield info(
+            f"the run takes {num_devices} devices; docs/coming-from-verl.md has the keys for a machine without GPUs"
+        )

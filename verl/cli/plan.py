@@ -74,11 +74,10 @@ def run_plan(argv: list[str]) -> int:
     else:
         from rich.console import Console
 
-        show_plan(best, second, chosen, Console(highlight=False))
         if not any(setting.startswith("plan.cluster") for setting in own):
-            print(
-                f"plan.cluster names no GPU: this plan is for {request.cluster.gpu}; plan.cluster.gpu=cpu is this machine."
-            )
+            gpu = request.cluster.gpu
+            print(f"plan.cluster names no GPU: this plan is for {gpu}, not for this machine (plan.cluster.gpu=cpu).")
+        show_plan(best, second, chosen, Console(highlight=False))
     if notice := engine_notice(engine, flow.shapes["actor"]):
         print(f"verl: {notice}", file=sys.stderr)
     beside = arguments.options.beside or (config.trainer.default_local_dir if request.apply else None)

@@ -161,19 +161,20 @@ def show_time(bottleneck: Bottleneck, console: Console) -> None:
 
 
 def _show_curves(curves: Sequence[Curve], console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     console.print("\n[bold]learning[/bold]")
-    table = Table.grid(padding=(0, 2))
-    for curve in curves:
-        table.add_row(
-            Text(f"  {curve.meaning}"),
+    rows = [
+        (
+            curve.meaning,
             f"{curve.first:.4g} → {curve.last:.4g}",
             "" if curve.best is None else f"best {curve.best:.4g} at step {curve.best_step}",
             sparkline(curve.points),
         )
-    console.print(table)
+        for curve in curves
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:  # whole lines, also in a narrow terminal and a pipe
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        console.print(f"  {line}".rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def sparkline(points: Sequence[float]) -> str:

@@ -156,9 +156,11 @@ def run_generate(argv: list[str]) -> int:
 def _print_responses(prompts: list[str], arguments: ConfigArguments) -> int:
     """Print the responses to `prompts`: the exit code."""
     with tempfile.TemporaryDirectory(prefix="verl-generate-") as folder, imports_stay():
+        from verl.data.tables import NAMES_OF_ROWS
         from verl.programs.generate import generate
 
         rows, samples = Path(folder, "prompts.jsonl"), Path(folder, "samples.jsonl")
+        NAMES_OF_ROWS[str(rows)] = "--prompt {} (counted from 0)"
         rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
         arguments.set_by("--prompt", "data.val_files", str(rows))
         arguments.overrides.append(f"trainer.default_local_dir={folder}/run")

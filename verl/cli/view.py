@@ -51,7 +51,8 @@ def _export(folders: list[Path], out: Path, num_steps: int) -> int:
 
 @contextmanager
 def page_of(loaded: LoadedConfig[RunConfig], *, whole_process: bool) -> Iterator[None]:
-    """While entered, a separate process serves the page of the run, if trainer.page asks for a page.
+    """While entered, a separate process serves the page of the run, if trainer.page asks for a page. The header of the run has
+    its address, so that a start that fails shows none.
 
     `whole_process`: this process has no other work; `auto` asks for a page only then, and not with VERL_PAGE=0 in the
     environment. Raises MissingExtraError without the extra `page`, and ConfigError when the address is taken.
@@ -64,19 +65,19 @@ def page_of(loaded: LoadedConfig[RunConfig], *, whole_process: bool) -> Iterator
     if not has_page or os.environ.get("RANK", "0") != "0":
         yield
         return
-    from verl.page.launch import start_page
+    from verl.page import launch
     from verl.parallel.child_processes import spare
 
     try:
         labels = {"model_name": str(prometheus.served_model_name)} if prometheus is not None else {}
-        page = start_page(Path(trainer.default_local_dir).expanduser(), rule.host, rule.port, labels)
+        page = launch.start_page(Path(trainer.default_local_dir).expanduser(), rule.host, rule.port, labels)
     except MissingExtraError:
         if asked:
             raise
         yield
         return
     spare(page.process.pid)
-    print(f"page: {page.address}", file=sys.stderr, flush=True)
+    launch.address_of_run = page.address
     try:
         if prometheus is not None:
             from verl.page.server import reload_prometheus, write_scrape_config
@@ -86,6 +87,7 @@ def page_of(loaded: LoadedConfig[RunConfig], *, whole_process: bool) -> Iterator
                 print(f"Start Prometheus with --config.file={prometheus.file} to collect them.", file=sys.stderr)
         yield
     finally:
+        launch.address_of_run = ""
         page.close()
 
 

@@ -16,7 +16,7 @@ from verl.data.schema import Messages
 from verl.data_proto.media import Media
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
-from verl.errors import ConfigError, DataError, is_failure, os_error_of
+from verl.errors import ConfigError, DataError, UnavailableRowError, is_failure, os_error_of
 from verl.foreign_text import clean, quoted
 from verl.tools.tool_registry import load_all_tools
 
@@ -126,9 +126,11 @@ class PromptEncoder:
         elif isinstance(prompt, str):
             ids = encode_text(self.tokenizer, prompt, place)
         else:
-            raise DataError(
-                f"{place}: the prompt is a list of messages, but the tokenizer has no chat template to join them. Set "
-                "actor_rollout_ref.model.custom_chat_template, or store prompts as plain texts."
+            raise UnavailableRowError(
+                "the prompt is a list of messages, but the tokenizer has no chat template to join them. Set "
+                "actor_rollout_ref.model.custom_chat_template (docs/from-base-to-answers.md has one to copy), or store "
+                "prompts as plain texts.",
+                place,
             )
         if not ids:
             raise DataError(f"{place}: the prompt has no tokens.")

@@ -22,6 +22,9 @@ from verl.models.content import digest_of_files, digest_of_text
 _MAPPED_BYTES = 256 << 20  # of the columns of a parquet file, before its codec; a larger one is not held in memory
 ROWS_READ = 65_536  # at once
 
+# file of rows that Python code or a command line has given -> a row's name in messages, for its number
+NAMES_OF_ROWS: dict[str, str] = {}
+
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError, also where an object has a key twice and where the nesting is too deep."""
@@ -218,6 +221,8 @@ class JsonTable(Table):
         return self.rows[row]
 
     def place(self, row: int) -> str:
+        if name := NAMES_OF_ROWS.get(str(self.path)):
+            return name.format(row)
         line = f", line {self.lines[row]}" if self.lines else ""
         return f"{self.path}, row {row} (counted from 0{line})"
 

@@ -140,19 +140,25 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
             ) from error
         needed = BATCH_SIGNATURE if spec.batched else SIGNATURE
         extra = f" and the reward_kwargs {sorted(spec.kwargs)}" if spec.kwargs else ""
-        trl = (
-            "; a function of completions, as in TRL, goes to verl.train in Python"
-            if "'completions'" in str(error)
-            else ""
-        )
         raise RewardError(
             f"The reward function {spec.label} has the signature {signature}, but it is called by keyword as "
-            f"{spec.name}{needed}{extra}: {error}. Change its parameters{trl}."
+            f"{spec.name}{needed}{extra}: {error}. Change its parameters."
         ) from error
 
 
 def service_arguments(path: str, name: str) -> set[str]:
-    """The parameters in _OF_A_SERVICE of the function `name` of a .py file, which is read and not run."""
+    """The parameters in _OF_A_SERVICE of the function `name` of a file."""
+    return parameters_in_file(path, name) & set(_OF_A_SERVICE)
+
+
+def takes_completions(path: str | None, name: str) -> bool:
+    """Whether the function `name` of a file has TRL's form."""
+    parameters = parameters_in_file(path or "", name)
+    return "completions" in parameters and "solution_str" not in parameters
+
+
+def parameters_in_file(path: str, name: str) -> set[str]:
+    """The parameters of the function `name` of a .py file, which is read and not run."""
     if not path.endswith(".py"):
         return set()
     try:
@@ -165,7 +171,6 @@ def service_arguments(path: str, name: str) -> set[str]:
         for function in functions
         if function.name == name
         for argument in (*function.args.args, *function.args.kwonlyargs)
-        if argument.arg in _OF_A_SERVICE
     }
 
 
@@ -220,17 +225,19 @@ def score_lists(
     *,
     functions: Sequence[str],
     weights: Sequence[float] = (),
+    arguments: Mapping[str, object] | None = None,
 ) -> list[dict[str, object] | Raised]:
     """The weighted sum of all `functions` (references, see verl/registry.py) for each sample as "score"; with several functions
     each is a part under its name. A function that returns None for a sample is left out of its sum. If a function of one sample
-    raises, the sample is a Raised, and no other is lost. Raises RewardError as `results_of`."""
+    raises, the sample is a Raised, and no other is lost. `arguments` are further ones of a function of TRL's form. Raises
+    RewardError as `results_of`."""
     samples = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True))
     results = {}
     for reference in functions:
         function = load_object(reference)
         one_by_one = "solution_str" in reward_parameters(function)
         results[name_of(function)] = (
-            [_tried(function, s) for s in samples] if one_by_one else results_of(function, samples)
+            [_tried(function, s) for s in samples] if one_by_one else results_of(function, samples, arguments)
         )
     rows = zip(*results.values(), strict=True)
     return [_sum(list(results), row, weights or [1.0] * len(results)) for row in rows]
@@ -243,9 +250,11 @@ def score_sample(
     extra_info: Mapping[str, object],
     *,
     functions: Sequence[str],
+    arguments: Mapping[str, object] | None = None,
 ) -> dict[str, object] | Raised:
     """`score_lists` of one sample: a function that scores samples fails, and has its limits, for each of them."""
-    return score_lists([data_source], [solution_str], [ground_truth], [extra_info], functions=functions)[0]
+    sample = ([data_source], [solution_str], [ground_truth], [extra_info])
+    return score_lists(*sample, functions=functions, arguments=arguments)[0]
 
 
 def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) -> dict[str, object] | Raised:
@@ -331,8 +340,9 @@ def require_columns(function: RewardFunction, columns: Collection[str]) -> None:
 def results_of(
     function: RewardFunction, samples: Sequence[Sample], further: Mapping[str, object] | None = None
 ) -> list[Any]:
-    """One result for each of `samples`. `further` are arguments that a function of TRL's form gets if it takes them. Raises
-    RewardError for a function of another form, and for another number of results than samples."""
+    """One result for each of `samples`. `further` are arguments that a function of TRL's form gets if it takes them. Without a
+    prompt a completion is a text. Raises RewardError for a function of another form, and for another number of results than
+    samples."""
     name, parameters = name_of(function), reward_parameters(function)
     if "solution_str" in parameters:
         return [
@@ -340,10 +350,13 @@ def results_of(
             for source, text, answer, extra in samples
         ]
     names = {key: None for *_, extra in samples for key in extra}
-    columns = {key: [extra.get(key) for *_, extra in samples] for key in names}
+    columns: dict[str, list[Any]] = {key: [extra.get(key) for *_, extra in samples] for key in names}
     prompts = columns.pop("prompt", [None] * len(samples))
+    for key, values in (("data_source", [s[0] for s in samples]), ("ground_truth", [s[2] for s in samples])):
+        if key in parameters:
+            columns.setdefault(key, values)
     completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        text if isinstance(prompt, str | None) else [{"role": "assistant", "content": text}]
         for (_, text, _, _), prompt in zip(samples, prompts, strict=True)
     ]
     arguments = {**columns, **(further or {}), "prompts": prompts, "completions": completions}

@@ -20,6 +20,7 @@ from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, FewRowsError
+from verl.page import launch
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
 from verl.roles.api import Roles
@@ -146,7 +147,6 @@ def _open_run(
         )  # fmt: skip
 
         def finish() -> None:
-            loop.require_training()
             if runtime.is_rank_zero:
                 last = loop.last_validation or _last_validation(folder.metrics)
                 _finish(config.trainer, folder, tracker, console, roles, running, state, last)
@@ -255,6 +255,7 @@ def _facts(
         "checkpoints": _every(loaded.config.trainer.save_freq)
         or "none on schedule, one when interrupted; trainer.save_freq=after_each_epoch keeps the trained model",
         "run folder": str(folder.root),
+        **({"page": launch.address_of_run} if launch.address_of_run else {}),
         "notices": loaded.notices,
     }
 

@@ -158,9 +158,10 @@ class Loop:
         self._require_folder()
         self.store.finish()
 
-    def require_training(self) -> None:
-        """Raises NumericsError if the batch of every step was left out. Steps before a resume count as trained."""
-        if self._left_out and not self._num_trained:
+    def _require_training(self) -> None:
+        """Raises NumericsError after the last step if the batch of every step was left out. Steps before a resume count as
+        trained."""
+        if self._left_out and not self._num_trained and self.state.step >= self.data.num_steps:
             raise NumericsError(
                 f"Nothing has trained: the batch of every step was left out. The reason of the last one: {self._left_out}. "
                 f"Warnings in {self.folder.root / 'logs'} have the others; repair the cause, and train in a new run folder."
@@ -195,6 +196,7 @@ class Loop:
         except RollBack as back:
             self._go_back(back)
         self.stop.check()
+        self._require_training()
         return True
 
     def _step(self, step: int) -> None:

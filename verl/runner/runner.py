@@ -88,9 +88,7 @@ class RLRunner:
         if self.algorithm not in _PROGRAMS:
             raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
         if any(part is not None for part in optimizers):
-            raise ConfigError(
-                "RLRunner makes its own optimizer: leave `optimizers` out and set args.optim, or config=[...]."
-            )
+            raise ConfigError("RLRunner makes an optimizer: leave `optimizers` out, and set args.optim or config.")
         if self.algorithm == "dpo" and (compute_metrics or data_collator):
             name = "compute_metrics" if compute_metrics else "data_collator"
             raise ConfigError(f"RLRunner has no {name} for algorithm='dpo': it tokenizes pairs, and keeps no logits.")

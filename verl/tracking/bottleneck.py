@@ -29,6 +29,8 @@ _MIN_SHARE = 0.1  # of the time; advice about less is noise
 _LONG_WAIT = 0.25  # of a generation, in which at most a tenth of its groups is not complete
 _LAST = "rollout/last_group"
 _GATHER_MS = 5.0  # of an all-gather of parameters, as seed document 002 has it
+_MANY_CUT = 0.3  # of the responses
+_LONG_SCORES_S = 1.0  # of a step
 _EMPTY_SHARE = 0.2  # of reserved memory or of blocks of the KV cache, as seed document 000 has it
 
 
@@ -55,6 +57,7 @@ class _Facts:
     config: Json
     utilisation: Mapping[str, float]
     exchanging: float = 0.0  # share of the time in exchanges with other processes
+    step_s: float = 0.0  # median
 
     def key(self, path: str, default: object = None) -> Any:
         value = value_at(self.config, path)
@@ -71,6 +74,11 @@ class _Facts:
     def metric(self, name: str) -> float:
         return self.metrics.get(name, 0.0)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether most steps have an advantage of 0 for all samples."""
+        return self.metrics.get("critic/advantages/max") == self.metrics.get("critic/advantages/min") == 0.0
+
 
 def find_bottleneck(timeline: Sequence[Json], metrics: Sequence[Json], config: Json) -> Bottleneck | None:
     """The largest phase of a run, with advice; None before the first step has ended. The first step, which includes warm-up,
@@ -83,15 +91,16 @@ def find_bottleneck(timeline: Sequence[Json], metrics: Sequence[Json], config: J
     shares = dict(sorted(phases.items(), key=lambda item: -item[1]))
     trained = [row for row in metrics if row.get("step", 0) > 0][-len(rows) :]
     exchanged_s = sum(row["communication"]["seconds"] for row in rows)
+    step_s = statistics.median(map(_step_seconds, rows))
     facts = _Facts(
-        shares, _span_shares(trained), _medians(trained), config, _utilisation(rows, total), exchanged_s / total
+        shares, _span_shares(trained), _medians(trained), config, _utilisation(rows, total), exchanged_s / total, step_s
     )
     worst = next(iter(shares))
     return Bottleneck(
         name=NAMES.get(worst, f"{worst}-bound"),
         shares=shares,
         utilisation=dict(facts.utilisation),
-        step_s=statistics.median(_step_seconds(row) for row in rows),
+        step_s=step_s,
         communication_s=exchanged_s / len(rows),
         communication_bytes=sum(row["communication"]["bytes"] for row in rows) / len(rows),
         advice=advise(facts),
@@ -170,13 +179,30 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def advise(facts: _Facts) -> list[str]:
-    """Advice on phases that take a tenth of the time or more, the largest phase first, and on the other measurements."""
+    """Advice on a run that learns nothing, on phases that take a tenth of the time or more, the largest phase first, and on the
+    other measurements."""
     phases = [phase for phase, share in facts.shares.items() if share >= _MIN_SHARE and phase in RULES]
-    return [*(sentence for phase in phases for sentence in RULES[phase](facts)), *_other(facts)]
+    return [*_signal(facts), *(sentence for phase in phases for sentence in RULES[phase](facts)), *_other(facts)]
+
+
+def _signal(facts: _Facts) -> Iterator[str]:
+    if facts.is_silent:
+        cut = facts.metric("response_length/clip_ratio")
+        yield (
+            f"Most steps learn nothing: all samples of a prompt have the same reward (mean "
+            f"{facts.metric('critic/score/mean'):.3g}). "
+            + (
+                f"{cut:.0%} of the responses are cut at data.max_response_length="
+                f"{facts.key('data.max_response_length', '?')}, before an answer perhaps: raise it."
+                if cut >= _MANY_CUT
+                else "Read some in samples/ of the run folder: the reward function, the prompt or the task does not fit."
+            )
+        )
 
 
 def _rollout(facts: _Facts) -> Iterator[str]:
     several = facts.num_devices > 1  # on one device generation and training take turns: only scores come meanwhile
+    cut = facts.metric("response_length/clip_ratio")
     waited = facts.shares.get("reward", 0.0) + several * facts.shares.get("rollout", 0.0)
     hidden = min(waited, facts.shares.get("training", 0.0) + facts.shares.get("reward", 0.0))
     if not facts.key(f"{_ROLLOUT}.prefetch_num", 0) and hidden >= _MIN_SHARE:
@@ -202,14 +228,15 @@ def _rollout(facts: _Facts) -> Iterator[str]:
         if facts.key(f"{_ROLLOUT}.partial_rollout", False):
             ahead = facts.key(f"{_ROLLOUT}.prefetch_num", 0) + 1
             parts = f"prefetch_num={ahead}, which makes their parts shorter"
+        lower = f"Lower data.max_response_length (now {facts.key('data.max_response_length', '?')}), or continue"
         yield (
-            f"Response lengths vary widely: {' and '.join(filter(None, (idle, waits)))}. Lower data.max_response_length (now "
-            f"{facts.key('data.max_response_length', '?')}), or continue long ones in the next step with {_ROLLOUT}.{parts}."
+            f"Response lengths vary widely: {' and '.join(filter(None, (idle, waits)))}. "
+            f"{'Continue' if cut >= _MANY_CUT else lower} long ones in the next step with {_ROLLOUT}.{parts}."
         )
-    if (cut := facts.metric("response_length/clip_ratio")) >= 0.3:
+    if cut >= _MANY_CUT and not facts.is_silent:
         yield (
-            f"{cut:.0%} of the responses reach data.max_response_length and are cut. To make them shorter, change the prompt "
-            "or penalise length (reward.reward_manager.name=dapo, reward_kwargs.overlong_buffer_cfg)."
+            f"{cut:.0%} of the responses reach data.max_response_length and are cut. Raise it for whole answers, or make them "
+            "shorter by the prompt or a penalty (reward.reward_manager.name=dapo, reward_kwargs.overlong_buffer_cfg)."
         )
     if several and facts.shares.get("training", 0.0) <= facts.shares.get("rollout", 0.0):
         yield f"Use more devices for generation: trainer.n_gpus_per_node, or {_ROLLOUT}.nnodes for separate devices."
@@ -251,7 +278,7 @@ def _reward(facts: _Facts) -> Iterator[str]:
             f"All {facts.key('reward.num_workers', 1)} scorers are busy. Raise reward.num_workers if there are cores, or make "
             "the function faster."
         )
-    else:
+    elif facts.shares.get("reward", 0.0) * facts.step_s >= _LONG_SCORES_S:  # less is the way to the scorers' processes
         yield "Scorers are mostly idle: one slow call delays the batch. Lower reward.timeout_s, or find the slow samples."
 
 

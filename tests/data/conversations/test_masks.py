@@ -1,5 +1,8 @@
 """Tokens and masks of conversations, worked by hand: what stands in [[ ]] trains."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.data.conversations.templates import (
@@ -328,3 +331,26 @@ def test_messages_without_a_template_are_refused():
     tokenizer = with_template(None)
     with pytest.raises(DataError, match="here: the row has chat messages, but the tokenizer has no chat template"):
         encode(tokenizer, {"messages": AB})
+
+
+def test_the_template_with_tools_of_the_agents_page():
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text(encoding="utf-8")
+    (template,) = re.findall(r"^```text\n(\{%- if tools %\}.*?)^```", page, re.M | re.S)
+    tokenizer = with_template(template)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "Be good."}, {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "a"},
+    ]  # fmt: skip
+    (sequence,) = encode(tokenizer, {"messages": messages, "tools": tools})
+    assert shown(tokenizer, sequence) == (
+        "<|im_start|>system\nBe good.\n\nYou may call functions. Their JSON schemas:\n"
+        '{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}\n'
+        'Write a call as <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n'
+        '<|im_start|>assistant\n[[<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>]]\n'
+        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n[[a<|im_end|>]]"
+    )
+    (plain,) = encode(tokenizer, {"messages": AB})
+    assert shown(tokenizer, plain) == ONE_SEQUENCE["chatml"]

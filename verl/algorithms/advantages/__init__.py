@@ -40,6 +40,16 @@ COLUMN_ARGUMENTS = (
     "responses",
 )
 
+SETTINGS = (
+    "gamma",
+    "lam",
+    "norm_adv_by_std_in_grpo",
+    "gdpo_reward_keys",
+    "gdpo_reward_weights",
+    "step_advantage_w",
+)  # of a run
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def register_adv_est(name: object) -> Callable[[F], F]:
     """Decorator: register an estimator under `name` (a string or an enum member).
@@ -51,12 +61,16 @@ def register_adv_est(name: object) -> Callable[[F], F]:
 
 
 def requires(name: str) -> set[str]:
-    """Columns that the estimator requires, by column name. Raises ConfigError for an unknown estimator.
+    """Columns that the estimator requires, by column name. Raises ConfigError for an unknown estimator, and for an
+    argument that no batch has.
 
     'values' needs a critic, 'reward_baselines' greedy samples, 'sum_pi_squared' that output of the actor.
     """
     parameters = inspect.signature(ADVANTAGES.get(name)).parameters
-    needed = {p.name for p in parameters.values() if p.default is p.empty}
+    needed = {p.name for p in parameters.values() if p.default is p.empty and p.kind not in _ANY}
+    known = {*COLUMN_ARGUMENTS, *SETTINGS, "config"}
+    for argument in sorted(needed - known):
+        raise _missing(name, argument, known)
     return {_COLUMN_OF.get(argument, argument) for argument in needed.intersection(COLUMN_ARGUMENTS)}
 
 

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.checklist import Subject, beginning, no_rows, steps_line, unusable_rows
-from verl.cli.report import Level, Line, info, passed, skip, warn
+from verl.cli.report import Level, Line, fail, info, passed, skip, warn
 from verl.data_proto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def _files(
         yield Line("fail" if summary.num_problems else "pass", f"{name}: {counts}")
         for sentence in remarks:
             yield warn(sentence)
-        yield from unusable_rows(summary.problems, summary.num_problems - len(summary.problems), name)
+        for feature, count in summary.features.items():
+            yield fail(f"{count:,} {name} rows: {feature}")
+        num_more = summary.num_problems - len(summary.problems) - summary.features.total()
+        yield from unusable_rows(summary.problems, num_more, name)
     return dataset
 
 

@@ -35,7 +35,7 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     devices, nodes, where = placement.num_devices, placement.num_nodes, placement.describe(specs.names)
     try:
         check_packages(specs, placement)
-    except MissingExtraError as error:  # the layout has a line of its own
+    except MissingExtraError as error:
         yield fail(str(error)) if devices == 1 else warn(f"{error}; needed where the ranks start")
     plan = check_meshes(specs, placement)
     yield passed(f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {where}")

@@ -66,7 +66,7 @@ class DataConfig(Section):
     custom_cls: CustomClassConfig = section(CustomClassConfig, "the user's dataset class")
     tool_config_path: str | None = used(None, "file that declares tools", when=AGENTS, strict=TOOLS, path=True)
     function_tool_path: str | None = used(
-        None, "file of functions that are tools", when=AGENTS, strict=TOOLS, path=True
+        None, "file of functions that are tools, or file.py:name for one of them", when=AGENTS, strict=TOOLS, path=True
     )
 
 

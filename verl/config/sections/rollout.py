@@ -44,7 +44,9 @@ class MultiTurnConfig(Section):
         "middle", "side on which a longer one is cut, as in data.truncation", choices=("left", "middle", "right")
     )
     tool_config_path: str | None = used(None, "YAML file that declares tools", strict=TOOLS, path=True)
-    function_tool_path: str | None = used(None, "Python file of functions that are tools", strict=TOOLS, path=True)
+    function_tool_path: str | None = used(
+        None, "Python file of functions that are tools, or file.py:name for one of them", strict=TOOLS, path=True
+    )
     interaction_config_path: str | None = used(None, "YAML file that declares interactions", path=True)
     tokenization_sanity_check_mode: str = used(
         "strict",

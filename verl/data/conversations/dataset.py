@@ -162,9 +162,9 @@ class ConversationDataset:
                 sequences = summary.fit_row(whole, place, stop_token_ids)
             except DataError as error:
                 if not keep_going:
-                    bad.add(BadRows(of_fields=(number, str(error))))
+                    bad.add_error(number, error, place)
                     break
-                summary.add_problem(str(error))
+                summary.add_problem(error)
                 continue
             summary.formats[row_format] += 1
             summary.num_plain += control is None

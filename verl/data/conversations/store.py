@@ -11,6 +11,7 @@ import numpy as np
 
 from verl.data.check import NUM_PROBLEMS_SHOWN
 from verl.data.prompts import truncate
+from verl.errors import DataError, UnavailableRowError
 
 if TYPE_CHECKING:
     from verl.config.sections.data import TextDataConfig
@@ -115,6 +116,7 @@ class FileSummary:
     longest_place: str = ""
     num_problems: int = 0  # rows that would stop a run
     problems: list[str] = field(default_factory=list)  # a sentence for each of the first of them
+    features: Counter[str] = field(default_factory=Counter)  # what is not available -> the rows among them that need it
 
     def sentences(self) -> list[str]:
         """The summary for people; the first sentence is always present, each other one when its count is not 0."""
@@ -146,10 +148,12 @@ class FileSummary:
         }
         return [first, *(sentence for sentence, count in others.items() if count)]
 
-    def add_problem(self, sentence: str) -> None:
+    def add_problem(self, error: DataError) -> None:
         self.num_problems += 1
-        if len(self.problems) < NUM_PROBLEMS_SHOWN:
-            self.problems.append(sentence)
+        if isinstance(error, UnavailableRowError):
+            self.features[error.feature] += 1
+        elif len(self.problems) < NUM_PROBLEMS_SHOWN:
+            self.problems.append(str(error))
 
     def counts(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name not in ("file", "settings")}
@@ -159,6 +163,7 @@ class FileSummary:
             self.longest, self.longest_place = counts["longest"], counts["longest_place"]
         self.first_control = self.first_control or counts["first_control"]
         self.formats.update(counts["formats"])
+        self.features.update(counts.get("features", {}))
         self.problems = [*self.problems, *counts["problems"]][:NUM_PROBLEMS_SHOWN]
         for name, count in counts.items():
             if name.startswith("num_"):

@@ -32,7 +32,7 @@ from verl.data.schema import Messages
 from verl.data.template_checks import TemplateChecks
 from verl.data_proto.token_ids import num_common
 from verl.data_proto.tokenizer import Tokenizer
-from verl.errors import DataError
+from verl.errors import DataError, UnavailableRowError
 
 if TYPE_CHECKING:
     from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
@@ -241,9 +241,10 @@ class _Row:
 
     def _render(self, messages: Messages, *, answered: bool = False) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
-            raise DataError(
-                f"{self.place}: the row has chat messages, but the tokenizer has no chat template to join them. Set the "
-                "model's custom_chat_template, or give texts."
+            raise UnavailableRowError(
+                "the row has chat messages, but the tokenizer has no chat template to join them. Set "
+                "model.custom_chat_template (docs/from-base-to-answers.md has one to copy), or give texts.",
+                self.place,
             )
         text = render_chat(
             self.tokenizer, messages, self.place, add_generation_prompt=not answered, **self.template_kwargs

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import ConfigError
 from verl.families import REWARD_MANAGERS
 from verl.registry import load_object
-from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec, service_arguments
+from verl.rewards.functions import (
+    FUNCTION_LIST,
+    MODEL_REPLY,
+    MODEL_SCORE,
+    RewardFunctionSpec,
+    service_arguments,
+    takes_completions,
+)
 from verl.rewards.managers.naive import RewardManager
 from verl.rewards.pool import DebugPool, RewardPool
 from verl.rewards.sandbox.limits import Limits
@@ -73,6 +80,9 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
     argument = (MODEL_REPLY if model.judge_template else MODEL_SCORE)[batched] if model.enable else None
     if custom.path:
         name, kwargs = custom.name or "compute_score", _plain(custom.reward_kwargs or {})
+        if not model.enable and takes_completions(custom.path, name):
+            kwargs = {"functions": [f"{custom.path.removeprefix('file://')}:{name}"], "arguments": kwargs}
+            return RewardFunctionSpec(FUNCTION_LIST, "score_lists" if batched else "score_sample", kwargs, batched)
         if model.enable and (asked := service_arguments(custom.path, name) - set(kwargs)):
             return _served(config, RewardFunctionSpec(custom.path, name, kwargs, batched), asked)
         return RewardFunctionSpec(custom.path, name, kwargs, batched, argument)
@@ -109,8 +119,8 @@ def is_called(manager: object) -> bool:
 
 
 def manager_class(config: RewardConfig) -> Any:
-    """The class that `reward.reward_manager` names. Raises ConfigError."""
-    chosen = config.reward_manager
+    """The class that `reward.reward_manager` names. A function of TRL's form gets all samples at once. Raises ConfigError."""
+    chosen, custom = config.reward_manager, config.custom_reward_function
     if chosen.source == "importlib":
         if not chosen.module.path:
             raise ConfigError(
@@ -118,7 +128,8 @@ def manager_class(config: RewardConfig) -> Any:
             )
         manager = load_object(f"{chosen.module.path}:{chosen.name}")
     else:
-        manager = REWARD_MANAGERS.get(chosen.name)
+        is_trl = chosen.name == "naive" and takes_completions(custom.path, custom.name or "compute_score")
+        manager = REWARD_MANAGERS.get("batch" if is_trl else chosen.name)
     if is_called(manager):
         return manager
     missing = [m for m in ("start", "submit", "collect", "score", "close") if not callable(getattr(manager, m, None))]
