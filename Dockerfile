@@ -11,7 +11,7 @@ ARG PYTHON=3.11
 FROM python:${PYTHON}-slim AS wheel
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY verl verl
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

@@ -5,6 +5,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import zipfile
 
 import pytest
 import yaml
@@ -97,10 +99,31 @@ def test_versions_of_the_image_are_the_tested_ones():
     project = (ROOT / "pyproject.toml").read_text()
     for extra in arguments["EXTRAS"].split(","):
         assert re.search(rf"^{extra} = \[", project, re.M), extra
-    copied = {file for line in re.findall(r"^COPY (?!--)(.*)$", DOCKERFILE, re.M) for file in line.split()[:-1]}
+    copied = copied_files()
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert copied == allowed
     assert all((ROOT / file).exists() for file in copied)
+
+
+def copied_files():
+    return {file for line in re.findall(r"^COPY (?!--)(.*)$", DOCKERFILE, re.M) for file in line.split()[:-1]}
+
+
+@pytest.mark.slow
+def test_the_wheel_of_the_image_has_what_an_installation_has(tmp_path):
+    """Of the files that the image copies from a fresh clone: the YAML of Hydra too, which the build writes."""
+    source, clone = tmp_path / "source", tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", "--no-hardlinks", ROOT, clone], check=True, timeout=300)
+    source.mkdir()
+    for name in copied_files() - {"constraints.txt"}:
+        copy = shutil.copytree if (clone / name).is_dir() else shutil.copy
+        copy(clone / name, source / name)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, "."]
+    subprocess.run(build, cwd=source, check=True, timeout=1800)
+    (wheel,) = tmp_path.glob("verl-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"verl/__init__.py", "verl/trainer/config/ppo_trainer.yaml"} <= names
+    assert any(re.fullmatch(r"verl/.*\.so", name) for name in names)
 
 
 def test_services_of_the_compose_file():

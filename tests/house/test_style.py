@@ -13,13 +13,13 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 81_481,
+    "core": 81_480,
     "compat": 6_765,
     "page": 3_732,
     "planner": 2_719,
     "tinker": 3_182,
     "clusters": 2_386,
-    "tests": 81_747,
+    "tests": 81_781,
     "benchmarks": 5_997,
 }
 MAX_MEAN_FUNCTION_LINES = 12

@@ -312,6 +312,17 @@ def test_lost_metrics_are_said(tmp_path, caplog, lost):
     assert ("1 steps before step 4 have no row" in caplog.text) == bool(lost)
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_loop_that_logs_nothing_has_no_damaged_metrics(tmp_path, caplog, exists):
+    """As a `fit` of the user's without Tracking."""
+    with RunFolder(tmp_path) as folder:
+        (folder.root / "global_step_2").mkdir()  # from which the run resumes
+        folder.metrics.write_text("") if exists else folder.metrics.unlink(missing_ok=True)
+        folder.truncate_after(2)
+    assert "metrics.jsonl: 2 steps before step 3 have no row" in caplog.text
+    assert "damaged" not in caplog.text
+
+
 def test_rows_of_another_file_are_no_metrics(tmp_path, caplog):
     """Files that were exchanged: an event has a step too."""
     with RunFolder(tmp_path) as folder:
@@ -320,7 +331,7 @@ def test_rows_of_another_file_are_no_metrics(tmp_path, caplog):
         append_rows(folder.metrics, [{"time": 5.0, "event": "restarted", "step": 3, "from": None}])
         folder.truncate_after(3)
         assert not list(read_metrics(folder.metrics))
-    assert "1 lines are wrong, and 1 steps before step 4 have no row" in caplog.text
+    assert "1 lines are wrong, and 3 steps before step 4 have no row" in caplog.text
 
 
 def test_a_full_disk_leaves_whole_rows(tmp_path, around):

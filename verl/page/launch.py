@@ -68,7 +68,7 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
         return listening_socket(host, port, 64)
     except OSError as error:
         raise ConfigError(
-            f"The page cannot listen at {host}:{port}: {error.strerror}. Choose another port (0: any that is free)."
+            f"The address {host}:{port} cannot be taken: {error.strerror}. Choose another port (0: any that is free)."
         ) from error
 
 

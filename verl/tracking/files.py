@@ -216,12 +216,11 @@ def truncate_rows(path: Path, step: int, check: Check = OF_STEP, *, complete: bo
                 remaining += line.removesuffix(b"\n") + b"\n"
                 steps.add(last)
                 cut = end
-    num_missing = step + 1 - max(min(steps, default=step), 1) - len(steps - {0}) if complete else 0
+    first = max(min(steps, default=1), 1)
+    num_missing = step + 1 - first - len(steps - {0}) if complete else 0
     if num_damaged or num_missing:
-        log.warning(
-            "%s is damaged: %d lines are wrong, and %d steps before step %d have no row.",
-            path, num_damaged, num_missing, step + 1,
-        )  # fmt: skip
+        damage = f" is damaged: {num_damaged} lines are wrong, and {num_missing}" if num_damaged else f": {num_missing}"
+        log.warning("%s%s steps before step %d have no row.", path, damage, step + 1)
     if start:
         os.truncate(path, cut)
     else:
