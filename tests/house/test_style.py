@@ -19,7 +19,7 @@ MAX_LINES = {
     "planner": 2_719,
     "tinker": 3_182,
     "clusters": 2_386,
-    "tests": 81_781,
+    "tests": 81_785,
     "benchmarks": 5_997,
 }
 MAX_MEAN_FUNCTION_LINES = 12

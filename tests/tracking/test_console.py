@@ -84,10 +84,14 @@ def test_a_validation_repeats_no_value():
     with Console(rich_console=RichConsole(file=out)) as console:
         console.validation(0, {"val/reward": 0.9, "val/greedy": 0.9, "val-core/data/reward/mean@1": 0.9})
         console.validation(0, {"val/reward": 0.8, "val/greedy": 0.9, "val-core/data/reward/mean@2": 0.8 + 1e-12})
+        console.validation(0, {"val/reward": 0.8, "val-core/data/acc/mean@1": 0.8})
+        console.validation(0, {"val/reward": 0.8, "val-core/data/acc/mean@1": 0.7})
         console.validation(0, {"val/reward": 0.5, "val-core/a/reward/mean@1": 0.5, "val-core/b/reward/mean@1": 0.5})
-    greedy, sampled, sources = out.getvalue().splitlines()
+    greedy, sampled, same, other, sources = out.getvalue().splitlines()
     assert greedy == "validation step=0 reward=0.900"
     assert sampled == "validation step=0 reward=0.800 greedy=0.900"
+    assert same == "validation step=0 reward=0.800"
+    assert other == "validation step=0 reward=0.800 data/acc/mean@1=0.700"
     assert sources == "validation step=0 reward=0.500 a/reward/mean@1=0.500 b/reward/mean@1=0.500"
 
 

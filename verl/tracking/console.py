@@ -40,7 +40,7 @@ _MAX_CHARS = 2000  # of a fact
 _MORE_WIDTH = 14  # of "  and 123 more"
 _NUM_RECENT = 20  # steps whose mean time estimates the rest
 
-_MEAN_REWARD = re.compile(r"val-core/.*/reward/mean@\d+")  # of a data source
+_MEAN_REWARD = re.compile(r"val-core/.*/(reward|acc)/mean@\d+")  # of a data source
 
 StepMetrics = Mapping[str, tuple[str, str]]  # metric -> (short name, format), in the order of the line of a step
 
