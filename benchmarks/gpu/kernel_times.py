@@ -20,7 +20,7 @@ from gpu.results import Results, report_device
 
 from verl.models import rounding
 from verl.models.ops import decoding, logits, pointwise
-from verl.models.ops.table import load
+from verl.models.ops.table import by_torch, load
 from verl.rollout import sampling
 
 DEVICE = report_device()
@@ -31,38 +31,38 @@ _CALLS = 10
 _CHUNK_ROWS = (1 << 28) // _VOCABULARY if ON_GPU else 16  # as in verl.models.log_probs
 
 
-def cases() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], float]]:
-    """(name, Triton's implementation, torch's, arguments, bytes that must be read and written)."""
+def cases() -> Iterator[tuple[str, Any, tuple[Any, ...], float]]:
+    """(name, op, arguments, bytes that must be read and written)."""
     half = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
     ids = partial(torch.randint, device=DEVICE)
     z = torch.randn(_ROWS, _VOCABULARY, device=DEVICE)
     uniforms = torch.rand(_ROWS, dtype=torch.float64, device=DEVICE)
-    yield "sampler", "sampler:launch_sample", sampling._sample, (z, uniforms, 0.9), 4.0 * z.numel()
+    yield "sampler", sampling.sample_unfiltered, (z, uniforms, 0.9), 4.0 * z.numel()
     chunk = torch.randn(_CHUNK_ROWS, _VOCABULARY, device=DEVICE)
     head = (chunk, None, ids(_VOCABULARY, (_CHUNK_ROWS,)))
-    yield "head, statistics", "head:launch_statistics", logits._statistics, (*head, 1.0, 1.0, 0.0), 4.0 * chunk.numel()
+    yield "head, statistics", logits.target_statistics, (*head, 1.0, 1.0, 0.0), 4.0 * chunk.numel()
     known, grads = torch.ones(4, _CHUNK_ROWS, device=DEVICE), torch.ones(3, _CHUNK_ROWS, device=DEVICE)
     arguments = (*head, known, grads, 1.0, 1.0, 0.0, torch.bfloat16)
-    yield "head, gradient", "head:launch_gradient", logits._gradient, arguments, 6.0 * chunk.numel()
+    yield "head, gradient", logits.target_gradient, arguments, 6.0 * chunk.numel()
     x, weight = half(_TOKENS, _HIDDEN), half(_HIDDEN)
-    yield "add and norm", "norm:launch_add_norm", pointwise._add_norm, (x, x, weight, 1e-6), 8.0 * x.numel()
+    yield "add and norm", pointwise.add_norm, (x, x, weight, 1e-6), 8.0 * x.numel()
     arguments = (x, x, weight, 1e-6, x)
-    yield "norm, gradient", "norm:launch_rms_norm_backward", pointwise._rms_norm_backward, arguments, 8.0 * x.numel()
+    yield "norm, gradient", pointwise.rms_norm_backward, arguments, 8.0 * x.numel()
     gate_up = half(_TOKENS, 2 * _WIDTH)
-    yield "swiglu", "swiglu:launch_swiglu", pointwise._swiglu, (gate_up,), 3.0 * gate_up.numel()
+    yield "swiglu", pointwise.swiglu, (gate_up,), 3.0 * gate_up.numel()
     arguments, num_bytes = (half(_TOKENS, _WIDTH), gate_up), 5.0 * gate_up.numel()
-    yield "swiglu, gradient", "swiglu:launch_swiglu_backward", pointwise._swiglu_backward, arguments, num_bytes
+    yield "swiglu, gradient", pointwise.swiglu_backward, arguments, num_bytes
     qkv, turns = half(_TOKENS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), half(_TOKENS, _HEAD_DIM)
     store, places = half(2, _TOKENS, _KV_HEADS, _HEAD_DIM), torch.randperm(_TOKENS, device=DEVICE)
     arguments = (qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
-    yield "rotary and KV write", "rotary:launch_write_kv", pointwise._write_kv, arguments, 4.0 * qkv.numel()
+    yield "rotary and KV write", pointwise.write_kv, arguments, 4.0 * qkv.numel()
     yield from _attention(half)
     master = torch.randn(_WEIGHTS, device=DEVICE)
-    arguments = (master, torch.empty_like(master, dtype=torch.bfloat16), 1, master.shape, (0,))
-    yield "master rounding", "dither:launch_dither", rounding._dither, arguments, 6.0 * master.numel()
+    arguments = (master, torch.empty_like(master, dtype=torch.bfloat16), 1, list(master.shape), [0])
+    yield "master rounding", rounding.dither, arguments, 6.0 * master.numel()
 
 
-def _attention(half: Any) -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], float]]:
+def _attention(half: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], float]]:
     """Of a decode step, without and with prompts of 8 rows each; flash attention is behind torch's implementation."""
     tokens, prompts = (512, _ROWS // 8) if ON_GPU else (8, 2)
     store, rows = half(2, _ROWS * tokens, _KV_HEADS, _HEAD_DIM), torch.arange(_ROWS, device=DEVICE)
@@ -70,20 +70,19 @@ def _attention(half: Any) -> Iterator[tuple[str, str, Callable[..., Any], tuple[
     slots = (rows * tokens, torch.full_like(rows, tokens - 1), tokens, None, 0)
     key_bytes = 4.0 * tokens * _KV_HEADS * _HEAD_DIM
     own = (qkv, turns, turns, None, None, 0.0, store, *slots, 0, _HEAD_DIM**-0.5)
-    op = ("attend:launch_attend", decoding._attend)
-    yield "attention, own", *op, own, key_bytes * _ROWS
+    yield "attention, own", decoding.attend_decode, own, key_bytes * _ROWS
     shared = (store, slots[0][:prompts], slots[1][:prompts], tokens, None, 0, rows, rows)
-    yield "attention, own and prompts", *op, (*own, *shared), key_bytes * (_ROWS + prompts)
+    yield "attention, own and prompts", decoding.attend_decode, (*own, *shared), key_bytes * (_ROWS + prompts)
 
 
 def main() -> None:
     results = Results()
     bandwidth = sizes.measure_limits(DEVICE, not ON_GPU)["bytes"]
-    for name, path, by_torch, arguments, num_bytes in cases():
+    for name, op, arguments, num_bytes in cases():
         try:
-            results.add(f"{name}, by torch", 1000 * _seconds(by_torch, arguments), "ms")
+            results.add(f"{name}, by torch", 1000 * _seconds(by_torch(op), arguments), "ms")
             if ON_GPU:
-                spent_s = _seconds(load(path), arguments)
+                spent_s = _seconds(load(op.triton), arguments)
                 results.add(name, 1000 * spent_s, "ms")
                 results.add(f"{name}, share of bandwidth", 100 * num_bytes / spent_s / bandwidth, "%")
         except Exception as error:  # noqa: BLE001 - the other kernels still count

@@ -18,8 +18,6 @@ ONE_CONTRACT = {
     "agg_loss": "the function of other releases beside ours, which their scripts import by this name",
     "collate_fn": "two functions of that name in other releases, which scripts import",
     "gpg": "the advantage estimator and the loss of one paper, by its name in the config",
-    "rms_norm": "the same operation on a CPU and on CUDA",
-    "swiglu": "the same operation on a CPU and on CUDA",
 }
 
 

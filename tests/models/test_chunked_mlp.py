@@ -8,7 +8,7 @@ import torch
 from tests.models.reference import make_columns, random_rows, widen_norms
 from verl.models.attention import Scoring
 from verl.models.chunked_mlp import chunked_feed_forward
-from verl.models.decoder import decoder
+from verl.models.decoder.backward import TrainingPass
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedLayout, PackedSegment, masked_attention
@@ -76,15 +76,16 @@ def test_fused_decoder_passes_in_chunks(folders, monkeypatch):
     """Without the modules' own forward: the activations of the feed-forward are not kept."""
     module = load_causal_lm(folders["qwen3"], dtype=torch.float32)
     saved = []
-    forward = decoder.one_layer.forward
+    with_saved = TrainingPass._with_saved
 
-    def watched(*args, **kwargs):
-        out, left = forward(*args, **kwargs)
+    def watched(*args):
+        out, left = with_saved(*args)
         saved.append(left)
         return out, left
 
-    monkeypatch.setattr(decoder.one_layer, "forward", watched)
+    monkeypatch.setattr(TrainingPass, "_with_saved", watched)
     whole, gradients, _ = outputs_and_gradients(module, None)
+    assert saved
     assert all(left.gate_up is not None for left in saved)
     saved.clear()
     packed = pack_rows(make_columns(*random_rows(0, [3, 1, 2])), chunk_tokens=5)

@@ -1,7 +1,5 @@
 """The compiled kernels of a training step, each instruction set that this processor has, against torch in float64."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +16,15 @@ from verl.models.load import load_causal_lm
 from verl.models.log_probs import token_log_probs
 from verl.models.ops import compiled
 from verl.models.ops.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
-from verl.models.ops.rows import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
+from verl.models.ops.pointwise import (
+    Turns,
+    inverse_rms,
+    rms_norm_backward_,
+    rotate_,
+    scaled_norm,
+    swiglu,
+    swiglu_backward_,
+)
 from verl.models.packed import PackedLayout, PackedSegment, masked_attention
 from verl.models.packing import pack_rows
 from verl.parallel.compiled import INSTRUCTION_SETS
@@ -206,18 +212,18 @@ def pointwise(dtype, tokens, features):
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    norm = SimpleNamespace(weight=normal(features), eps=1e-5)
+    weight = normal(features)
     x, d_y, d_x = normal(tokens, features), normal(tokens, features), normal(tokens, features)
-    scale = inverse_rms(x, norm)
-    d_weight = rms_norm_backward_(d_x, d_y.clone(), x, norm, scale)
+    scale = inverse_rms(x, 1e-5)
+    d_weight = rms_norm_backward_(d_x, d_y.clone(), x, weight, scale)
     gate_up, d_out = 4 * normal(tokens, 2 * features), normal(tokens, features)
     activated = swiglu(gate_up)
     again = swiglu_backward_(d_out, gate_up)
-    rotary, heads = Rotary(normal(tokens, 2 * features), normal(tokens, 2 * features)), normal(tokens, 5, 2 * features)
+    turns, heads = Turns(normal(tokens, 2 * features), normal(tokens, 2 * features)), normal(tokens, 5, 2 * features)
     turned = heads.clone()
-    rotary.rotate_(turned[:, :4])
-    rotary.rotate_gradient_(turned[:, 1:])
-    return [rms_norm(x, norm, scale), d_x, d_weight, activated, again, gate_up, turned]
+    rotate_(turned[:, :4], turns.cos, turns.turn)
+    rotate_(turned[:, 1:], turns.cos, turns.turn_back)
+    return [scaled_norm(x, weight, scale), d_x, d_weight, activated, again, gate_up, turned]
 
 
 def head(dtype, tokens, features):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.counted_launches import KERNELS, Launches
-from verl.models import log_probs, rounding
+from verl.models import kernel_log_probs, log_probs, rounding
 from verl.models.ops import decoding, logits, pointwise
-from verl.models.ops.table import has_triton, load
+from verl.models.ops.table import by_torch, has_triton, load
 from verl.rollout import sampling, uniforms
 from verl.rollout.native.cuda import device
 from verl.rollout.native.cuda.device import assign_places
@@ -176,7 +176,7 @@ def test_write_kv(dtype):
         store, places = case.normal(2, 40, kv_heads, head_dim), case.places(tokens, 40)
         expected = store.double()
         wide = [None if x is None else x.double() for x in (qkv, cos, sin, *norms)]
-        expected_q = pointwise._write_kv(*wide, 1e-5, expected, places)
+        expected_q = by_torch(pointwise.write_kv)(*wide, 1e-5, expected, places)
         assert_near(load("rotary:launch_write_kv")(qkv, cos, sin, *norms, 1e-5, store, places), expected_q, 1e-5)
         assert_near(store, expected, 1e-5)
         values = qkv.view(tokens, heads + 2 * kv_heads, head_dim)[:, heads + kv_heads :]
@@ -222,7 +222,7 @@ def test_attention_of_a_decode_step(dtype, prompts):
     for case in cases(dtype):
         step = StepCase(case)
         ours = step.run(load("attend:launch_attend"), prompts=prompts)
-        expected = step.run(decoding._attend, torch.Tensor.double, prompts=prompts)
+        expected = step.run(by_torch(decoding.attend_decode), torch.Tensor.double, prompts=prompts)
         assert_near(ours[1], expected[1], 1e-5)
         if dtype == torch.bfloat16:  # weights are rounded before their product with the values
             torch.testing.assert_close(
@@ -268,13 +268,15 @@ def test_random_numbers_and_columns_of_rows_are_exact():
     for case in cases():
         rows = case.one_of([1, 5, 127, 128, 300])
         keys, positions = case.ids(1 << 62, rows) * 2 - (1 << 62), case.ids(1 << 40, rows)
-        assert torch.equal(load("draws:launch_uniforms_at")(keys, positions), uniforms._uniforms_at(keys, positions))
+        assert torch.equal(
+            load("draws:launch_uniforms_at")(keys, positions), by_torch(uniforms.uniforms_at)(keys, positions)
+        )
         tokens, log_probs = case.ids(200_000, rows), case.normal(rows, dtype=torch.float32)
         columns, step, limit = case.ids(1 << 50, 6, rows + 3), case.ids(2, 6, 1), case.ids(1 << 50, 6, 1)
         step[0], limit[0], copy = 0, torch.iinfo(torch.int64).max, columns.clone()
         out, expected = (torch.zeros(2, rows, dtype=torch.int32, device=DEVICE) for _ in range(2))
         load("draws:launch_advance")(tokens, log_probs, columns[:, :rows], step, limit, out)
-        device._advance(tokens, log_probs, copy[:, :rows], step, limit, expected)
+        by_torch(device.advance)(tokens, log_probs, copy[:, :rows], step, limit, expected)
         assert torch.equal(columns, copy)
         assert torch.equal(out, expected)
 
@@ -305,9 +307,9 @@ def test_ops_of_a_decode_step_launch_as_many_kernels_as_are_counted(monkeypatch)
         "rms_norm": ("norm:launch_rms_norm", x, x[0], 1e-5),
         "add_norm": ("norm:launch_add_norm", x, x, x[0], 1e-5),
         "swiglu": ("swiglu:launch_swiglu", x),
-        "attend": ("attend:launch_attend", step.qkv, *step.turns, *step.norms, 1e-5, *attention),
+        "attend_decode": ("attend:launch_attend", step.qkv, *step.turns, *step.norms, 1e-5, *attention),
         "uniforms_at": ("draws:launch_uniforms_at", rows, rows),
-        "sample": ("sampler:launch_sample", z, u, 1.0),
+        "sample_unfiltered": ("sampler:launch_sample", z, u, 1.0),
         "advance": (
             "draws:launch_advance", rows, x[:, 0].float(), columns, columns[:, :1].clone(), columns[:, :1].clone(),
             torch.zeros(2, 5, dtype=torch.int32, device=DEVICE),
@@ -367,7 +369,7 @@ def test_statistics_of_the_head():
         z, bias, targets, (temperature, scale, cap) = head_case(case)
         ours = load("head:launch_statistics")(z, bias, targets, temperature, scale, cap)
         wide = None if bias is None else bias.double()
-        expected = logits._statistics(z.double(), wide, targets, temperature, scale, cap)
+        expected = by_torch(logits.target_statistics)(z.double(), wide, targets, temperature, scale, cap)
         for name, a, b in zip(logits.ChunkStatistics._fields, ours, expected, strict=True):
             if name == "correct" and (bias is not None or cap):
                 continue  # a rounding may part two tokens
@@ -399,8 +401,8 @@ def test_gradient_of_the_head(dtype):
 @both_dtypes
 def test_log_probs_of_hidden_states(dtype, monkeypatch):
     """The whole path of training, with gradients of hidden states and weights."""
-    monkeypatch.setattr(logits, "_STATISTICS", load("head:launch_statistics"))
-    monkeypatch.setattr(logits, "_GRADIENT", load("head:launch_gradient"))
+    monkeypatch.setattr(kernel_log_probs, "target_statistics", load("head:launch_statistics"))
+    monkeypatch.setattr(kernel_log_probs, "target_gradient", load("head:launch_gradient"))
     monkeypatch.setattr(log_probs, "kernels_compute", lambda hidden: True)
     if INTERPRETED:  # a CPU rounds logits of bfloat16
         monkeypatch.setattr(
@@ -450,7 +452,7 @@ def test_dithered_rounding_has_the_bits_of_torch():
         rounded, expected = (torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
         phase = rounding._phase(str(shape))
         load("dither:launch_dither")(master, rounded, phase, whole, first)
-        rounding._dither(master, expected, phase, whole, first)
+        by_torch(rounding.dither)(master, expected, phase, whole, first)
         assert torch.equal(rounded.isnan(), expected.isnan())
         assert torch.equal(*(x.nan_to_num(0.0).view(torch.int16) for x in (rounded, expected)))
 

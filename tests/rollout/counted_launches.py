@@ -26,7 +26,7 @@ _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "_un
          "promote_types")  # fmt: skip
 NUM_LAYERS, ROWS, VOCABULARY = 24, 40, 4120  # the depth of Qwen2.5-0.5B
 # ops of a step that launch more Triton kernels than one; tests/models/test_kernels.py counts them
-KERNELS = {"attend": 2, "sample": 2}
+KERNELS = {"attend_decode": 2, "sample_unfiltered": 2}
 
 
 class Launches(TorchDispatchMode):

@@ -27,6 +27,7 @@ from verl.errors import ConfigError
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.lora import LoRASpec, add_adapters, lora_layers, merge_adapters
 from verl.models.ops import decoding, pointwise, table
+from verl.models.ops.table import by_torch
 from verl.models.ops.varlen import FLASH, flash_runs, spans_of
 from verl.models.tiny import make_tiny_model
 from verl.rollout import sampling
@@ -336,11 +337,11 @@ def test_what_replaces_a_kernel_waits_for_nothing():
     with no_waits():
         threshold = sampling._bisected_threshold(probs, 0.9 * probs.sum(-1, keepdim=True).double())
         tokens = sampling.draw(probs.masked_fill(probs < threshold, 0), u)
-        pointwise._write_kv(qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
-        pointwise._swiglu(pointwise._add_norm(qkv, qkv, qkv[0], 1e-6)[1])
+        by_torch(pointwise.write_kv)(qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
+        by_torch(pointwise.swiglu)(by_torch(pointwise.add_norm)(qkv, qkv, qkv[0], 1e-6)[1])
         slots = (torch.tensor([0, 3, 6, 9, 12]), torch.tensor([1, 0, 2, 2, 0]), 3, None, 0)
         own = (qkv, turns, turns, None, None, 0.0, torch.zeros(2, 15, 2, 4), *slots, 0, 0.5)
-        decoding._attend(*own, torch.ones(2, 15, 2, 4), *slots, places, places)
+        by_torch(decoding.attend_decode)(*own, torch.ones(2, 15, 2, 4), *slots, places, places)
     assert (probs.gather(1, tokens[:, None]) >= threshold).all()
 
 
@@ -472,7 +473,7 @@ def test_attention_of_a_step_is_that_to_all_keys(window, cached, monkeypatch):
             monkeypatch.setattr(decoding, "FLASH", PLAIN)
         store = before.clone()
         prompts_too = (store, decoding.SharedPrompts(shared, gather, place)) if window is None else ()
-        out = decoding.attend_new_tokens(qkv, *turns, None, store, own, window, 0.3, *prompts_too)
+        out = decoding.attend_new_tokens(qkv, *turns, (None, None, 0.0), store, own, window, 0.3, *prompts_too)
         q = pointwise.rotated(qkv.unflatten(1, (-1, dim))[:, :heads], *turns)
         results.append(out)
         for row in range(3):
@@ -647,14 +648,14 @@ class TestOnACard:
             gc.set_threshold(*thresholds)
         assert stats["num_graphs"] > 0
 
-    @pytest.mark.parametrize("mixed", [None, "attend"])
+    @pytest.mark.parametrize("mixed", [None, decoding.attend_decode], ids=["none", "attention"])
     def test_kernels_are_as_close_to_float32_as_torch(self, module, engine, mixed, monkeypatch):
         """Also when Triton computes all ops but one."""
         prompts, params = make_prompts(LENGTHS), CASES["equal lengths"]
         ours, _ = generate(engine(), prompts, params)
         if mixed:
-            by_torch = getattr(decoding, f"_{mixed}")
-            monkeypatch.setattr(table, "load", lambda path, load=table.load: by_torch if mixed in path else load(path))
+            replaced = {mixed.triton: by_torch(mixed)}
+            monkeypatch.setattr(table, "load", lambda path, load=table.load: replaced.get(path) or load(path))
         else:
             monkeypatch.setattr(table, "has_triton", lambda: False)
         plain, _ = generate(engine(eager=True), prompts, params)

@@ -147,8 +147,9 @@ def test_without_prepacking_nothing_is_copied(load, make_engine):
     generate(engine)
     assert engine.stats()["weight_copy_bytes"] == 0
     decoder = DenseDecoder.of(module)
-    read = engine.dense()._layers[0].qkv.keywords["weight"]
-    assert read.data_ptr() == decoder.layers[0].qkv.weight.data_ptr()
+    first = decoder.layers[0].qkv
+    _, multiply = engine.dense()._products[id(first)]
+    assert multiply.keywords["weight"].data_ptr() == first.weight.data_ptr()
 
 
 def projection(outputs, inputs, bias, dtype=torch.float32):

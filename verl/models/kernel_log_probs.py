@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ class KernelLogProbs(torch.autograd.Function):
         for part in parts:
             del z  # its memory is the next chunk's
             z = wide_product(hidden[part], weight)
-            chunks.append(target_statistics(z, bias, targets[part], transform))
+            chunks.append(target_statistics(z, bias, targets[part], *transform))
         stats = ChunkStatistics(*(torch.cat(fields) for fields in zip(*chunks, strict=True)))
         ctx.set_materialize_grads(False)
         known = torch.stack([stats.top, stats.log_sum, stats.entropy, stats.squared])
@@ -64,7 +65,9 @@ class KernelLogProbs(torch.autograd.Function):
         for part in reversed(ctx.parts):
             inputs = hidden[part]
             z = wide_product(inputs, weight) if z is None else z
-            dz = target_gradient(z, bias, targets[part], known[:, part], upstream[:, part], ctx.transform, hidden.dtype)
+            columns = (targets[part], known[:, part], upstream[:, part])
+            arguments: tuple[Any, ...] = (z, bias, *columns, *ctx.transform, hidden.dtype)
+            dz = target_gradient(*arguments)
             z = None
             if d_hidden is not None:
                 d_hidden[part] = matmul.product(dz, weight.t())

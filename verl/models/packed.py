@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from verl.models.attention import Scoring
 from verl.models.hf_module import AutogradContext
 from verl.models.ops import compiled
 from verl.models.ops.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
+from verl.models.ops.linear import Matmul
 from verl.models.ops.varlen import VarlenPlan, flash_runs, varlen_attention
 from verl.models.routing import Routing
 
@@ -215,6 +217,69 @@ def flash_backward(
         here(dq).add_(part_q)
         prefix(dk).add_(part_k)
         prefix(dv).add_(part_v)
+
+
+class HeadViews(NamedTuple):
+    """Queries, keys and values as attention reads them: [1, heads, tokens, head_dim] each, views of [tokens, ...]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Attended(NamedTuple):
+    """`out` [tokens, heads * head_dim], and the values that the backward needs."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    graph: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+
+
+def attend_packed(
+    layout: PackedLayout, index: int, heads: HeadViews, scoring: Scoring, by: Matmul, keep: bool
+) -> Attended:
+    """Attention of layer `index`; with `keep`, fit for `attend_backward`."""
+    q, k, v = heads.q, heads.k, heads.v
+    if choose_kernel(q, layout.without_idle_window(scoring)) == "flash_cpu":
+        _, num_heads, tokens, head_dim = q.shape
+        q, k, v = by.operand(q), by.operand(k), by.operand(v)
+        out = q.new_empty(tokens, num_heads, head_dim)
+        lse = flash_forward(layout, q, k, v, _as_heads(out), scoring.scale)
+        return Attended(out.flatten(1).to(heads.q.dtype), lse if keep else None)
+    if not keep:
+        return Attended(layout.attend(index, q, k, v, scoring)[0].flatten(1))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with torch.enable_grad():
+        attended = layout.attend(index, q, k, v, scoring)
+    return Attended(attended.detach()[0].flatten(1), graph=(attended, (q, k, v)))
+
+
+def attend_backward(
+    layout: PackedLayout,
+    heads: HeadViews,
+    attended: Attended,
+    d_out: torch.Tensor,
+    scale: float,
+    by: Matmul,
+    into: HeadViews,
+) -> None:
+    """Writes the gradients of queries, keys and values into `into`, given the gradient of the output."""
+    if attended.graph is not None:
+        out, leaves = attended.graph
+        grads = torch.autograd.grad(out, leaves, d_out.view_as(out))
+        for target, grad in zip(into, grads, strict=True):
+            target.copy_(grad)
+        return
+    assert attended.lse is not None
+    shape = (d_out.shape[0], heads.q.shape[1], heads.q.shape[3])
+    out, d_out = (by.operand(_as_heads(x.view(shape))) for x in (attended.out, d_out))
+    q, k, v = by.operand(heads.q), by.operand(heads.k), by.operand(heads.v)
+    flash_backward(layout, d_out, q, k, v, out, attended.lse, scale, into)
+
+
+def _as_heads(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, head_dim] -> [1, heads, tokens, head_dim], a view."""
+    return x.transpose(0, 1).unsqueeze(0)
 
 
 def _tokens(start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:

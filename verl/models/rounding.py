@@ -24,14 +24,14 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from verl.models.ops.table import kernel
+from verl.models.ops.table import op
 from verl.parallel.compiled import open_library
 
 TILE_LENGTHS = (65_537, 40_961)  # prime, and together small enough for a cache
@@ -68,7 +68,7 @@ class Rounding:
                 _dither_compiled(target, name, master.contiguous(), region)
                 torch.autograd.graph.increment_version(target)  # as a copy would; the kernel writes past torch
             else:
-                _DITHER(master.contiguous(), target, _phase(name), region.shape, region.first)
+                dither(master.contiguous(), target, _phase(name), list(region.shape), list(region.first))
 
     def rounded(
         self, name: str, master: torch.Tensor, dtype: torch.dtype, region: Region | None = None
@@ -87,9 +87,10 @@ def offsets(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return (a[(at + _phase(name)) % len(a)] ^ b[(at + _phase(name)) % len(b)]).view(shape)
 
 
-def _dither(
-    master: torch.Tensor, target: torch.Tensor, phase: int, whole: Sequence[int], first_at: Sequence[int]
-) -> None:
+@op(triton="dither:launch_dither", writes=("target",))
+def dither(master: torch.Tensor, target: torch.Tensor, phase: int, whole: list[int], first_at: list[int]) -> None:
+    """Write `master` to `target` with the offsets of a parameter of shape `whole` with this `phase`. Both are the block of it
+    that begins at the coordinates `first_at`."""
     most = _CHUNK if master.device.type == "cpu" else _DEVICE_CHUNK
     repeated, region = tiles(master.device, most), Region(tuple(whole), tuple(first_at))
     weights, wide = target.view(-1), master.view(-1)
@@ -115,9 +116,9 @@ def _dither(
 
 
 def _dither_compiled(target: torch.Tensor, name: str, master: torch.Tensor, region: Region) -> None:
-    """As `_dither`, on a CPU and in one pass over memory, on the threads that torch would use."""
-    dither, phase = _compiled(), _phase(name)
-    assert dither is not None
+    """As `dither`, on a CPU and in one pass over memory, on the threads that torch would use."""
+    run, phase = _compiled(), _phase(name)
+    assert run is not None
     short = [argument for tile in _short_tiles() for argument in (tile.data_ptr(), len(tile))]
     weights, wide = target.view(-1), master.view(-1)
 
@@ -125,7 +126,7 @@ def _dither_compiled(target: torch.Tensor, name: str, master: torch.Tensor, regi
         at, rows, columns, first, stride = chunk
         here = slice(at, at + rows * columns)
         to, start = weights[here], wide[here]
-        if dither(to.data_ptr(), start.data_ptr(), rows, columns, first + phase, stride, *short):
+        if run(to.data_ptr(), start.data_ptr(), rows, columns, first + phase, stride, *short):
             _keep_extremes(to, start)
 
     threads = torch.get_num_threads()
@@ -136,13 +137,6 @@ def _dither_compiled(target: torch.Tensor, name: str, master: torch.Tensor, regi
             write(part)
     else:
         list(_pool(threads).map(write, parts))
-
-
-_DITHER = kernel(
-    "dither(Tensor master, Tensor(a!) target, int phase, int[] whole, int[] first) -> ()",
-    _dither,
-    "dither:launch_dither",
-)
 
 
 @functools.cache

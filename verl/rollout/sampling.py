@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.data_proto.samples import SamplingParams
-from verl.models.ops.table import kernel
+from verl.models.ops.table import op
 from verl.rollout.native.compiled.library import kernels
 
 _CHUNK = 256  # tokens per partial sum; sampling finds the chunk first, then the token in it
@@ -30,9 +30,14 @@ def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tup
         if (compiled := kernels()) is not None:
             return compiled.draw(logits, params.temperature, u)
     if is_plain:
-        result: tuple[torch.Tensor, torch.Tensor] = _SAMPLE(logits, u, params.temperature)
-        return result
+        return sample_unfiltered(logits, u, params.temperature)
     return _sample(logits, u, params.temperature, params)
+
+
+@op(triton="sampler:launch_sample")
+def sample_unfiltered(logits: torch.Tensor, u: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` without top-k, top-p and min-p."""
+    return _sample(logits, u, temperature)
 
 
 def _sample(
@@ -49,11 +54,6 @@ def _sample(
     return tokens, _pick(probs, tokens).log()
 
 
-_SAMPLE = kernel(
-    "sample(Tensor logits, Tensor u, float temperature) -> (Tensor, Tensor)", _sample, "sampler:launch_sample"
-)
-
-
 def keep_threshold(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
     """The least probability that may be sampled, [rows, 1], or None when nothing is cut off."""
     vocab = probs.shape[-1]
@@ -63,29 +63,22 @@ def keep_threshold(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor 
         thresholds.append(probs.topk(top_k, -1).values[:, -1:])
     if params.top_p < 1:
         allowed = probs if not top_k else probs.masked_fill(probs < thresholds[0], 0)
-        thresholds.append(_top_p_threshold(allowed, params.top_p))
+        needed = params.top_p * allowed.sum(-1, keepdim=True).double()
+        thresholds.append(top_p_threshold(allowed, needed))
     if params.min_p > 0:
         thresholds.append(params.min_p * probs.amax(-1, keepdim=True))
     return torch.cat(thresholds, -1).amax(-1, keepdim=True) if thresholds else None
 
 
-def _top_p_threshold(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Probability of the last token of the smallest set, likeliest first, that holds `top_p` of the mass; [rows, 1]."""
-    threshold: torch.Tensor = _TOP_P(probs, top_p * probs.sum(-1, keepdim=True).double())
-    return threshold
-
-
-def _threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+@op(triton="threshold:launch_top_p_threshold")
+def top_p_threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """The largest probability, [rows, 1], at or above which lies a mass of `needed` (float64 [rows, 1]): of the last token of
+    the smallest set, likeliest first, that holds it."""
     return (_ranked_threshold if probs.device.type == "cpu" else _bisected_threshold)(probs, needed)
 
 
-_TOP_P = kernel(
-    "top_p_threshold(Tensor probs, Tensor needed) -> Tensor", _threshold, "threshold:launch_top_p_threshold"
-)
-
-
 def _ranked_threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """The largest probability, [rows, 1], at or above which lies a mass of `needed` (float64 [rows, 1])."""
+    """`top_p_threshold` by a sort of the likeliest tokens."""
     vocab = probs.shape[-1]
     count = min(vocab, _TOP_P_CANDIDATES)
     ranked = probs.topk(count, -1).values

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.models.ops.table import kernel
+from verl.models.ops.table import op
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -53,18 +53,11 @@ def sample_keys(seed: int, step: int, ordinals: torch.Tensor, samples: torch.Ten
     return _mix(_mix(ordinals ^ _signed(base)) ^ samples)
 
 
-def _uniforms_at(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    bits = _shift_right(_mix(keys ^ _mix(positions)), 12)
-    return (bits.to(torch.float64) + 0.5) * 2.0**-52
-
-
-_UNIFORMS_AT = kernel("uniforms_at(Tensor keys, Tensor positions) -> Tensor", _uniforms_at, "draws:launch_uniforms_at")
-
-
+@op(triton="draws:launch_uniforms_at")
 def uniforms_at(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The uniform of each key at its position: float64 [n], strictly between 0 and 1 (52 bits)."""
-    result: torch.Tensor = _UNIFORMS_AT(keys, positions)
-    return result
+    bits = _shift_right(_mix(keys ^ _mix(positions)), 12)
+    return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
 def uniforms(

@@ -6,13 +6,15 @@ one order per row, whatever the other rows are. Elsewhere torch computes it, wit
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from verl.models.ops.pointwise import _write_kv
-from verl.models.ops.table import kernel
+from verl.models.ops.pointwise import write_kv
+from verl.models.ops.table import by_torch, op
 from verl.models.ops.varlen import FLASH, TokenSpans, flash_runs
+
+HeadNorms = tuple[torch.Tensor | None, torch.Tensor | None, float]  # weights for queries and keys, and their eps
 
 
 class Slots(NamedTuple):
@@ -27,7 +29,8 @@ class Slots(NamedTuple):
     page_size: int = 0
 
 
-def _attend(
+@op(triton="attend:launch_attend", writes=("store",))
+def attend_decode(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -52,7 +55,8 @@ def _attend(
     place: torch.Tensor | None = None,
 ) -> torch.Tensor:
     slots = Slots(starts, lengths, most, pages, page_size)
-    q = _write_kv(qkv, cos, sin, q_norm, k_norm, eps, store, _places(slots, lengths.unsqueeze(1), store)[:, 0])
+    places = _places(slots, lengths.unsqueeze(1), store)[:, 0]
+    q = by_torch(write_kv)(qkv, cos, sin, q_norm, k_norm, eps, store, places)
     queries = q.unflatten(1, (store.shape[2], -1)).unsqueeze(1)
     own, own_lse = _attended(queries, store, slots._replace(lengths=lengths + 1), window, scale)
     out, lse = own.flatten(1, 3), own_lse.flatten(1)
@@ -116,16 +120,6 @@ def _places(slots: Slots, at: torch.Tensor, store: torch.Tensor) -> torch.Tensor
     return slots.pages[slots.starts].long().gather(1, page) * slots.page_size + at % slots.page_size
 
 
-_ATTEND = kernel(
-    "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) store, "
-    "Tensor starts, Tensor lengths, int most, Tensor? pages, int page_size, int window, float scale, "
-    "Tensor? prompt_store=None, Tensor? prompt_starts=None, Tensor? prompt_lengths=None, int most_of_prompts=0, "
-    "Tensor? prompt_pages=None, int prompt_page_size=0, Tensor? gather=None, Tensor? place=None) -> Tensor",
-    _attend,
-    "attend:launch_attend",
-)
-
-
 class SharedPrompts(NamedTuple):
     """The prompts of a step.
 
@@ -142,7 +136,7 @@ def attend_new_tokens(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    norms: HeadNorms,
     store: torch.Tensor,
     slots: Slots,
     window: int | None,
@@ -154,6 +148,6 @@ def attend_new_tokens(
 
     The token is stored, as by verl.models.ops.pointwise.write_kv, after the `lengths` tokens of its slot. `window` hides all
     tokens of a slot but the last so many. Returns [rows, heads, head_dim]; without gradient."""
-    heads = norms or (None, None, 0.0)
-    prompts = () if shared is None else (prompt_store, *shared.slots, shared.gather, shared.place)
-    return cast("torch.Tensor", _ATTEND(qkv, cos, sin, *heads, store, *slots, window or 0, scale, *prompts))
+    prompts: tuple[Any, ...] = () if shared is None else (prompt_store, *shared.slots, shared.gather, shared.place)
+    arguments: tuple[Any, ...] = (qkv, cos, sin, *norms, store, *slots, window or 0, scale, *prompts)
+    return attend_decode(*arguments)

@@ -6,11 +6,11 @@ temperature, without the cap where softcap is 0. `targets` is int64 [tokens].
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
-from verl.models.ops.table import kernel
+from verl.models.ops.table import op
 
 
 class ChunkStatistics(NamedTuple):
@@ -32,14 +32,16 @@ def _final(
     return (softcap * torch.tanh(f / softcap) if softcap else f) / temperature
 
 
-def _statistics(
+@op(triton="head:launch_statistics")
+def target_statistics(
     z: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     temperature: float,
     logit_scale: float,
     softcap: float,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of ChunkStatistics, in the dtype of z."""
     f = _final(z, bias, temperature, logit_scale, softcap)
     top = f.amax(1)
     log_sum = (f - top.unsqueeze(1)).exp().sum(1).log()
@@ -51,7 +53,8 @@ def _statistics(
     return at_targets, top, log_sum, entropy, p.square().sum(1), correct, f.mean(1) * temperature
 
 
-def _gradient(
+@op(triton="head:launch_gradient")
+def target_gradient(
     z: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
@@ -62,6 +65,8 @@ def _gradient(
     softcap: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    """Gradient with respect to z + bias, in `dtype`. `known` [4, tokens] has top, log_sum, entropy and squared, and `grads`
+    [3, tokens] the gradients of log-probs, entropy and squared, zero where there is none."""
     f = _final(z, bias, temperature, logit_scale, softcap)
     top, log_sum, entropy, squared = known.unsqueeze(-1)
     g_target, g_entropy, g_squared = grads.unsqueeze(-1)
@@ -72,38 +77,3 @@ def _gradient(
     if softcap:
         d_f *= 1 - (f * (temperature / softcap)).square()
     return (d_f * (logit_scale / temperature)).to(dtype)
-
-
-_STATISTICS = kernel(
-    "target_statistics(Tensor z, Tensor? bias, Tensor targets, float temperature, float logit_scale, float softcap)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _statistics,
-    "head:launch_statistics",
-)
-_GRADIENT = kernel(
-    "target_gradient(Tensor z, Tensor? bias, Tensor targets, Tensor known, Tensor grads, float temperature,"
-    " float logit_scale, float softcap, ScalarType dtype) -> Tensor",
-    _gradient,
-    "head:launch_gradient",
-)
-
-
-def target_statistics(
-    z: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, transform: tuple[float, float, float]
-) -> ChunkStatistics:
-    """Statistics of the targets, in the dtype of z; `transform` is (temperature, logit_scale, softcap)."""
-    return ChunkStatistics(*_STATISTICS(z, bias, targets, *transform))
-
-
-def target_gradient(
-    z: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    known: torch.Tensor,
-    grads: torch.Tensor,
-    transform: tuple[float, float, float],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Gradient with respect to z + bias, in `dtype`. `known` [4, tokens] has top, log_sum, entropy and squared, and `grads`
-    [3, tokens] the gradients of log-probs, entropy and squared, zero where there is none."""
-    return cast("torch.Tensor", _GRADIENT(z, bias, targets, known, grads, *transform, dtype))

@@ -1,60 +1,206 @@
-"""Pointwise parts of a decoder layer as ops, with gradients: RMS norm, residual sum, SwiGLU, rotary embedding into a store.
+"""Pointwise parts of a decoder layer: RMS norm, residual sum, SwiGLU, rotary embedding, also into a store of keys.
 
-Triton computes each in one kernel on a GPU. Its intermediate values are float32, and are rounded once. torch rounds after
-each operation, as the modules of transformers do.
+Dtypes and roundings by torch and by the compiled kernels are the same as in the modules of transformers: the norm is computed
+in float32 (or wider) and rounded before it is multiplied by its weight. Triton computes each op in one kernel. Its intermediate
+values are float32, and are rounded once. Names that end in _ write into arguments, as in torch.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 
 from verl.models.hf_module import AutogradContext
-from verl.models.ops.table import differentiate, kernel
+from verl.models.ops import compiled
+from verl.models.ops.table import by_torch, differentiate, op
 from verl.parallel.device import write_at
 
+_aten = torch.ops.aten
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+_BLOCK_BYTES = 1 << 20  # of the widest operand; the level-2 caches of two cores hold it with its companions
 
 
-def _rms_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, through: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x, to which `through` is added, and of the weight."""
+def _blocks(x: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows of about `_BLOCK_BYTES` each; a GPU takes all at once."""
+    rows = len(x)
+    size = max(1, _BLOCK_BYTES // (x.shape[1] * x.element_size()) if x.device.type == "cpu" else rows)
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def _compiled_inverse_rms(x: torch.Tensor, eps: float) -> object:
+    if x.dtype != torch.bfloat16 or not compiled.usable(x):
+        return NotImplemented
+    out = torch.empty(*x.shape[:-1], 1)
+    compiled.run_rows(compiled.INVERSE_RMS, x.reshape(-1, x.shape[-1]), out, columns=x.shape[-1], eps=eps)
+    return out
+
+
+@op(compiled=_compiled_inverse_rms)
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept; float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    grad, values = grad.to(wide), x.to(wide)
-    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    normed, weighted = values * scale, grad * weight
-    d_x = scale * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
-    d_x = d_x if through is None else d_x + through
-    return d_x.to(x.dtype), (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    inverse: torch.Tensor = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return inverse
 
 
-def _add_norm(
+def _compiled_scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> object:
+    if scale.dtype != torch.float32 or not compiled.usable(x, weight):
+        return NotImplemented
+    rows, out = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype)
+    compiled.run_rows(compiled.RMS_NORM, rows, out, columns=x.shape[-1], weight=weight, scale=scale)
+    return out
+
+
+@op(compiled=_compiled_scaled_norm)
+def scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The `rms_norm` of x [..., features], whose inverse_rms is `scale`."""
+    return torch.mul(x, scale).to(x.dtype).mul_(weight)
+
+
+@op(triton="norm:launch_rms_norm")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis in float32 or wider, times `weight`; differentiable."""
+    return by_torch(scaled_norm)(x, weight, by_torch(inverse_rms)(x, eps))
+
+
+@op(triton="norm:launch_add_norm")
+def add_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + delta, its RMS norm), all [tokens, hidden]; differentiable."""
     total = x + delta
-    return total, _rms_norm(total, weight, eps)
+    return total, by_torch(rms_norm)(total, weight, eps)
 
 
-def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def _compiled_norm_backward(
+    d_x: torch.Tensor, d_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> object:
+    is_plain = all(t.is_contiguous() for t in (d_x, d_y, x)) and scale.dtype == torch.float32
+    if not is_plain or not compiled.usable(d_x, d_y, x, weight):
+        return NotImplemented
+    backward, columns = compiled.RMS_NORM_BACKWARD, x.shape[1]
+    return compiled.run_rows(backward, x, d_x, columns=columns, d_y=d_y, weight=weight, scale=scale, sums=True)
 
 
-def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    grad, (gate, up) = grad.to(wide), gate_up.to(wide).chunk(2, dim=-1)
-    share = gate.sigmoid()
-    d_gate = grad * up * share * (1 + gate * (1 - share))
-    return torch.cat([d_gate, grad * gate * share], dim=-1).to(gate_up.dtype)
+@op(compiled=_compiled_norm_backward, writes=("d_x", "d_y"))
+def rms_norm_backward_(
+    d_x: torch.Tensor, d_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Adds the gradient of the norm's input to `d_x` [tokens, features], given `d_y`, which may be overwritten. `scale`
+    [tokens, 1] is the inverse_rms of `x`. Returns the gradient of the weight [features], float32 or wider.
+
+    With r the inverse RMS and n features: d_x = r (d_y w) - x r^3 <d_y x, w> / n, d_w = sum over tokens of r d_y x.
+    """
+    wide = weight.to(scale.dtype)
+    product = torch.mul(d_y, x) if d_y.dtype == scale.dtype else d_y.to(scale.dtype).mul_(x)
+    d_weight = torch.mv(product.t(), scale.squeeze(1))
+    pull = torch.mv(product, wide).unsqueeze(1).mul_(scale.pow(3)).div_(-x.shape[1])
+    if d_y.dtype == scale.dtype:
+        d_x.addcmul_(d_y.mul_(wide), scale).addcmul_(x, pull)
+    else:
+        d_x.add_((d_y.mul_(weight) * scale).addcmul_(x.to(scale.dtype), pull))
+    return d_weight
 
 
-def _write_kv(
+@op(triton="norm:launch_rms_norm_backward")
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, through: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the input of `rms_norm`, to which `through` is added, and of its weight."""
+    d_x = torch.zeros_like(x) if through is None else through.clone()
+    rows, d_y, into = (t.reshape(-1, x.shape[-1]) for t in (x, grad.clone(), d_x))
+    d_weight = by_torch(rms_norm_backward_)(into, d_y, rows, weight, by_torch(inverse_rms)(rows, eps))
+    return into.view_as(x), d_weight.to(weight.dtype)
+
+
+def _compiled_swiglu(gate_up: torch.Tensor) -> object:
+    if not gate_up.is_contiguous() or not compiled.usable(gate_up):
+        return NotImplemented
+    out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    compiled.run_rows(compiled.SWIGLU, gate_up, out, columns=out.shape[1])
+    return out
+
+
+@op(triton="swiglu:launch_swiglu", compiled=_compiled_swiglu)
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """[tokens, 2 * width] -> silu(first half) * second half; differentiable."""
+    gate, up = gate_up.chunk(2, dim=1)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    for part in _blocks(gate_up):
+        _aten.silu.out(gate[part], out=out[part]).mul_(up[part])
+    return out
+
+
+def _compiled_swiglu_backward(d_out: torch.Tensor, gate_up: torch.Tensor) -> object:
+    if not gate_up.is_contiguous() or not d_out.is_contiguous() or not compiled.usable(gate_up, d_out):
+        return NotImplemented
+    out = torch.empty(d_out.shape, dtype=d_out.dtype)
+    compiled.run_rows(compiled.SWIGLU_BACKWARD, gate_up, out, columns=out.shape[1], d_y=d_out)
+    return out
+
+
+@op(compiled=_compiled_swiglu_backward, writes=("gate_up",))
+def swiglu_backward_(d_out: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """Turns `gate_up` into its gradient, given the gradient of swiglu(gate_up). Returns swiglu(gate_up), computed again."""
+    gate, up = gate_up.chunk(2, dim=1)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    for part in _blocks(gate_up):
+        g, u, d = gate[part], up[part], d_out[part]
+        activated = _aten.silu(g)
+        torch.mul(activated, u, out=out[part])
+        d_activated = torch.mul(d, u)
+        torch.mul(d, activated, out=u)
+        _aten.silu_backward.grad_input(d_activated, g, grad_input=g)
+    return out
+
+
+@op(triton="swiglu:launch_swiglu_backward")
+def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """The gradient of the input of `swiglu`."""
+    d_gate_up = gate_up.clone()
+    by_torch(swiglu_backward_)(grad, d_gate_up)
+    return d_gate_up
+
+
+def _compiled_rotate(x: torch.Tensor, cos: torch.Tensor, turn: torch.Tensor) -> object:
+    if x.stride(1) != x.shape[2] or x.stride(2) != 1 or not compiled.usable(x, turn):
+        return NotImplemented
+    return compiled.run_rows(compiled.ROTATE, x, columns=x.shape[2], weight=turn, scale=cos)
+
+
+@op(compiled=_compiled_rotate, writes=("x",))
+def rotate_(x: torch.Tensor, cos: torch.Tensor, turn: torch.Tensor) -> None:
+    """x cos + (x with its halves exchanged) turn, of x [tokens, heads, head_dim] by cos and turn [tokens, 1, head_dim]."""
+    swapped = x.roll(x.shape[-1] // 2, -1).mul_(turn)
+    x.mul_(cos).add_(swapped)
+
+
+class Turns:
+    """The rotary embedding at fixed positions, for `rotate_`; cos and sin are [tokens, head_dim]."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
+        first, second = sin.chunk(2, dim=1)
+        self.cos = cos.contiguous().unsqueeze(1)
+        self.turn = torch.cat([-first, second], dim=1).unsqueeze(1)
+
+    @cached_property
+    def turn_back(self) -> torch.Tensor:
+        """In place of `turn`, for the gradient."""
+        return self.turn.roll(self.turn.shape[-1] // 2, -1)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The rotary embedding of x [tokens, heads, head_dim] by cos and sin [tokens, head_dim]; differentiable."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
+
+
+@op(triton="rotary:launch_write_kv", writes=("store",))
+def write_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -64,73 +210,18 @@ def _write_kv(
     store: torch.Tensor,
     places: torch.Tensor,
 ) -> torch.Tensor:
+    """Queries [tokens, heads, head_dim] of the joined projections [tokens, (heads + 2 kv_heads) * head_dim]; keys and values
+    go to `store` [2, slots, kv_heads, head_dim] at `places` (int64 [tokens], all different).
+
+    Queries and keys are rotated by cos and sin [tokens, head_dim]. Before it they are normalised if the weights [head_dim] of
+    their RMS norms are given. Without gradient."""
     kv_heads, head_dim = store.shape[-2:]
     heads = qkv.shape[-1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, head_dim)).split([heads, kv_heads, kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = _rms_norm(q, q_norm, eps), _rms_norm(k, k_norm, eps)
+        q, k = by_torch(rms_norm)(q, q_norm, eps), by_torch(rms_norm)(k, k_norm, eps)
     write_at(store, 1, places, torch.stack([rotated(k, cos, sin), v]))
     return rotated(q, cos, sin)
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The rotary embedding of x [tokens, heads, head_dim] by cos and sin [tokens, head_dim]; differentiable."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
-
-
-_RMS_NORM = kernel("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, "norm:launch_rms_norm")
-_ADD_NORM = kernel(
-    "add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", _add_norm, "norm:launch_add_norm"
-)
-_RMS_NORM_BACKWARD = kernel(
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, Tensor? through) -> (Tensor, Tensor)",
-    _rms_norm_backward,
-    "norm:launch_rms_norm_backward",
-)
-_SWIGLU = kernel("swiglu(Tensor gate_up) -> Tensor", _swiglu, "swiglu:launch_swiglu")
-_SWIGLU_BACKWARD = kernel(
-    "swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor", _swiglu_backward, "swiglu:launch_swiglu_backward"
-)
-_WRITE_KV = kernel(
-    "write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) store, "
-    "Tensor places) -> Tensor",
-    _write_kv,
-    "rotary:launch_write_kv",
-)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis in float32 or wider, times `weight`; differentiable."""
-    return cast("torch.Tensor", _RMS_NORM(x, weight, eps))
-
-
-def add_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + delta, its RMS norm), all [tokens, hidden]; differentiable."""
-    return cast("tuple[torch.Tensor, torch.Tensor]", _ADD_NORM(x, delta, weight, eps))
-
-
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[tokens, 2 * width] -> silu(first half) * second half; differentiable."""
-    return cast("torch.Tensor", _SWIGLU(gate_up))
-
-
-def write_kv(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-    store: torch.Tensor,
-    places: torch.Tensor,
-) -> torch.Tensor:
-    """Queries [tokens, heads, head_dim] of the joined projections [tokens, (heads + 2 kv_heads) * head_dim]; keys and values
-    go to `store` [2, slots, kv_heads, head_dim] at `places` (int64 [tokens], all different).
-
-    Queries and keys are rotated by cos and sin [tokens, head_dim], and normalised before it if `norms` has the weights
-    [head_dim] of their RMS norms and eps. Without gradient."""
-    return cast("torch.Tensor", _WRITE_KV(qkv, cos, sin, *(norms or (None, None, 0.0)), store, places))
 
 
 def _save_norm(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.Tensor) -> None:
@@ -139,7 +230,8 @@ def _save_norm(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.T
 
 
 def _norm_gradients(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*_RMS_NORM_BACKWARD(grad, *ctx.saved_tensors, ctx.eps, None), None)
+    x, weight = ctx.saved_tensors
+    return (*rms_norm_backward(grad, x, weight, ctx.eps, None), None)
 
 
 def _save_sum(ctx: AutogradContext, inputs: tuple[object, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -148,7 +240,8 @@ def _save_sum(ctx: AutogradContext, inputs: tuple[object, ...], output: tuple[to
 
 
 def _sum_gradients(ctx: AutogradContext, through: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    d_x, d_weight = _RMS_NORM_BACKWARD(grad, *ctx.saved_tensors, ctx.eps, through)
+    x, weight = ctx.saved_tensors
+    d_x, d_weight = rms_norm_backward(grad, x, weight, ctx.eps, through)
     return d_x, d_x, d_weight, None
 
 
@@ -157,9 +250,9 @@ def _save_gate(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.T
 
 
 def _gate_gradient(ctx: AutogradContext, grad: torch.Tensor) -> torch.Tensor:
-    return cast("torch.Tensor", _SWIGLU_BACKWARD(grad, *ctx.saved_tensors))
+    return swiglu_backward(grad, *ctx.saved_tensors)
 
 
-differentiate(_RMS_NORM, _norm_gradients, _save_norm)
-differentiate(_ADD_NORM, _sum_gradients, _save_sum)
-differentiate(_SWIGLU, _gate_gradient, _save_gate)
+differentiate(rms_norm, _norm_gradients, _save_norm)
+differentiate(add_norm, _sum_gradients, _save_sum)
+differentiate(swiglu, _gate_gradient, _save_gate)

@@ -1,6 +1,10 @@
-"""Ops that Triton computes on GPUs where it is installed, and torch computes everywhere else.
+"""The table of ops: each is a function by torch, with a schema from its annotations, and kernels for devices that have some.
 
-Callers see one op of torch's dispatcher, whichever implementation runs.
+    @op(triton="norm:launch_rms_norm")         on a GPU with Triton, in verl/models/ops/triton
+    @op(compiled=_compiled_swiglu)             on a CPU with the compiled kernels of verl/csrc/kernels.c
+    def swiglu(gate_up: torch.Tensor) -> torch.Tensor: ...
+
+Callers see one op of torch's dispatcher, verl::swiglu, whichever implementation runs.
 """
 
 from __future__ import annotations
@@ -9,66 +13,80 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
-from torch._ops import OpOverload
 
 log = logging.getLogger(__name__)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+OPS: dict[str, Any] = {}  # by name, of the modules that are imported
 _LIBRARY = torch.library.Library("verl", "FRAGMENT")
 
 
-def kernel(schema: str, by_torch: Callable[..., object], by_triton: str) -> OpOverload:
-    """The op verl::NAME of `schema`, which begins with NAME. `by_triton` is "file:function" in this folder, imported at the
-    first call on a GPU, for first arguments in other dtypes than float64. Neither implementation is differentiated; see
-    torch.library.register_autograd."""
-    _LIBRARY.define(schema)
-    name = schema.partition("(")[0]
-    _LIBRARY.impl(name, by_torch, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, _on_gpu(by_torch, by_triton), "CUDA")
-    return cast("OpOverload", getattr(torch.ops.verl, name).default)
+def op(
+    triton: str = "", compiled: Callable[..., object] | None = None, writes: Sequence[str] = ()
+) -> Callable[[Function], Function]:
+    """A decorator that makes an op of a function by torch, which writes into its arguments `writes`.
+
+    `triton` is "file:function" in the folder triton, imported at the first call on a GPU, for first arguments in other dtypes
+    than float64. `compiled` computes on a CPU; it returns NotImplemented for arguments that its kernels do not
+    take. No implementation is
+    differentiated; see `differentiate`."""
+
+    def register(by_torch: Function) -> Function:
+        name = by_torch.__name__
+        _LIBRARY.define(name + torch.library.infer_schema(by_torch, mutates_args=writes))
+        _LIBRARY.impl(name, by_torch, "CompositeExplicitAutograd")
+        if compiled is not None:
+            _LIBRARY.impl(name, _on_cpu(by_torch, compiled), "CPU")
+        if triton:
+            _LIBRARY.impl(name, _on_gpu(by_torch, triton), "CUDA")
+        OPS[name] = registered = getattr(torch.ops.verl, name).default
+        registered.by_torch, registered.triton = by_torch, triton
+        return cast("Function", registered)
+
+    return register
 
 
-def differentiate(op: OpOverload, backward: Callable[..., object], save: Callable[..., None]) -> None:
-    """Give `op` of `kernel` a gradient, as torch.library.register_autograd does."""
-    torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
+def by_torch(registered: Function) -> Function:
+    """The function by torch of an op, without the dispatcher."""
+    return cast("Function", cast("Any", registered).by_torch)
 
 
-def _on_gpu(by_torch: Callable[..., object], by_triton: str) -> Callable[..., object]:
-    def launch(first: torch.Tensor, *others: object) -> object:
-        with torch.cuda.device_of(first):
-            return load(by_triton)(first, *others)
+def differentiate(registered: Callable[..., Any], backward: Callable[..., object], save: Callable[..., None]) -> None:
+    """Give an op a gradient, as torch.library.register_autograd does."""
+    torch.library.register_autograd(cast("Any", registered), backward, setup_context=save, lib=_LIBRARY)
 
-    kernel_or_torch = with_fallback(launch, by_torch, by_triton)
 
-    def call(first: torch.Tensor, *others: object) -> Any:
-        has_kernel = first.dtype != torch.float64 and has_triton()
-        return (kernel_or_torch if has_kernel else by_torch)(first, *others)
+def _on_cpu(by_torch: Callable[..., object], compiled: Callable[..., object]) -> Callable[..., object]:
+    def call(*args: object) -> object:
+        result = compiled(*args)
+        return by_torch(*args) if result is NotImplemented else result
 
     return call
 
 
-def with_fallback(compiled: Callable[..., object], plain: Callable[..., object], name: str) -> Callable[..., object]:
-    """A function that calls `compiled` until it fails, and then `plain`. Raises OutOfMemoryError of the former, and its
-    errors while a CUDA graph is captured."""
+def _on_gpu(by_torch: Callable[..., object], by_triton: str) -> Callable[..., object]:
+    """The kernel until it fails, and then torch. Raises OutOfMemoryError, and errors while a CUDA graph is captured."""
     has_failed = False
 
-    @functools.wraps(plain)
-    def call(*args: object) -> Any:
+    def call(first: torch.Tensor, *others: object) -> object:
         nonlocal has_failed
-        if not has_failed:
-            try:
-                return compiled(*args)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # a compiler fails in many ways, and none of them may cost the run
-                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                    raise  # the capture has failed, and the compiler works
-                log.warning("%s runs without its compiler (%s: %s)", name, type(error).__name__, str(error)[:200])
-                has_failed = True
-        return plain(*args)
+        if has_failed or first.dtype == torch.float64 or not has_triton():
+            return by_torch(first, *others)
+        try:
+            with torch.cuda.device_of(first):
+                return load(by_triton)(first, *others)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler fails in many ways, and none of them may cost the run
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise  # the capture has failed, and the compiler works
+            log.warning("%s runs without its compiler (%s: %s)", by_triton, type(error).__name__, str(error)[:200])
+            has_failed = True
+        return by_torch(first, *others)
 
     return call
 

@@ -28,10 +28,9 @@ class TokenAdapters:
         ends = np.append(np.flatnonzero(np.diff(self.of_token)) + 1, len(self.of_token)).astype(np.int64)
         return ends, [self.adapters[self.of_token[end - 1]] for end in ends]
 
-    def groups(self, keep: torch.Tensor | None = None) -> list[tuple[AdapterWeights, torch.Tensor]]:
-        """Each adapter with the indices of its tokens, counted among those that `keep` holds."""
-        of_token = self.of_token if keep is None else self.of_token[keep.cpu().numpy()]
-        present = [(a, np.flatnonzero(of_token == i)) for i, a in enumerate(self.adapters) if a is not None]
+    def groups(self) -> list[tuple[AdapterWeights, torch.Tensor]]:
+        """Each adapter with the indices of its tokens."""
+        present = [(a, np.flatnonzero(self.of_token == i)) for i, a in enumerate(self.adapters) if a is not None]
         return [(adapter, torch.from_numpy(rows)) for adapter, rows in present if len(rows)]
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.adapter_weights import LowRank
+from verl.models.decoder.forward import embedded
 from verl.models.decoder.reuse import ActivationStore
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.vision import ImageFeatures
@@ -155,9 +156,7 @@ class CpuForward:
         (ascending), or after all. `ids` are int64 [tokens], and `positions` [tokens] or [axes, tokens]; `images` have the
         same tokens. Tokens with equal `adapters` are best neighbours. Without images, activations are `recorded` in the slots
         of the tokens, int64 [tokens], where they are not -1."""
-        x = F.embedding(ids, self.decoder.embed.detach())
-        if images is not None:
-            x = images.embedded(x)
+        x = embedded(self.decoder, ids, images).detach()
         cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2)))
         everything = torch.arange(len(ids))
         keep = everything if keep is None else keep

@@ -14,7 +14,7 @@ import torch
 from verl.data_proto.samples import SamplingParams
 from verl.models.hf_module import HFModule
 from verl.models.ops.decoding import SharedPrompts, Slots
-from verl.models.ops.table import kernel
+from verl.models.ops.table import op
 from verl.models.ops.varlen import TokenSpans, VarlenKernel
 from verl.models.vision import placed_positions
 from verl.parallel.device import to_device, write_at
@@ -232,10 +232,11 @@ class DeviceRows:
     def _advance(self, num_rows: int, logits: torch.Tensor) -> None:
         columns, out = self.columns[:, :num_rows], self._out[: 2 * num_rows].view(2, num_rows)
         tokens, log_probs = sample(logits, self.params, uniforms_at(columns[KEY], columns[DRAWN]))
-        _ADVANCE(tokens, log_probs, columns, self._step, self._limit, out)
+        advance(tokens, log_probs, columns, self._step, self._limit, out)
 
 
-def _advance(
+@op(triton="draws:launch_advance", writes=("columns", "out"))
+def advance(
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
     columns: torch.Tensor,
@@ -247,13 +248,6 @@ def _advance(
     _pack(out, tokens, log_probs)
     columns[TOKEN] = tokens
     torch.minimum(columns.add_(step), limit, out=columns)
-
-
-_ADVANCE = kernel(
-    "advance(Tensor tokens, Tensor log_probs, Tensor(a!) columns, Tensor step, Tensor limit, Tensor(b!) out) -> ()",
-    _advance,
-    "draws:launch_advance",
-)
 
 
 def _pack(packed: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:

@@ -1,26 +1,26 @@
-"""The fused forward of a dense decoder, on tokens that lie back to back; the caller computes attention.
+"""The forward of a dense decoder that samples on a GPU; the caller computes attention.
 
-The weights are the module's own (verl.models.decoder.weights), read in place.
+It reads the weights of the module (verl.models.decoder.weights) in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from verl.models.adapter_weights import LowRank, join_own
+from verl.models.decoder.forward import DecoderPass, embedded
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Projection
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
+from verl.models.ops.decoding import HeadNorms
 from verl.models.ops.linear import wide_product
-from verl.models.ops.pointwise import add_norm, rms_norm, swiglu
 from verl.models.vision import ImageFeatures
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the whole sequence
-
-HeadNorms = tuple[torch.Tensor, torch.Tensor, float] | None  # of queries and keys, and their eps
 
 
 class JoinedAdapters:
@@ -91,48 +91,39 @@ class StraightForward:
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, images: ImageFeatures | None = None
     ) -> torch.Tensor:
         """Final hidden states [tokens, hidden] of `tokens` at `positions` (int64 [tokens], or [axes, tokens] with images)."""
-        x = F.embedding(tokens, self.decoder.embed)
-        if images is not None:
-            x = images.embedded(x)
+        x = embedded(self.decoder, tokens, images)
         if positions.dim() == 1:
             cos, sin = self._cos[positions], self._sin[positions]
         else:
             cos, sin = (t[0] for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(1)))
-        first = self.decoder.layers[0].input_norm
-        normed = rms_norm(x, first.weight, first.eps)
-        layers = self.decoder.layers
-        followers = [layer.input_norm for layer in layers[1:]] + [self.decoder.final_norm]
-        for number, (layer, after) in enumerate(zip(layers, followers, strict=True)):
-            qkv = self._linear(normed, layer.qkv)
-            out = self._linear(attend(number, qkv, cos, sin, _head_norms(layer)).flatten(1), layer.o)
-            x, normed = add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
-            out = self._feed_forward(normed, layer)
-            x, normed = add_norm(x, out, after.weight, after.eps)
-            if images is not None and number < len(images.deep):
-                x = images.deepened(number, x)
-                normed = rms_norm(x, after.weight, after.eps)
-        return normed
+        run = _DevicePass(self._adapters, lambda number, qkv, norms: attend(number, qkv, cos, sin, norms))
+        return run.normed(*run.states(self.decoder, x, images), self.decoder.final_norm)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, vocab] in float32."""
         return wide_product(hidden, self.head).float()
 
-    def _feed_forward(self, x: torch.Tensor, layer: DenseLayer) -> torch.Tensor:
-        if layer.experts is not None:
-            out: torch.Tensor = layer.experts(x.unsqueeze(0))
-            return out[0]
-        return self._linear(swiglu(self._linear(x, layer.gate_up)), layer.down)
 
-    def _linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+class _DevicePass(DecoderPass):
+    def __init__(
+        self,
+        adapters: Mapping[int, JoinedAdapters],
+        attend: Callable[[int, torch.Tensor, HeadNorms], torch.Tensor],
+    ):
+        self._adapters, self._attend = adapters, attend
+
+    def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """See DecoderPass."""
         y = F.linear(x, projection.weight, projection.bias)
         adapters = self._adapters.get(id(projection))
         return y if adapters is None else adapters.add_(y, x)
 
-
-def _head_norms(layer: DenseLayer) -> HeadNorms:
-    if layer.q_norm is None or layer.k_norm is None:
-        return None
-    return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
+    def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        norms: HeadNorms = (None, None, 0.0)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = weights.q_norm.weight, weights.k_norm.weight, weights.q_norm.eps
+        return self._attend(number, qkv, norms).flatten(1)
 
 
 def readable(module: HFModule) -> DenseDecoder | None:

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from verl.models.decoder.weights import DenseDecoder
-from verl.models.ops.decoding import SharedPrompts, Slots, attend_new_tokens
+from verl.models.ops.decoding import HeadNorms, SharedPrompts, Slots, attend_new_tokens
 from verl.models.ops.pointwise import write_kv
 from verl.models.ops.varlen import TokenSpans, VarlenKernel
-from verl.rollout.native.cuda.forward import HeadNorms
 
 
 class TokenStore:
@@ -85,7 +84,7 @@ class PromptAttention:
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
     ) -> torch.Tensor:
         store = self.store.layer(layer)
-        q = write_kv(qkv, cos, sin, norms, store, self.where)
+        q = write_kv(qkv, cos, sin, *norms, store, self.where)
         out, _ = self.kernel.forward(q, *store, self.spans._replace(window=self.windows[layer]), True, self.scale)
         return out
 

@@ -6,9 +6,8 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +15,14 @@ from torch import nn
 
 from verl.models.adapter_weights import LowRank
 from verl.models.attention import Scoring
+from verl.models.decoder.forward import DecoderPass, Sum, embedded, turned_heads
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
 from verl.models.ops.linear import Matmul
+from verl.models.ops.pointwise import Turns, inverse_rms, rotate_, scaled_norm
+from verl.models.ops.table import by_torch
 from verl.models.vision import ImageFeatures, num_deep_layers
 from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.layout import StepLayout
@@ -33,30 +35,15 @@ _PLAIN_LOGITS = {"softcap": None, "logit_scale": 1.0}
 Product = Callable[[torch.Tensor], torch.Tensor]  # x [tokens, inputs] -> [tokens, outputs], in x's dtype
 
 
-class _Layer(NamedTuple):
-    weights: DenseLayer
-    scoring: Scoring
-    qkv: Product
-    o: Product
-    gate_up: Product
-    down: Product
-
-
 class DenseForward:
     """Made by `of`. The matmuls may hold a copy of the weights, so it serves while the weights stay as they are."""
 
     def __init__(self, module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool):
         self.decoder = decoder
-        self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], _products)
-        self._layers = [
-            _Layer(
-                layer,
-                Scoring(decoder.scale, layer.sliding_window),
-                *(product(p, prepack=prepack) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
-            )
-            for layer in decoder.layers
-        ]
-        self._head = product(head, prepack=prepack)
+        projections = [*decoder.projections(), head]
+        self._adapters = ArrangedAdapters(module, projections, _products)
+        self._products = {id(p): (number, product(p, prepack=prepack)) for number, p in enumerate(projections)}
+        self._head = head
 
     @classmethod
     def of(cls, module: HFModule, *, prepack: bool, required: bool = False) -> DenseForward | CpuForward | None:
@@ -75,15 +62,9 @@ class DenseForward:
         return cls(module, decoder, projection, prepack=prepack)
 
     @property
-    def products(self) -> list[Product]:
-        """All matmuls, layer by layer, then the head's."""
-        held = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return [*held, self._head]
-
-    @property
     def num_copied_bytes(self) -> int:
         """Memory of the copies of weights that it holds."""
-        return sum(p.num_bytes for p in self.products if isinstance(p, _Widened))
+        return sum(p.num_bytes for _, p in self._products.values() if isinstance(p, _Widened))
 
     def logits(
         self,
@@ -97,60 +78,68 @@ class DenseForward:
         """[kept, vocab]: the logits after the tokens whose indices `keep` holds, or after all. `ids` are int64 [tokens], and
         `positions` [tokens] or [axes, tokens]; `layout`, `adapters` and `images` have the same tokens."""
         decoder = self.decoder
-        x = F.embedding(ids, decoder.embed)
-        if images is not None:
-            x = images.embedded(x)
+        x = embedded(decoder, ids, images)
         cos, sin = decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2))
-        rotation = _Rotation(cos[0], sin[0])
-        last, add = len(self._layers) - 1, self._adding(adapters, x.device)
-        for index, layer in enumerate(self._layers):
-            normed = _normed(x, layer.weights.input_norm)
-            q, k, v = self._heads(add(4 * index, normed, layer.qkv(normed)), layer.weights, rotation)
-            attended = layout.attend_tokens(index, q, k, v, layer.scoring).flatten(1)
-            if index == last and keep is not None:
-                x, attended = x.index_select(0, keep), attended.index_select(0, keep)
-                add = self._adding(adapters, x.device, keep)
-                images = None if images is None else images.among(keep)
-            x.add_(add(4 * index + 1, attended, layer.o(attended)))
-            normed = _normed(x, layer.weights.post_norm)
-            gate, up = add(4 * index + 2, normed, layer.gate_up(normed)).chunk(2, dim=1)
-            inner = F.silu(gate).mul_(up)
-            x.add_(add(4 * index + 3, inner, layer.down(inner)))
-            if images is not None:
-                x = images.deepened(index, x)
-        normed = _normed(x, decoder.final_norm)
-        return add(4 * last + 4, normed, self._head(normed))
+        run = _HostPass(decoder, self._products, layout, Turns(cos[0], sin[0]), keep)
+        for adapter, rows in () if adapters is None else adapters.groups():
+            run.adapters.append((self._adapters.of(adapter), rows.to(x.device)))
+        x, _ = run.states(decoder, x, images)
+        return run.linear(_normed(x, decoder.final_norm), self._head)
 
-    def _adding(
-        self, adapters: TokenAdapters | None, device: torch.device, keep: torch.Tensor | None = None
-    ) -> Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """(number, x, y) -> y, the result of a product with `x`, plus the products of the tokens' adapters."""
-        groups = [] if adapters is None else adapters.groups(keep)
-        arranged = [(self._adapters.of(adapter), rows.to(device)) for adapter, rows in groups]
 
-        def add(number: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            for products, rows in arranged:
-                if (pair := products[number]) is not None:
-                    down, up = pair
-                    y.index_add_(0, rows, up(down(x.index_select(0, rows))))
-            return y
+class _HostPass(DecoderPass):
+    """Sums with the residual are made in place. The last layer computes only the tokens `keep` behind its attention."""
 
-        return add
+    def __init__(
+        self,
+        decoder: DenseDecoder,
+        products: Mapping[int, tuple[int, Product]],
+        layout: StepLayout,
+        turns: Turns,
+        keep: torch.Tensor | None,
+    ):
+        self._decoder, self._products, self._layout, self._turns, self._keep = decoder, products, layout, turns, keep
+        self._narrows = None if keep is None else decoder.layers[-1].o
+        self.adapters: list[tuple[list[tuple[Product, Product] | None], torch.Tensor]] = []  # each with its tokens
 
-    def _heads(
-        self, qkv: torch.Tensor, layer: DenseLayer, rotation: _Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], rotated."""
-        heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
-        split = qkv.view(len(qkv), heads + 2 * kv_heads, self.decoder.head_dim)
-        q, k, v = split.split((heads, kv_heads, kv_heads), dim=1)
-        if layer.q_norm is None or layer.k_norm is None:
-            rotation.apply_(split[:, : heads + kv_heads])
-            return q, k, v
-        q, k = _normed(q, layer.q_norm), _normed(k, layer.k_norm)
-        rotation.apply_(q)
-        rotation.apply_(k)
-        return q, k, v
+    def normed(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderPass."""
+        return x, _normed(x, norm)
+
+    def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """See DecoderPass."""
+        number, multiply = self._products[id(projection)]
+        y = multiply(x)
+        for products, rows in self.adapters:
+            if (pair := products[number]) is not None:
+                down, up = pair
+                y.index_add_(0, rows, up(down(x.index_select(0, rows))))
+        return y
+
+    def project(self, x: torch.Tensor, inputs: torch.Tensor, projection: Projection) -> Sum:
+        """See DecoderPass."""
+        if projection is self._narrows and (keep := self._keep) is not None:
+            x, inputs = x.index_select(0, keep), inputs.index_select(0, keep)
+            among = [(products, torch.isin(keep, rows).nonzero()[:, 0]) for products, rows in self.adapters]
+            self.adapters = [(products, rows) for products, rows in among if len(rows)]
+        return x.add_(self.linear(inputs, projection)), None
+
+    def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        gate, up = gate_up.chunk(2, dim=1)
+        return F.silu(gate).mul_(up)
+
+    def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        q, k, v = turned_heads(self._decoder, weights, qkv, self._turns, _normed, _rotate_)
+        scoring = Scoring(self._decoder.scale, weights.sliding_window)
+        return self._layout.attend_tokens(number, q, k, v, scoring).flatten(1)
+
+    def deepened(self, images: ImageFeatures, number: int, x: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        if self._keep is not None and number == len(self._decoder.layers) - 1:
+            images = images.among(self._keep)
+        return images.deepened(number, x)
 
 
 def compiled(
@@ -195,23 +184,8 @@ def _products(joined: list[LowRank | None]) -> list[tuple[Product, Product] | No
     return [None if pair is None else (of(pair.down), of(pair.up)) for pair in joined]
 
 
-class _Rotation:
-    """The rotary embedding at the positions of a forward: x cos + (x with its halves exchanged) turn."""
-
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
-        self._half = cos.shape[-1] // 2
-        self._cos = cos.unsqueeze(1)
-        self._turn = torch.cat([-sin[:, : self._half], sin[:, self._half :]], dim=1).unsqueeze(1)
-
-    def apply_(self, x: torch.Tensor) -> None:
-        """x [tokens, heads, head_dim], in place."""
-        turned = x.roll(self._half, -1).mul_(self._turn)
-        x.mul_(self._cos).add_(turned)
+_inverse_rms, _scaled_norm, _rotate_ = by_torch(inverse_rms), by_torch(scaled_norm), by_torch(rotate_)
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """RMS norm over the last axis: in float32 or wider, rounded to x's dtype, times the weight."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    scaled = x * root.square_().mul_(1 / x.shape[-1]).add_(norm.eps).rsqrt_()
-    return cast("torch.Tensor", scaled.to(x.dtype).mul_(norm.weight))
+    return _scaled_norm(x, norm.weight, _inverse_rms(x, norm.eps))
