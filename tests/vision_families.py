@@ -162,7 +162,7 @@ def random_images(family, sizes=((2, 2),), seed=0):
         return {"pixel_values": pixels, **shapes}, [4 + h * w + h for h, w in sizes]
     pixels = torch.randn(len(sizes), 3, 32, 32, generator=generator)
     counts = [16 if family == "llava" else 4] * len(sizes)
-    return {"pixel_values": pixels[None] if FAMILIES[family] else pixels}, counts
+    return {"pixel_values": pixels[None] if FAMILIES[family].axis else pixels}, counts
 
 
 def one_by_one(family, tensors):
@@ -171,7 +171,7 @@ def one_by_one(family, tensors):
         grids = tensors["image_grid_thw"]
         parts = tensors["pixel_values"].split(grids.prod(1).tolist())
         return [{"pixel_values": part, "image_grid_thw": grid[None]} for part, grid in zip(parts, grids, strict=True)]
-    parts = (value.split(1, dim=FAMILIES[family] if value.dim() > 2 else 0) for value in tensors.values())
+    parts = (value.split(1, dim=FAMILIES[family].axis if value.dim() > 2 else 0) for value in tensors.values())
     return [dict(zip(tensors, part, strict=True)) for part in zip(*parts, strict=True)]
 
 

@@ -132,7 +132,7 @@ def test_log_probs_equal_the_own_forward(family, folder_of, tmp_path):
         if len(media) < 2 or sum(parts) != sum(token in (IMAGE, VIDEO) for token in (*prompt, *response)):
             continue  # it has sampled a token of images, which their own forward takes for one
         kinds |= {kind for images in media[1:] for kind in images.kinds}
-        whole = Media("", joined([m.tensors for m in media], FAMILIES[family], "cpu"))
+        whole = Media("", joined([m.tensors for m in media], FAMILIES[family].axis, "cpu"))
         expected = own_log_probs(theirs, prompt, whole, response).detach()
         assert torch.allclose(torch.tensor(row.log_probs), expected.double() * row.response_mask, rtol=0, atol=1e-5)
         num_compared += 1

@@ -14,7 +14,7 @@ LAYERS = (
     ("errors",),
     ("regular_files", "user_objects"),
     ("registry",),
-    ("families",),
+    ("families", "model_families"),
     ("data_proto",),
     ("config",),
     ("specs",),

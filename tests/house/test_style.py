@@ -13,14 +13,14 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 81_480,
+    "core": 81_479,
     "compat": 6_765,
     "page": 3_732,
     "planner": 2_719,
     "tinker": 3_182,
     "clusters": 2_386,
-    "tests": 81_785,
-    "benchmarks": 5_997,
+    "tests": 81_783,
+    "benchmarks": 5_996,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9

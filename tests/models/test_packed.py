@@ -12,9 +12,9 @@ from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm, load_model
 from verl.models.packed import PackedLayout, PackedSegment, choose_kernel, masked_attention
 from verl.models.packing import pack_rows
-from verl.models.tiny import _FAMILIES
+from verl.models.tiny import TINY_FAMILIES
 
-PACKED = [family for family in _FAMILIES if family != "bloom"]
+PACKED = [family for family in TINY_FAMILIES if family != "bloom"]
 _FLOAT32_ROUTERS = (
     "qwen3_moe",
     "mixtral",

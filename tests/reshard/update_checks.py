@@ -6,9 +6,9 @@ import torch.distributed as dist
 from tests.engines.parallel_checks import make, model_folder, on
 from verl.engines.fsdp import FSDPEngine
 from verl.errors import ModelError
+from verl.model_families import families_with
 from verl.models.load import load_causal_lm
 from verl.models.lora import is_adapter
-from verl.models.parallel import experts, tensor
 from verl.parallel.collectives import Collectives, Peer
 from verl.parallel.mesh import Mesh
 from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check
@@ -17,8 +17,8 @@ from verl.reshard.update import plan_update
 from verl.rollout.rollout_model import Replica, copy_group
 
 CPU = torch.device("cpu")
-DENSE = sorted(set(tensor.FAMILIES) - set(experts.FAMILIES))
-MIXTURES = sorted(experts.FAMILIES)
+DENSE = sorted(set(families_with("tensor")) - set(families_with("experts")))
+MIXTURES = sorted(families_with("experts"))
 
 
 def together():
@@ -76,7 +76,7 @@ def check_mixtures(folder):
     for family in MIXTURES:
         path = model_folder(folder, family)
         results[family] = [check_both_ways(path, 1), check_both_ways(path, 1, expert_parallel_size=2)]
-        if family in tensor.FAMILIES:
+        if family in families_with("tensor"):
             results[family].append(check_both_ways(path, 2, expert_parallel_size=2))
     return results
 

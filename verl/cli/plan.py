@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from verl.cli.arguments import ConfigArguments, parse, with_run_folder
 from verl.cli.check import PROGRAM, schema_asked
-from verl.config.sections.megatron import FAMILIES
 from verl.errors import ConfigError
 from verl.foreign_text import clean
+from verl.model_families import families_with
 from verl.tracking.files import json_text, write_atomically
 from verl.tracking.timeline import PLAN
 
@@ -168,7 +168,7 @@ def engine_notice(engine: str, shape: ModelShape) -> str:
         return ""
     return (
         f"verl train cannot start this plan: the model has {' and '.join(refused)}, and strategy=megatron takes the families "
-        f"{', '.join(FAMILIES)}. Set plan.engine=fsdp for a plan that starts."
+        f"{', '.join(families_with('megatron'))}. Set plan.engine=fsdp for a plan that starts."
     )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.schema import Derived
-from verl.config.sections.megatron import FAMILIES as MEGATRON_FAMILIES
 from verl.families import ADVANTAGES, ENVIRONMENT_PACKAGES
+from verl.model_families import families_with
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def _lacking(values: Mapping[str, Any], role: str) -> str:
         family = config.get("text_config", config)["model_type"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""
-    return "" if family in MEGATRON_FAMILIES else f" for {family}"
+    return "" if family in families_with("megatron") else f" for {family}"
 
 
 def _device(values: Mapping[str, object]) -> Derived:

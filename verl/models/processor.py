@@ -28,7 +28,7 @@ from verl.data_proto.media import SAMPLING, Clip
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.models.folder import read_json_object, reason
-from verl.models.vision import FAMILIES, NOT_SENT, WITHOUT_VIDEOS, joined
+from verl.models.vision import FAMILIES, joined
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -50,8 +50,8 @@ class ImageProcessor:
     def __init__(self, processor: Any, folder: Path, family: str):
         self.processor, self.folder, self.family = processor, folder, family
         self.keeps_files = False
-        self.no_videos = WITHOUT_VIDEOS.get(family, "")  # why it reads none
-        self.not_sent = NOT_SENT.get(family, "")  # why an engine that needs files gets none
+        self.no_videos = FAMILIES[family].no_videos  # why it reads none
+        self.not_sent = FAMILIES[family].not_sent  # why an engine that needs files gets none
         self.reads_only_parts = not _reads_texts(processor.tokenizer)
         self.token: str = processor.image_token
         self.token_id: int = processor.image_token_id
@@ -87,7 +87,9 @@ class ImageProcessor:
         parts = [
             self._read_clip(item, settings) if isinstance(item, Clip) else self.read([item], settings) for item in media
         ]
-        return joined([own for own, _ in parts], FAMILIES[self.family], "cpu"), [t for _, texts in parts for t in texts]
+        return joined([own for own, _ in parts], FAMILIES[self.family].axis, "cpu"), [
+            t for _, texts in parts for t in texts
+        ]
 
     def _read_clip(self, clip: Clip, settings: Mapping[str, object]) -> tuple[dict[str, torch.Tensor], list[str]]:
         processor = copy.copy(self.processor)

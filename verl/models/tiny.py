@@ -5,55 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from verl.model_families import FAMILIES
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_FAMILIES: dict[str, dict[str, object]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "mistral": {"sliding_window": None},
-    "gemma": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
-    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    },
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-    },
-    "glm4_moe": {
-        "head_dim": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-        "use_qk_norm": True,
-        "attention_bias": True,
-        "routed_scaling_factor": 1.5,
-    },
-    "bloom": {},  # whose attention takes no packed batches
-    "phi3": {"sliding_window": None},
-    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+TINY_FAMILIES = {name: row.tiny for name, row in FAMILIES.items() if row.tiny is not None}
 
 
 def make_tokenizer() -> Any:
@@ -76,8 +35,7 @@ def make_tokenizer() -> Any:
 def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **overrides: object) -> Path:
     """Write a random model of 2 layers, hidden size 64, 4 heads, 2 KV heads, 264 tokens; returns the folder.
 
-    `family` is one of llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, qwen3_moe,
-    qwen2_moe, deepseek_v3, glm4_moe, bloom, phi3, mixtral; `overrides` go to its config.
+    `family` is one of TINY_FAMILIES; `overrides` go to its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -97,7 +55,7 @@ def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **
         "pad_token_id": 256,
         "eos_token_id": 258,
         "bos_token_id": 257,
-        **_FAMILIES[family],
+        **TINY_FAMILIES[family],
         **overrides,
     }
     generator_state = torch.random.get_rng_state()

@@ -28,43 +28,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verl.data_proto.media import Media
 from verl.errors import ModelError
+from verl.model_families import FAMILIES as ALL_FAMILIES
+from verl.model_families import Vision
 from verl.models.attention import ATTENTION_NAME
 from verl.models.hf_module import HFModule
 
-# model_type -> the axis of pixel tensors along which images of several prompts are joined
-FAMILIES = {
-    "qwen2_vl": 0,
-    "qwen2_5_vl": 0,
-    "qwen3_vl": 0,
-    "qwen3_vl_moe": 0,
-    "glm4v": 0,
-    "llava": 0,
-    "llava_onevision": 0,
-    "internvl": 0,
-    "mistral3": 0,
-    "smolvlm": 1,
-    "idefics3": 1,
-}
-# families of FAMILIES whose videos are not read -> the reason
-WITHOUT_VIDEOS = {
-    "glm4v": "cannot be read: GLM-4.1V has one token for images and videos, which its forward cannot tell apart in a batch",
-    "llava": "cannot be read: LLaVA has no videos",
-    "llava_onevision": "cannot be read: LLaVA-OneVision computes videos of a batch together only if all have as many frames",
-    "idefics3": "cannot be read: Idefics3 has no videos",
-    "mistral3": "cannot be read: Mistral 3 has no videos",
-}
-_BEHIND = "cannot be sent to vLLM, which gives text behind a video other positions than transformers"
-# families whose videos only the engines native and hf read -> the reason
-NOT_SENT = {
-    "qwen2_vl": _BEHIND,
-    "qwen2_5_vl": _BEHIND,
-    "internvl": "cannot be sent to vLLM, which has other tokens for frames of InternVL",
-    "smolvlm": "cannot be sent to vLLM, which has no videos for SmolVLM",
-}
-# families whose images cannot train here -> the reason
-REFUSED = {
-    "gemma3": "tokens of an image see one another in both directions, and packed attention is causal",
-    "paligemma": "tokens of a prompt see one another in both directions, and packed attention is causal",
+FAMILIES: Mapping[str, Vision] = {
+    name: row.vision for name, row in ALL_FAMILIES.items() if row.vision is not None and not row.vision.refused
 }
 
 
@@ -103,7 +73,7 @@ class ImageFeatures:
 
     def deepened(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """The output `x` [tokens, hidden_size] of a layer with the features that are added to it, differentiable."""
-        return x.index_add(0, self.index, self.deep[layer].to(x.dtype)) if layer < len(self.deep) else x
+        return x.index_add(0, self.index, self.deep[layer].to(x.dtype))
 
     def among(self, keep: torch.Tensor) -> ImageFeatures:
         """The features of the tokens that `keep` (ascending) holds, in a row of only these."""
@@ -139,7 +109,9 @@ def require_vision(module: nn.Module) -> None:
     """Raise ModelError where `module` is to compute images and reads none."""
     if not is_vision_model(module):
         kind = getattr(module.config, "model_type", type(module).__name__)
-        why = REFUSED.get(kind, "it has no vision tower that is supported")
+        row = ALL_FAMILIES.get(kind)
+        refused = row.vision.refused if row is not None and row.vision is not None else ""
+        why = refused or "it has no vision tower that is supported"
         raise ModelError(
             f"Rows have images, and {type(module).__name__} cannot read them: {why}. Families that can are "
             f"{', '.join(FAMILIES)}."
@@ -197,7 +169,7 @@ def image_features(module: Any, ids: torch.Tensor, placed: Sequence[PlacedMedia]
     spans = ids[:, where]
     kinds_of = _kinds(module, spans)
     marks, kinds = kinds_of > 0, _accepted(body_of(module).forward, mm_token_type_ids=kinds_of, token_type_ids=kinds_of)
-    pixels = joined([item.media.tensors for item in placed], FAMILIES[module.config.model_type], ids.device)
+    pixels = joined([item.media.tensors for item in placed], FAMILIES[module.config.model_type].axis, ids.device)
     with _front(module) as read:
         body_of(module)(input_ids=spans, position_ids=where[None], use_cache=False, **pixels, **kinds)
     return ImageFeatures(
@@ -266,7 +238,7 @@ def padded_inputs(
     require_vision(module)
     tokens, kinds = _tokens_of_images(module, ids, in_images)
     config: Any = module.config
-    of_row = joined([item.tensors for item in media], FAMILIES[config.model_type], ids.device)
+    of_row = joined([item.tensors for item in media], FAMILIES[config.model_type].axis, ids.device)
     pixels = {name: torch.cat([value] * len(ids)) for name, value in of_row.items()}
     with _embedding(module, ids, tokens):
         yield {"inputs": tokens, **pixels, **kinds}
@@ -344,7 +316,7 @@ def _kinds(module: Any, ids: torch.Tensor) -> torch.Tensor:
     config = module.config
     image = getattr(config, "image_token_id", None)
     kinds: torch.Tensor = (ids == (config.image_token_index if image is None else image)).long()
-    video = None if config.model_type in WITHOUT_VIDEOS else getattr(config, "video_token_id", None)
+    video = None if FAMILIES[config.model_type].no_videos else getattr(config, "video_token_id", None)
     return kinds if video is None else kinds + 2 * (ids == video)
 
 

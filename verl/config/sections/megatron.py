@@ -8,8 +8,9 @@ from typing import Any
 
 from verl.config.keys import Section, used
 from verl.errors import ConfigError
+from verl.model_families import families_with
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
+_FAMILIES = families_with("megatron")
 _INSTEAD = "Set strategy=fsdp2, or trainer.engine_fallback=fsdp."
 _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -126,8 +127,8 @@ class MegatronConfig(Section):
     def _misfits(self, model: Any) -> Iterator[str]:
         tensor, experts = self.tensor_model_parallel_size, getattr(model, "num_local_experts", None)
         experts = experts or getattr(model, "num_experts", None)
-        if model.model_type not in FAMILIES:
-            yield f"strategy=megatron has no name map for {model.model_type}; it has {', '.join(FAMILIES)}. {_INSTEAD}"
+        if model.model_type not in _FAMILIES:
+            yield f"strategy=megatron has no name map for {model.model_type}; it has {', '.join(_FAMILIES)}. {_INSTEAD}"
             return
         if getattr(model, "mlp_bias", False) or (
             model.model_type in ("llama", "deepseek_v3") and getattr(model, "attention_bias", False)

@@ -20,16 +20,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from verl.model_families import FAMILIES
 from verl.models.lora import LoRALinear
 from verl.models.vision import language_model_of
 
-# the last three are of families with images, in whose positions a token may have several axes
-_DECODERS = (
-    "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model",
-    "Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3VLTextModel",
-)  # fmt: skip
-# read for callers that compute experts; Phi-3's own projections are joined already
-_FOR_SAMPLING = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "Phi3Model")
+_DECODERS = {row.decoder: row for row in FAMILIES.values() if row.decoder}
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class DenseDecoder:
             _known.pop(decoder, None)
             return None
         parts = set(decoder.modules())
-        if not experts and type(decoder).__name__ in _FOR_SAMPLING:
+        if not experts and not _DECODERS[type(decoder).__name__].trains:
             return None
         if not adapters and any(type(part) is LoRALinear for part in parts):
             return None
@@ -126,7 +121,7 @@ _known: WeakKeyDictionary[nn.Module, DenseDecoder] = WeakKeyDictionary()
 def _is_plain(decoder: nn.Module) -> bool:
     """Whether the decoder is of a known class and consists of unwrapped modules with plain local parameters."""
     kind = type(decoder)
-    if kind.__name__ not in _DECODERS + _FOR_SAMPLING or not kind.__module__.startswith("transformers.models."):
+    if kind.__name__ not in _DECODERS or not kind.__module__.startswith("transformers.models."):
         return False
     rotated_share = (getattr(decoder.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     if getattr(decoder.config, "hidden_act", None) != "silu" or rotated_share != 1.0:

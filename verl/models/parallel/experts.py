@@ -15,9 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
+from verl.model_families import families_with
 from verl.models.parallel.collectives import exchange_rows, leave_group, own_range
-
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
 class _OwnExperts(nn.Module):
@@ -108,9 +107,9 @@ def check_experts(config: PreTrainedConfig, size: int) -> None:
     config = config.get_text_config()
     if size == 1:
         return
-    if config.model_type not in FAMILIES:
+    if config.model_type not in (known := families_with("experts")):
         raise ConfigError(
-            f"expert_parallel_size={size} is for mixture-of-experts models ({', '.join(FAMILIES)}), not for "
+            f"expert_parallel_size={size} is for mixture-of-experts models ({', '.join(known)}), not for "
             f"{config.model_type}; set it to 1."
         )
     experts = getattr(config, "num_local_experts", None) or config.num_experts

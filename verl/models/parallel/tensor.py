@@ -16,14 +16,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
+from verl.model_families import families_with
 from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
 from verl.models.parallel.collectives import enter_group, leave_group, own_range
 from verl.parallel.slices import COLUMN, ROW
-
-FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral",
-)  # fmt: skip
 
 _HEAD_NORMS = ("q_norm", "k_norm")
 
@@ -42,9 +39,9 @@ def check_divisible(config: PreTrainedConfig, size: int) -> None:
     config = config.get_text_config()
     if size == 1:
         return
-    if config.model_type not in FAMILIES:
+    if config.model_type not in (known := families_with("tensor")):
         raise ConfigError(
-            f"Tensor parallelism knows {', '.join(FAMILIES)}, not {config.model_type}. Set tensor_parallel_size=1 and "
+            f"Tensor parallelism knows {', '.join(known)}, not {config.model_type}. Set tensor_parallel_size=1 and "
             "shard only with FSDP."
         )
     heads = config.num_attention_heads

@@ -1,0 +1,138 @@
+"""Model families, by `model_type` of config.json, and what verl does with each besides calling its own modules.
+
+A family without a row runs with its own modules, if they pass the checks at load. A row needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_BEHIND = "cannot be sent to vLLM, which gives text behind a video other positions than transformers"
+_ONE_TOKEN = (
+    "cannot be read: GLM-4.1V has one token for images and videos, which its forward cannot tell apart in a batch"
+)
+_BOTH_WAYS = "see one another in both directions, and packed attention is causal"
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Images and videos of a family. Pixel tensors of several prompts are joined along `axis`."""
+
+    axis: int = 0
+    no_videos: str = ""  # the reason why no videos are read
+    not_sent: str = ""  # the reason why only the engines native and hf read videos
+    refused: str = ""  # the reason why images cannot train
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """`decoder` is the class of transformers that verl.models.decoder reads: for the sampler on a GPU, and if it `trains` for
+    training and every sampler. `tensor`, `experts` and `megatron`: available with tensor parallelism, with expert parallelism,
+    and with Megatron. `tiny`: config entries of a tiny random model (verl.models.tiny)."""
+
+    decoder: str = ""
+    trains: bool = True
+    tensor: bool = False
+    experts: bool = False
+    megatron: bool = False
+    vision: Vision | None = None
+    tiny: Mapping[str, object] | None = None
+
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    "llama": ModelFamily("LlamaModel", tensor=True, megatron=True, tiny={}),
+    "mistral": ModelFamily("MistralModel", tensor=True, megatron=True, tiny={"sliding_window": None}),
+    "qwen2": ModelFamily("Qwen2Model", tensor=True, megatron=True, tiny={}),
+    "qwen3": ModelFamily("Qwen3Model", tensor=True, megatron=True, tiny={"head_dim": 16}),
+    "phi3": ModelFamily(
+        "Phi3Model", trains=False, tiny={"sliding_window": None}
+    ),  # its own projections are joined already
+    "gemma": ModelFamily(tensor=True, tiny={"head_dim": 16}),
+    "gemma2": ModelFamily(tensor=True, tiny={"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "gemma3_text": ModelFamily(tensor=True, tiny={"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "bloom": ModelFamily(tiny={}),  # whose attention takes no packed batches
+    "qwen3_moe": ModelFamily(
+        "Qwen3MoeModel",
+        trains=False,
+        tensor=True,
+        experts=True,
+        megatron=True,
+        tiny={"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mixtral": ModelFamily(
+        "MixtralModel",
+        trains=False,
+        tensor=True,
+        experts=True,
+        megatron=True,
+        tiny={"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen2_moe": ModelFamily(
+        "Qwen2MoeModel",
+        trains=False,
+        tiny={
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "glm4_moe": ModelFamily(
+        megatron=True,
+        tiny={
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": ModelFamily(
+        experts=True,
+        megatron=True,
+        tiny={
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    # families with images, in whose positions a token may have several axes
+    "qwen2_vl": ModelFamily("Qwen2VLTextModel", vision=Vision(not_sent=_BEHIND)),
+    "qwen2_5_vl": ModelFamily("Qwen2_5_VLTextModel", vision=Vision(not_sent=_BEHIND)),
+    "qwen3_vl": ModelFamily("Qwen3VLTextModel", vision=Vision()),
+    "qwen3_vl_moe": ModelFamily(vision=Vision()),
+    "glm4v": ModelFamily(vision=Vision(no_videos=_ONE_TOKEN)),
+    "llava": ModelFamily(vision=Vision(no_videos="cannot be read: LLaVA has no videos")),
+    "llava_onevision": ModelFamily(
+        vision=Vision(
+            no_videos="cannot be read: LLaVA-OneVision computes videos of a batch together only if all have as many frames"
+        )
+    ),
+    "internvl": ModelFamily(
+        vision=Vision(not_sent="cannot be sent to vLLM, which has other tokens for frames of InternVL")
+    ),
+    "mistral3": ModelFamily(vision=Vision(no_videos="cannot be read: Mistral 3 has no videos")),
+    "smolvlm": ModelFamily(vision=Vision(1, not_sent="cannot be sent to vLLM, which has no videos for SmolVLM")),
+    "idefics3": ModelFamily(vision=Vision(1, no_videos="cannot be read: Idefics3 has no videos")),
+    "gemma3": ModelFamily(vision=Vision(refused=f"tokens of an image {_BOTH_WAYS}")),
+    "paligemma": ModelFamily(vision=Vision(refused=f"tokens of a prompt {_BOTH_WAYS}")),
+}
+
+
+def families_with(column: str) -> tuple[str, ...]:
+    """The names of the families whose rows have `column`."""
+    return tuple(name for name, row in FAMILIES.items() if getattr(row, column))
