@@ -196,6 +196,15 @@ def test_the_same_call_resumes(tiny_llama, tmp_path, capsys):
     assert headers == ["before training; after each epoch and at the end", "after each epoch and at the end"]
 
 
+@pytest.mark.parametrize(("prompts", "row"), [([""], 0), (["hi", ""], 1), ([[]], 0)])
+def test_a_prompt_that_is_empty_is_named_by_its_row(tiny_llama, tmp_path, prompts, row):
+    """And not by the file of the run that holds the rows."""
+    with pytest.raises(DataError, match=f"^Row {row} of the prompts: field 'prompt' is an empty"):
+        verl.generate(tiny_llama, prompts, output_dir=tmp_path / "run")
+    with pytest.raises(DataError, match=r"^The prompts have no rows\."):
+        verl.generate(tiny_llama, [], output_dir=tmp_path / "run")
+
+
 def test_an_interruption_saves(tiny_llama, tmp_path):
     def interrupt(trainer, metrics):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -379,3 +379,8 @@ def test_a_model_that_is_missing_is_refused_before_a_page_has_an_address(model, 
     said = capsys.readouterr().err
     assert "model folder" in said
     assert "page:" not in said
+
+
+def test_a_prompt_of_a_command_is_named_by_its_number(tiny_llama, capsys):
+    assert main(["generate", str(tiny_llama), "--prompt", "hi", "--prompt", ""]) == 3
+    assert "verl generate: --prompt 1 (counted from 0): field 'prompt' is an empty text" in capsys.readouterr().err
