@@ -1,8 +1,8 @@
 """verl: reinforcement-learning post-training for large language models.
 
 `import verl` imports neither torch nor Ray: the names below are resolved on first use, and import paths of other releases
-are made on import (verl/compat/finder.py). It also sets how torch's threads wait, if torch is imported afterwards
-(verl/parallel/process_settings.py).
+are made on import, if verl-compat is installed (verl/distributions.py). It also sets how torch's threads wait, if torch is
+imported afterwards (verl/parallel/process_settings.py).
 """
 
 import sys
@@ -16,7 +16,8 @@ if sys.version_info < (3, 10):  # noqa: UP036 - a checkout on the path, which no
 from typing import TYPE_CHECKING, Any
 
 from verl._version import __version__
-from verl.compat.finder import install, load
+from verl.cli.machine.requirements import imported
+from verl.distributions import install
 from verl.parallel.process_settings import spin_briefly
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(load(_LAZY[name]), name)
+        return getattr(imported(_LAZY[name]), name)
     if name in _MODULES:
-        return load(f"verl.{name}")
+        return imported(f"verl.{name}")
     raise AttributeError(f"module 'verl' has no attribute {name!r}")

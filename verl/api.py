@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from verl.config import SCHEMAS, LoadedConfig, PPOConfig, load_config
 from verl.config.active_keys import runs_agents
@@ -33,6 +33,7 @@ from verl.data.files import is_data_file
 from verl.data.messages import unfilled
 from verl.data.python_rows import Data, Row, Rows, checked_row, listed_rows, prompt_row, row_as_json
 from verl.data.tables import NAMES_OF_ROWS
+from verl.distributions import is_installed, load_part
 from verl.errors import ConfigError, DataError, InterruptedRun
 from verl.foreign_text import quoted
 from verl.parallel.torch_settings import run_settings
@@ -47,6 +48,7 @@ from verl.rewards.functions import (
 from verl.run.host import SteppedRun
 from verl.tracking.files import write_atomically
 from verl.tracking.run_folder import unwritable
+from verl.tracking.trained import TrainedRun
 from verl.user_objects import short_traceback
 
 if TYPE_CHECKING:
@@ -247,10 +249,9 @@ class Trainer(SteppedRun):
 
     @property
     def run(self) -> Run:
-        """The run folder for reading: metrics and samples as data frames."""
-        from verl.page.notebook import Run
-
-        return Run(self.folder)
+        """The run folder for reading: metrics and samples as data frames, with verl-page."""
+        run = load_part("verl.page.notebook").Run if is_installed("verl-page") else TrainedRun
+        return cast("Run", run(self.folder))
 
 
 class _Sampler(Trainer):

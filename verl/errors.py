@@ -120,6 +120,14 @@ class MissingExtraError(VerlError):
         )
 
 
+class DistributionError(MissingExtraError, ModuleNotFoundError):
+    """A distribution of verl is not installed, or is of another release than the core; `name` is the module that it has."""
+
+    def __init__(self, text: str, module: str):
+        VerlError.__init__(self, text)
+        self.name = module
+
+
 class NumericsError(VerlError):
     """A loss, gradient, log-probability or reward is not finite."""
 

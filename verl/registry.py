@@ -20,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from verl.errors import ConfigError, NameConfigError, nearest
+from verl.distributions import require_part
+from verl.errors import ConfigError, DistributionError, NameConfigError, nearest
 from verl.regular_files import imported_files, require_regular
 from verl.user_objects import LIBRARIES, differs_from_file, objects_in, require_kind
 
@@ -77,7 +78,7 @@ def load_module(path: str) -> ModuleType:
             del sys.modules[name]
             raise
         return module
-    except ConfigError:
+    except (ConfigError, DistributionError):
         raise
     except Exception as error:  # a user's file may raise anything while it is imported
         raise ConfigError(f"Importing {path} failed: {type(error).__name__}: {error}") from error
@@ -318,6 +319,7 @@ class Registry:
             hint = nearest(name, self._rows) or "; there are " + ", ".join(sorted(self._rows))
             raise NameConfigError(f"There is no {self.family} {name!r}{hint}")
         if isinstance(row, str):
+            require_part(row.partition(":")[0], f"The {self.family} {name!r}")
             row = load_object(row)
             self._rows[name] = row
         return row

@@ -12,26 +12,21 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from verl.distributions import CORE, owner_of
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "tests/house/test_style.py"
 TABLE = re.compile(r"^MAX_LINES = \{\n[^}]*^\}", re.MULTILINE)
-# what stands beside the core, by its folders and files below verl
-BESIDE = {
-    "compat": ("compat", "runner"),
-    "page": ("page",),
-    "planner": ("planner", "cli/plan.py"),
-    "tinker": ("tinker",),
-    "clusters": ("engines/megatron", "engines/deepspeed"),
-}
 
 
 def part_of(path: Path) -> str:
-    """`core`, a name of BESIDE, or the folder at the root of the tree: the ceiling that a file counts for."""
+    """`core`, another distribution (`page` of verl-page), or the folder at the root of the tree: the ceiling that a file counts
+    for."""
     place = path.relative_to(ROOT)
     if place.parts[0] != "verl":
         return place.parts[0]
-    below = Path(*place.parts[1:])
-    return next((name for name, folders in BESIDE.items() if any(below.is_relative_to(f) for f in folders)), "core")
+    distribution = owner_of(".".join(place.with_suffix("").parts))
+    return "core" if distribution == CORE else distribution.removeprefix(f"{CORE}-")
 
 
 def num_lines(text: str) -> int:

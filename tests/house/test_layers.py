@@ -7,12 +7,14 @@ import pytest
 from tests.house.line_ceilings import part_of
 from tests.house.source import files, imports, nodes, package_of, relative
 from verl.compat.finder import IS_PACKAGE
+from verl.distributions import PARTS, is_installed
 
-# From the ground up. A package may import from packages of earlier rows and from itself.
+# From the ground up. A package may import from packages of earlier rows and from itself. The last rows are the parts of
+# verl/distributions.py, which the core does not import.
 LAYERS = (
     ("_version", "foreign_text"),
     ("errors",),
-    ("regular_files", "user_objects"),
+    ("distributions", "regular_files", "user_objects"),
     ("registry",),
     ("families", "model_families"),
     ("data_proto",),
@@ -24,16 +26,16 @@ LAYERS = (
     ("models",),
     ("tracking",),
     ("tools",),
-    ("rewards", "data", "engines", "rollout", "page"),
+    ("rewards", "data", "engines", "rollout"),
     ("agents",),
     ("reshard", "checkpoint"),
     ("roles",),
     ("runtime",),
     ("programs",),
-    ("run", "tinker"),
+    ("run",),
     ("api", "cli", "session"),
-    ("planner",),
-    ("runner",),
+    ("page", "planner", "clusters", "tasks"),
+    ("tinker",),
     ("compat",),  # serves scripts of other releases
 )
 HEIGHT = {package: height for height, row in enumerate(LAYERS) for package in row}
@@ -55,7 +57,7 @@ def ours(name):
 
 
 def test_every_package_has_a_layer():
-    packages = {package_of(name) for name in own_files()}
+    packages = {layer_of(name) for name in own_files()}
     assert packages <= set(HEIGHT), f"give {packages - set(HEIGHT)} a row in LAYERS"
 
 
@@ -71,9 +73,14 @@ def test_import_paths_only_hand_on():
 
 
 def layer_of(name):
-    """The package of a module; `planner` also for its verb in verl/cli."""
-    part = part_of(files()[name]) if name in files() else ""
-    return part if part == "planner" else package_of(name)
+    """The package of a module of the core, or the part beside the core that has the module."""
+    part = part_of(files()[name]) if name in files() else "core"
+    return package_of(name) if part == "core" else part
+
+
+def is_type_of_a_part(imported):
+    """The core tells checkers of types what a part returns; at run time it does not import it."""
+    return imported.for_types_only and imported.module in files() and part_of(files()[imported.module]) != "core"
 
 
 def is_upward(name, module):
@@ -88,9 +95,28 @@ def test_imports_run_downwards_and_use_no_import_path(is_wrong):
         f"{relative(files()[name])}:{imported.line} imports {imported.module}"
         for name in own_files()
         for imported in ours(name)
-        if is_wrong(name, imported.module)
+        if is_wrong(name, imported.module) and not is_type_of_a_part(imported)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_imports_no_other_distribution():
+    """Not in functions either; a checker of types may look. `verl.cli.main` and `verl.families` have their modules as texts."""
+    wrong = [
+        f"{relative(path)}:{imported.line} imports {imported.module} of verl-{part_of(files()[imported.module])}"
+        for name, path in files().items()
+        if part_of(path) == "core"
+        for imported in ours(name)
+        if imported.module in files() and part_of(files()[imported.module]) != "core" and not imported.for_types_only
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_part_is_recognized_by_its_first_package():
+    for part, modules in PARTS.items():
+        assert is_installed(part), f"{part}: {modules[0]} has no __init__.py"
+        missing = [module for module in modules if module not in files()]
+        assert not missing, missing
 
 
 def test_no_cycles():

@@ -13,13 +13,14 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 81_479,
-    "compat": 6_765,
-    "page": 3_732,
+    "core": 80_043,
+    "compat": 7_234,
+    "page": 3_762,
     "planner": 2_719,
-    "tinker": 3_182,
+    "tinker": 3_282,
     "clusters": 2_386,
-    "tests": 81_797,
+    "tasks": 1_001,
+    "tests": 81_975,
     "benchmarks": 5_996,
 }
 MAX_MEAN_FUNCTION_LINES = 12

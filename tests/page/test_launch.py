@@ -22,7 +22,7 @@ pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
 import httpx
 
 from verl.cli.main import main
-from verl.cli.view import page_of
+from verl.cli.page import page_of
 from verl.config import load_config
 from verl.page import launch
 from verl.parallel import child_processes
@@ -31,6 +31,7 @@ _PARENT = """
 import sys, time
 from pathlib import Path
 from verl.page.launch import start_page
+from verl.tracking import run_folder
 page = start_page(Path(sys.argv[1]), "127.0.0.1", 0)
 print(page.address, page.process.pid, flush=True)
 time.sleep(120)
@@ -84,26 +85,26 @@ class TestOfARun:
     def test_auto_starts_it_for_a_separate_process(self, tmp_path, capsys):
         """Its address is for the header of the run, which a start that fails does not reach."""
         with page_of(config(tmp_path / "run"), whole_process=True):
-            assert launch.address_of_run.startswith("http://127.0.0.1:")
-        assert launch.address_of_run == ""
+            assert run_folder.address_of_page.startswith("http://127.0.0.1:")
+        assert run_folder.address_of_page == ""
         assert capsys.readouterr().err == ""
 
     @pytest.mark.parametrize("overrides", [[], ["trainer.page.enable=False"]])
     def test_other_runs_have_none(self, tmp_path, overrides):
         with page_of(config(tmp_path / "run", *overrides), whole_process=bool(overrides)):
-            assert launch.address_of_run == ""
+            assert run_folder.address_of_page == ""
 
     def test_other_ranks_have_none(self, tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         with page_of(config(tmp_path / "run", "trainer.page.enable=True"), whole_process=True):
-            assert launch.address_of_run == ""
+            assert run_folder.address_of_page == ""
 
     def test_without_the_extra(self, tmp_path, monkeypatch):
         from verl.errors import MissingExtraError
 
         monkeypatch.setattr(launch, "missing_package", lambda: "starlette")
         with page_of(config(tmp_path / "run"), whole_process=True):
-            assert launch.address_of_run == ""
+            assert run_folder.address_of_page == ""
         with (
             pytest.raises(MissingExtraError, match=r"pip install '"),
             page_of(config(tmp_path / "run", "trainer.page.enable=True"), whole_process=True),

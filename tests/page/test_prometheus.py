@@ -43,7 +43,7 @@ def test_the_keys_start_a_page_and_write_its_place(tmp_path, capsys):
     pytest.importorskip("starlette", reason="the extra `page` is not installed")
     pytest.importorskip("uvicorn", reason="the extra `page` is not installed")
     pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
-    from verl.cli.view import page_of
+    from verl.cli.page import page_of
 
     file = tmp_path / "prometheus.yml"
     prometheus = "actor_rollout_ref.rollout.prometheus"

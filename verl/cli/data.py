@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import cast
 
 from verl.cli.parser import Parser
+from verl.distributions import load_part
 
 _ABOUT = (
     "Ask a judge which of the responses to a prompt is better, and write rows for verl dpo and verl rm. The judge sees "
@@ -28,9 +30,7 @@ def run_data(argv: list[str]) -> int:
         options = _environment_parser().parse_args(argv[1:])
         print("\n".join(rows_of_environment(options.name, options.output, options.train, options.test)))
         return 0
-    from verl.data import prepare
-
-    return prepare.main(argv)
+    return cast("int", load_part("verl.data.prepare").main(argv))
 
 
 def _environment_parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from verl.distributions import check_releases, require_part
 from verl.errors import SYSTEM_ERRORS, ConfigError, MissingExtraError, VerlError, nearest, os_error_of
 from verl.foreign_text import clean, printable
 from verl.parallel.process_settings import keep_freed_memory, spin_briefly
@@ -140,13 +141,15 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
     it."""
 
     def run(arguments: list[str]) -> int:
+        module, _, name = VERBS[verb].function.partition(":")
+        check_releases()
+        require_part(module, f"verl {verb}")
         if VERBS[verb].supervised:
             from verl.cli.machine.requirements import outdated_sentence
 
             if outdated := outdated_sentence():  # the run could fail much later
                 print(f"verl {verb}: {outdated}", file=sys.stderr)
                 return MissingExtraError.exit_code
-        module, _, name = VERBS[verb].function.partition(":")
         function: Any = getattr(importlib.import_module(module), name)
         if whole_process and VERBS[verb].supervised:
             return cast("int", function(arguments, supervised=True))

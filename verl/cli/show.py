@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verl.cli.parser import Parser
+from verl.distributions import load_part
 from verl.foreign_text import clean, printable
 from verl.tracking.timeline import duration
 
@@ -38,9 +39,7 @@ def run_show(argv: list[str]) -> int:
     parser.add_argument("--tui", action="store_true", help="browse steps, groups, samples and tokens (extra 'tui')")
     arguments = parser.parse_args(argv)
     if arguments.tui:
-        from verl.page.tui import browse
-
-        return browse(Path(arguments.run).expanduser())
+        return cast("int", load_part("verl.page.tui").browse(Path(arguments.run).expanduser()))
     from verl.tracking.progress import read_progress, to_json
 
     progress = read_progress(Path(arguments.run).expanduser())

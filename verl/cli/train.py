@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse, with_model, with_run_folder
 from verl.cli.model_folders import model_folder
-from verl.cli.view import page_of
+from verl.cli.page import page_of
 from verl.config import PPO, PREFERENCE, RM, SFT, LoadedConfig, RunConfig, Schema
 from verl.config.values import escape_path
 from verl.errors import ConfigError

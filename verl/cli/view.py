@@ -1,17 +1,12 @@
-"""`verl view RUN ...`: runs in a browser; and the page that a run starts for itself."""
+"""`verl view RUN ...`: runs in a browser."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from verl.cli.parser import Parser
-from verl.config import LoadedConfig, RunConfig
-from verl.errors import ConfigError, MissingExtraError
+from verl.errors import ConfigError
 
 _ABOUT = "Show runs, running or ended, in a browser: curves, steps, groups, samples, tokens. Writes nothing but notes."
 
@@ -47,51 +42,3 @@ def _export(folders: list[Path], out: Path, num_steps: int) -> int:
     count = export_pages(folders, out, num_steps=num_steps, say=lambda text: print(text, file=sys.stderr, flush=True))
     print(f"{count} pages; open {out / 'index.html'}")
     return 0
-
-
-@contextmanager
-def page_of(loaded: LoadedConfig[RunConfig], *, whole_process: bool) -> Iterator[None]:
-    """While entered, a separate process serves the page of the run, if trainer.page asks for a page. The header of the run has
-    its address, so that a start that fails shows none.
-
-    `whole_process`: this process has no other work; `auto` asks for a page only then, and not with VERL_PAGE=0 in the
-    environment. Raises MissingExtraError without the extra `page`, and ConfigError when the address is taken.
-    """
-    rule, trainer = loaded.config.trainer.page, loaded.config.trainer
-    prometheus = _prometheus(loaded.config)
-    asked = rule.enable is True or prometheus is not None
-    is_off = os.environ.get("VERL_PAGE") == "0"
-    has_page = asked or (rule.enable == "auto" and whole_process and not trainer.val_only and not is_off)
-    if not has_page or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    from verl.page import launch
-    from verl.parallel.child_processes import spare
-
-    try:
-        labels = {"model_name": str(prometheus.served_model_name)} if prometheus is not None else {}
-        page = launch.start_page(Path(trainer.default_local_dir).expanduser(), rule.host, rule.port, labels)
-    except MissingExtraError:
-        if asked:
-            raise
-        yield
-        return
-    spare(page.process.pid)
-    launch.address_of_run = page.address
-    try:
-        if prometheus is not None:
-            from verl.page.server import reload_prometheus, write_scrape_config
-
-            write_scrape_config(Path(prometheus.file).expanduser(), page.host, page.port, page.token)
-            if not reload_prometheus(prometheus.port):
-                print(f"Start Prometheus with --config.file={prometheus.file} to collect them.", file=sys.stderr)
-        yield
-    finally:
-        launch.address_of_run = ""
-        page.close()
-
-
-def _prometheus(config: object) -> Any:
-    """The section rollout.prometheus where it is enabled, else None."""
-    group = getattr(config, "actor_rollout_ref", None)
-    return group.rollout.prometheus if group is not None and group.rollout.prometheus.enable else None

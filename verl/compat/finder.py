@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from verl.cli.machine.requirements import imported
 from verl.compat.import_paths import COMMANDS, IMPORT_PATHS
-from verl.parallel.process_settings import imports_stay
 
 
 def _with_parents(modules: Sequence[str]) -> dict[str, bool]:
@@ -83,24 +83,10 @@ def resolve(module: str, name: str, names: dict[str, tuple[str, str]]) -> Any:
     """The object or submodule `name` of a listed module. Raises AttributeError for any other name."""
     if name in names:
         source, here = names[name]
-        return getattr(load(source), here)
+        return getattr(imported(source), here)
     if f"{module}.{name}" in IS_PACKAGE:
-        return load(f"{module}.{name}")
+        return imported(f"{module}.{name}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-
-def load(module: str) -> ModuleType:
-    """The module of that name. Raises ModuleNotFoundError with the fix where a package that it needs is not installed."""
-    try:
-        with imports_stay():
-            return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if name in ("", "verl"):
-            raise
-        from verl.cli.machine.requirements import missing_sentence
-
-        raise ModuleNotFoundError(f"{module} cannot be used: {missing_sentence(name)}", name=name) from error
 
 
 def run(module: str, arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from verl.distributions import require_part
 from verl.errors import MissingExtraError
 from verl.families import TRAINING_ENGINES as ENGINES  # noqa: F401 - the name in this contract
 
@@ -27,7 +28,8 @@ _LIBRARIES = {
 
 
 def require_library(engine: str) -> None:
-    """Raise MissingExtraError where the library of a training engine is not installed."""
+    """Raise MissingExtraError if a training engine or its library is not installed."""
+    require_part(f"verl.engines.{engine}", f"strategy={engine}")
     module, package = _LIBRARIES.get(engine, ("torch", ""))
     if importlib.util.find_spec(module.partition(".")[0]) is None or importlib.util.find_spec(module) is None:
         raise MissingExtraError(

@@ -16,7 +16,6 @@ from verl.errors import ConfigError, MissingExtraError
 from verl.parallel.child_processes import python_command
 from verl.parallel.framing import listening_socket
 
-address_of_run = ""  # with the token, for the header of the run that this process starts
 PACKAGES = ("starlette", "uvicorn", "sse_starlette")
 
 

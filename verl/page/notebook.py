@@ -15,13 +15,12 @@ from verl.errors import CheckpointError, MissingExtraError
 from verl.page.index import SampleIndex, parsed_row
 from verl.page.reader import RunReader
 from verl.page.tables import polyline
-from verl.page.text import whole_number
 from verl.regular_files import open_regular
 from verl.tracking.files import Row
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.file import connect_read_only, explained
 from verl.tracking.progress import says_nothing
-from verl.tracking.run_folder import require_run_folder
+from verl.tracking.trained import TrainedRun
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,15 +30,14 @@ _COLUMNS = (
 )
 
 
-class Run:
+class Run(TrainedRun):
     """A run folder, running or ended; read each time that it is asked. Raises ConfigError when it is none.
 
     Data frames need pandas (the extra `pandas`).
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder).expanduser()
-        require_run_folder(self.folder)
+        super().__init__(folder)
         self._reader = RunReader(self.folder, self.folder.resolve().name)
 
     def metrics(self) -> pd.DataFrame:
@@ -86,17 +84,6 @@ class Run:
             "metrics": {name: series.last for name, series in run.metrics.items()},
             "bottleneck": bound.name if bound else None, "advice": bound.advice if bound else [],
         }  # fmt: skip
-
-    @property
-    def model_path(self) -> Path:
-        """Hugging Face folder of the trained model in the newest checkpoint. Raises CheckpointError without one."""
-        for role in ("actor", "model"):
-            folders = self.folder.glob(f"global_step_*/{role}/huggingface")
-            if newest := max(folders, key=lambda f: whole_number(f.parts[-3].rpartition("_")[2]) or 0, default=None):
-                return newest
-        raise CheckpointError(
-            f"{self.folder} has no checkpoint with a model. Set trainer.save_freq, or call Trainer.save()."
-        )
 
     def __repr__(self) -> str:
         self._reader.refresh(0)

@@ -20,7 +20,6 @@ from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, FewRowsError
-from verl.page import launch
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
 from verl.roles.api import Roles
@@ -39,6 +38,7 @@ from verl.run.state import (
     time_of_start,
 )
 from verl.runtime.api import Runtime, open_runtime
+from verl.tracking import run_folder
 from verl.tracking.console import Console
 from verl.tracking.console_notebook import NotebookConsole, is_notebook
 from verl.tracking.files import read_metrics, write_atomically
@@ -255,7 +255,7 @@ def _facts(
         "checkpoints": _every(loaded.config.trainer.save_freq)
         or "none on schedule, one when interrupted; trainer.save_freq=after_each_epoch keeps the trained model",
         "run folder": str(folder.root),
-        **({"page": launch.address_of_run} if launch.address_of_run else {}),
+        **({"page": run_folder.address_of_page} if run_folder.address_of_page else {}),
         "notices": loaded.notices,
     }
 

@@ -50,6 +50,8 @@ from verl.tracking.pictures import TOKENS
 
 log = logging.getLogger(__name__)
 
+address_of_page = ""  # with the token, for the header of the run that this process starts
+
 _MAX_CONFIG_BYTES = 4 << 20
 _PARTS = ("config.yaml", "metrics.jsonl", "samples", "run.lock", "plan.json")  # one of which every run folder has
 _KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")  # of config.yaml

