@@ -12,8 +12,9 @@ FROM python:${PYTHON}-slim AS wheel
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY pyproject.toml setup.py README.md LICENSE ./
+COPY packages packages
 COPY verl verl
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . ./packages/verl-*
 
 FROM python:${PYTHON}-slim AS cpu
 ARG TORCH=2.13.0
@@ -24,7 +25,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf 
 COPY constraints.txt /etc/verl/
 RUN pip install --no-cache-dir ${TORCH_FLAGS} torch==${TORCH}
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir -c /etc/verl/constraints.txt "$(echo /wheels/verl-*.whl)[${EXTRAS}]"
+    pip install --no-cache-dir -c /etc/verl/constraints.txt "$(echo /wheels/verl-*.whl)[${EXTRAS}]" /wheels/verl_*.whl
 RUN useradd --create-home --uid 1000 verl && install -d -o verl /runs
 # the number, by which Kubernetes knows that it is not root
 USER 1000

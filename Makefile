@@ -70,7 +70,7 @@ help:
 	@echo "make docs    the site of all guides in $(WORK)/site, with search"
 	@echo "make versions   the table of docs/versions.md, with an environment for each row (hours, some 60 GB in $(WORK)/versions)"
 	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about ten minutes)"
-	@echo "make wheels  a wheel in dist/ for each Python from 3.10 to 3.14 on the PATH"
+	@echo "make wheels  wheels of all distributions in dist/: the core's for each Python from 3.10 to 3.14 on the PATH"
 	@echo "make clean   remove what tests and builds leave; the virtual environment and $(WORK)/ stay"
 
 venv: $(STAMPS)/package
@@ -171,8 +171,9 @@ gpu-rehearsal: $(STAMPS)/package
 	@rm -rf $(WORK)/gpu-rehearsal
 	@$(BIN)/python benchmarks/gpu/rehearse.py --out $(WORK)/gpu-rehearsal --kills $(KILLS)
 
-# compiled kernels are of one version of Python
+# the core's compiled kernels are of one version of Python; a part (packages/) has none
 wheels:
+	@$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist ./packages/verl-*
 	@for version in 10 11 12 13 14; do \
 		python="python3.$$version"; \
 		if $$python -c "" 2>/dev/null; then $$python -m pip wheel --quiet --no-deps --wheel-dir dist . && rm -rf build; \

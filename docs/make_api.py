@@ -29,8 +29,8 @@ GROUPS = {  # every name of verl.__all__
     "Step by step": ("Trainer", "Session"),
     "Read a run": ("Run",),
     "Configs": ("load_config",),
-    "Parts of a run": ("Stage", "Controller", "ExperienceBuffer", "DataProto", "DataProtoItem", "DataParallelConfig"),
-    "Arguments of transformers and TRL": ("RLRunner",),
+    "Parts of a run": ("Stage", "DataProto", "DataProtoItem", "DataParallelConfig"),
+    "Compatibility": ("RLRunner", "Controller", "ExperienceBuffer"),  # of verl-compat
 }
 ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ", re.MULTILINE)
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")  # on arXiv

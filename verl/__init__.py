@@ -1,5 +1,8 @@
 """verl: reinforcement-learning post-training for large language models.
 
+The API is `verl.train` with `sft`, `dpo` and the other functions of verl/api.py, `verl.Trainer` and `verl.Session`. `RLRunner`,
+`Controller` and `ExperienceBuffer` are for scripts of other releases.
+
 `import verl` imports neither torch nor Ray: the names below are resolved on first use, and import paths of other releases
 are made on import, if verl-compat is installed (verl/distributions.py). It also sets how torch's threads wait, if torch is
 imported afterwards (verl/parallel/process_settings.py).

@@ -26,12 +26,12 @@ from verl.cli.page import page_of
 from verl.config import load_config
 from verl.page import launch
 from verl.parallel import child_processes
+from verl.tracking import run_folder
 
 _PARENT = """
 import sys, time
 from pathlib import Path
 from verl.page.launch import start_page
-from verl.tracking import run_folder
 page = start_page(Path(sys.argv[1]), "127.0.0.1", 0)
 print(page.address, page.process.pid, flush=True)
 time.sleep(120)
