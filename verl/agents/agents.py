@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,12 +96,17 @@ class Agents:
         self.images = EpisodeImages(encoder, None if folder is None else folder / FOLDER)
         continuity = ChatContinuity(tokenizer, spec.data.apply_chat_template_kwargs, most, self.images.tokens)
         self.journal = Journal(None if folder is None else folder / FOLDER, rank)
+        self.events = EventLoop()
         self.pool = self._tool_pool(tools, None if folder is None else folder / "logs" / f"tools_rank_{rank}")
+        gateway = None
+        if runner is not None:
+            port = agent.gateway_port + rank if agent.gateway_port else 0  # each rank of a machine needs a port
+            gateway = Gateway(agent.gateway_host, port)
+            self.events.start(gateway.start()).result()
         settings = ToolSettings(
             multi_turn.tool_timeout_s, multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side
         )
         self.server_manager = AsyncLLMServerManager(self.images)
-        self.events = EventLoop()
         self.context = AgentContext(
             spec,
             continuity,
@@ -110,7 +115,7 @@ class Agents:
             Matches(),
             environments,
             interactions,
-            None if runner is None else self._gateway(rank),
+            gateway,
             runner,
             command_limits(spec.limits, agent.runner_network) if isinstance(runner, list) else None,
         )
@@ -138,14 +143,6 @@ class Agents:
                 f"{_AGENTS}.multi_turn.tool_sandbox=True."
             )
         return None
-
-    def _gateway(self, rank: int) -> Gateway:
-        """The endpoint for agents, started on the event loop."""
-        agent = self.spec.rollout.agent
-        port = agent.gateway_port + rank if agent.gateway_port else 0  # ranks of one machine need their own
-        gateway = Gateway(agent.gateway_host, port)
-        self.events.start(gateway.start()).result()
-        return gateway
 
     def generate(
         self,
@@ -184,7 +181,7 @@ class Agents:
             partial(self._run_episode, params=params),
             replace(params, max_new_tokens=limit),
             step=step,
-            on_finish=self._finisher(dtype, on_finish),
+            on_finish=partial(self._finished, dtype, on_finish),
         )
         self.journal.sync()
         results = [in_dtype(result, dtype) for result in results]
@@ -272,7 +269,10 @@ class Agents:
                     f"its loop returned {len(output)} sequences; this version trains one for each episode"
                 )
             (output,) = output
-        return self._result(episode, AgentLoopOutput.model_validate(_plain_output(output)))
+        if not isinstance(output, AgentLoopOutput | dict):  # an object of another class with the same fields
+            names = AgentLoopOutput.__dataclass_fields__
+            output = {name: getattr(output, name) for name in names if hasattr(output, name)}
+        return self._result(episode, AgentLoopOutput.model_validate(output))
 
     def _loop(self, cls: type[AgentLoopBase], more: dict[str, Any]) -> AgentLoopBase:
         return cls(
@@ -328,13 +328,10 @@ class Agents:
         except RefusedResult as refused:
             raise EpisodeError(f"it {refused}") from None
 
-    def _finisher(self, dtype: DTypeLike, on_finish: OnResult) -> Callable[[EpisodeResult], None]:
-        def finish(result: EpisodeResult) -> None:
-            self._write(result)
-            if not is_paused(result):
-                on_finish(in_dtype(result, dtype))
-
-        return finish
+    def _finished(self, dtype: DTypeLike, on_finish: OnResult, result: EpisodeResult) -> None:
+        self._write(result)
+        if not is_paused(result):
+            on_finish(in_dtype(result, dtype))
 
     def _write(self, result: EpisodeResult) -> None:
         task, own = result.task, tuple(result.trajectory.prompt_ids)
@@ -379,10 +376,3 @@ class Agents:
 def is_paused(result: EpisodeResult) -> bool:
     """Whether the episode continues under the next weights."""
     return result.error is None and result.trajectory.can_resume(result.task.limit)
-
-
-def _plain_output(output: AgentLoopOutput) -> object:
-    """The output of a loop; an object of another class with the same fields becomes a dict."""
-    if isinstance(output, AgentLoopOutput | dict):
-        return output
-    return {name: getattr(output, name) for name in AgentLoopOutput.__dataclass_fields__ if hasattr(output, name)}

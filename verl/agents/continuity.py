@@ -71,7 +71,8 @@ class ChatContinuity:
         self._control: re.Pattern[str] | None = control_tokens(tokenizer)
         self.max_tokens, self.image_tokens = max_tokens, image_tokens
         # most characters of `max_tokens` tokens; a longer text is not even rendered
-        self.max_chars = None if max_tokens is None else max(_PROBE, _SLACK * max_tokens * _longest_token(tokenizer))
+        longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters, as the vocabulary writes it
+        self.max_chars = None if max_tokens is None else max(_PROBE, _SLACK * max_tokens * longest_token)
         self.tool_role_as_user = not self._renders_tools()
         self._ends_turns = self._writes_end()
         self._split({"role": "user", "content": "x"})
@@ -251,8 +252,3 @@ def joined_contents(*contents: Content) -> Content:
         return "".join(map(str, contents))
     parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
     return [part for content in parts for part in content]
-
-
-def _longest_token(tokenizer: Tokenizer) -> int:
-    """Characters of the longest token, as the vocabulary writes it."""
-    return max(map(len, tokenizer.get_vocab()), default=1)

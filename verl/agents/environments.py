@@ -36,7 +36,6 @@ from verl.errors import ConfigError, DataError
 from verl.families import ENVIRONMENT_PACKAGES
 from verl.registry import load_object
 from verl.specs import AgentSpec
-from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.user_objects import require_call
 
@@ -124,8 +123,11 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         """TRL's kind."""
         first = await self._bounded(environment.reset, **row)
         # results change with the state of the environment, so that none can stand for a call: no journal
-        tools, images = tools_of(environment), self.tool_calls.images
-        self.tool_calls = ToolCalls(tools, self.tool_calls.settings, Journal(None), images=images)
+        classes = [cls for cls in reversed(type(environment).__mro__) if cls is not object]
+        names = dict.fromkeys(name for cls in classes for name, value in vars(cls).items() if callable(value))
+        tools = [FunctionTool(getattr(environment, n)) for n in names if not n.startswith("_") and n not in _OWN]
+        settings, images = self.tool_calls.settings, self.tool_calls.images
+        self.tool_calls = ToolCalls(tools, settings, Journal(None), images=images)
         data = await self._begun(kwargs["raw_prompt"], first, self.tool_calls.schemas())
         await self._turns(data, sampling_params, None, None, {})
         output = self._output(data)
@@ -238,17 +240,14 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return await bounded(function, self.rollout_config.multi_turn.tool_timeout_s, *args, **kwargs)
 
 
-def tools_of(environment: object) -> list[BaseTool]:
-    """The public methods of an environment as tools, except the methods of the contract."""
-    classes = [cls for cls in reversed(type(environment).__mro__) if cls is not object]
-    names = dict.fromkeys(name for cls in classes for name, value in vars(cls).items() if callable(value))
-    return [FunctionTool(getattr(environment, n)) for n in names if not n.startswith("_") and n not in _OWN]
-
-
 def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[str, object]:
-    """The arguments of reset. The samples of a prompt play one game. Its seed is the row's, else the prompt's number."""
-    seed = (row.get("extra_info") or {}).get("seed", task.ordinal)
-    return _accepted(environment.reset, {**row, "seed": seed})
+    """The arguments that `reset` takes: all of them if it has **kwargs. The samples of a prompt play one game. Its seed is the
+    row's, else the prompt's number."""
+    arguments = {**row, "seed": (row.get("extra_info") or {}).get("seed", task.ordinal)}
+    parameters = inspect.signature(environment.reset).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _with_observation(prompt: Messages, observation: Content) -> Messages:
@@ -262,14 +261,6 @@ def _with_observation(prompt: Messages, observation: Content) -> Messages:
     else:
         messages.append({"role": "user", "content": observation})
     return messages
-
-
-def _accepted(function: Callable[..., object], arguments: dict[str, object]) -> dict[str, object]:
-    """The arguments that a function takes: all of them for one with **kwargs."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _five(outcome: object) -> tuple[object, float, bool, bool, object]:

@@ -76,9 +76,10 @@ def check_rows(
 ) -> RowsReport:
     """Check every row: schema, chat template, length against `data.max_prompt_length`. Bad rows are counted and the
     first ones described. Raises DataError when a file itself cannot be read, ConfigError for data.custom_cls."""
-    dataset = _unfiltered(files, tokenizer, config, max_samples)
-    reads_images = getattr(tokenizer, "processor", None) is not None
-    rows = PromptRows(dataset, config, agents, scored=scored, reads_images=reads_images)
+    make: Callable[..., object] = partial(open_dataset, config) if config.custom_cls.path else _Unfiltered
+    processor = getattr(tokenizer, "processor", None)
+    dataset = make(data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
+    rows = PromptRows(dataset, config, agents, scored=scored, reads_images=processor is not None)
     encoder, checks = PromptEncoder(tokenizer, config), TemplateChecks(tokenizer)
     controls = control_tokens(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     report, bad = RowsReport(num_rows=len(rows)), BadRows()
@@ -115,14 +116,9 @@ def check_data(
     return DataReport(train, validation, shared)
 
 
-def _unfiltered(files: Files, tokenizer: Tokenizer, config: DataConfig, max_samples: int) -> object:
-    """The data set with its overlong rows in it, so that they are counted and a bad row does not stop the reading."""
-    make: Callable[..., object] = partial(open_dataset, config) if config.custom_cls.path else _Unfiltered
-    processor = getattr(tokenizer, "processor", None)
-    return make(data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
-
-
 class _Unfiltered(RLHFDataset):
+    """The data set with its overlong rows, so that they are counted and a bad row does not stop the reading."""
+
     def maybe_filter_out_long_prompts(self, dataframe: object) -> Any:
         return dataframe
 

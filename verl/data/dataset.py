@@ -295,8 +295,7 @@ class PromptRows:
                     length = length or len(encoder.encode_whole(prompt, self.place(item), images, of_row).ids)
                     if length > encoder.max_length and not self.config.filter_overlong_prompts:
                         encoder.encode_row(prompt, self.place(item), images, of_row)
-                if not checks.passes_prompt(prompt, kwargs, tools_matter="tools" in of_row):
-                    checks.check_prompt(prompt, self.place(item), kwargs, tools_matter="tools" in of_row)
+                checks.check_prompt(prompt, self.place(item), kwargs, tools_matter="tools" in of_row)
             except DataError as caught:
                 error = caught
             yield item, row, length, error
@@ -338,10 +337,6 @@ class PromptRows:
         if self._scan is not None:
             self._scan.poll()
             self._scan = self._scan if self._scan.runs else None
-
-    def as_written(self, item: int) -> dict[str, object]:
-        """The row as its file has it; of a data set class without `dataframe`, as the class gives it."""
-        return dict(getattr(self.dataset, "dataframe", self.dataset)[item])
 
     def prompt(self, row: dict[str, Any]) -> Messages | str:
         """The input of the encoder for a row of this data set."""

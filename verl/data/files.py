@@ -47,21 +47,16 @@ def _open(name: str) -> Table:
     is_file = name.endswith(SUFFIXES) and not names_builder(name)
     if is_file or not name or (os.path.lexists(name) and not os.path.isdir(name)):
         fix = "Correct the path, or prepare the file with `verl data`."
-        table = _open_file(require_regular(name, "The data file", DataError, fix))
+        path = require_regular(name, "The data file", DataError, fix)
+        if not path.name.endswith(SUFFIXES):
+            convert = f" Name it csv:{path}:train, or let pandas write it as parquet." if path.suffix == ".csv" else ""
+            raise DataError(f"The data file {path} is of an unknown kind; use one of {', '.join(SUFFIXES)}.{convert}")
+        table: Table = ParquetTable(path) if path.name.endswith(".parquet") else JsonTable(path)
     else:
         table = open_data_set(name)
     if len(table) == 0:
         raise DataError(f"The data file {name} has no rows.")
     return table
-
-
-def _open_file(path: Path) -> Table:
-    if path.name.endswith(".parquet"):
-        return ParquetTable(path)
-    if path.name.endswith(SUFFIXES):
-        return JsonTable(path)
-    convert = f" Name it csv:{path}:train, or let pandas write it as parquet." if path.suffix == ".csv" else ""
-    raise DataError(f"The data file {path} is of an unknown kind; use one of {', '.join(SUFFIXES)}.{convert}")
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

@@ -247,14 +247,6 @@ class ConversationImages:
         """The rendering of the first messages, with the text of each of their images."""
         return text if self._read is None else self._read.expanded(text, whole=False)
 
-    def refuse_markers(self) -> None:
-        """Raise DataError in a row with images: their tokens are not in the rendering that has the markers of a template."""
-        if self.row is not None:
-            raise DataError(
-                f"{self.place}: the template has generation markers, which are not read in rows with images. Set "
-                "data.loss_on=completion."
-            )
-
     def attached(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The sequences of the row with its images. Raises DataError where one follows the first token that trains, or where a
         row without images has a token that stands for one."""

@@ -122,7 +122,9 @@ class ValidationLoader:
         self._numbers = [order.row(i)[1] for i in range(len(rows))] if order else list(range(len(rows)))
 
     def row(self, number: int) -> dict[str, Any]:
-        return self._reader.rows.as_written(number)
+        """The row as its file has it; as the class gives it for a data set class without `dataframe`."""
+        dataset = self._reader.rows.dataset
+        return dict(getattr(dataset, "dataframe", dataset)[number])
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.batch_size)

@@ -276,12 +276,13 @@ def require_whole_answers(prompt: Messages | str, template_kwargs: Mapping[str, 
 def _readable(tokenizer: Tokenizer, messages: Messages) -> Messages:
     """Messages in the form that the chat template reads."""
     processor = getattr(tokenizer, "processor", None)
-    return messages if processor is None or not processor.reads_only_parts else [_in_parts(m) for m in messages]
-
-
-def _in_parts(message: dict[str, object]) -> dict[str, object]:
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    if processor is None or not processor.reads_only_parts:
+        return messages
+    texts = [m.get("content") for m in messages]
+    return [
+        {**m, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else m
+        for m, text in zip(messages, texts, strict=True)
+    ]
 
 
 def at_time_of_run(template_kwargs: dict[str, object]) -> dict[str, object]:

@@ -119,18 +119,14 @@ def scan_rows(
         return scan  # another process of this machine examines the same rows
     try:
         if not scan.read_cache():  # another process has examined them meanwhile
-            scan.fork(_num_workers(len(scan.batches), wait=wait), stops=not wait)
+            cores = len(os.sched_getaffinity(0))
+            scan.fork(min(cores if wait else max(1, cores // 4), len(scan.batches), _MAX_WORKERS), stops=not wait)
             if wait:
                 scan.finish()
     finally:
         if descriptor is not None and descriptor >= 0:
             os.close(descriptor)  # the forked processes hold the lock
     return scan
-
-
-def _num_workers(num_batches: int, *, wait: bool) -> int:
-    cores = len(os.sched_getaffinity(0))
-    return min(cores if wait else max(1, cores // 4), num_batches, _MAX_WORKERS)
 
 
 class Scan:

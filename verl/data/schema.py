@@ -49,7 +49,10 @@ def message_of(message: object, place: str, *, images: bool = False) -> dict[str
     # parquet gives every message the fields of all messages; fields that were not written come back as None
     fields = {key: value for key, value in message.items() if value is not None}
     content = fields.get("content")
-    parts = _content_parts(content) if isinstance(content, (list, tuple, np.ndarray)) else None
+    parts = None
+    if isinstance(content, (list, tuple, np.ndarray)):
+        objects = [part if isinstance(part, Mapping) else {} for part in content]  # {} for a part that is no object
+        parts = [{name: value for name, value in part.items() if value is not None} for part in objects]
     plain = fields if parts is None else {**fields, "content": [p for p in parts if p.get("type") not in MEDIA_PARTS]}
     check_plain(plain, place.removeprefix("field ").strip("'"))
     role = fields.get("role")
@@ -64,12 +67,6 @@ def message_of(message: object, place: str, *, images: bool = False) -> dict[str
     if parts is not None:
         return {**fields, "content": _checked_parts(parts, place, images)}
     raise DataError(f"{place} has no text 'content' (it is {type(content).__name__}).")
-
-
-def _content_parts(content: Any) -> list[dict[str, object]]:
-    """Parts of a content without the fields that are None; {} for a part that is no object."""
-    objects = [part if isinstance(part, Mapping) else {} for part in content]
-    return [{name: value for name, value in part.items() if value is not None} for part in objects]
 
 
 def _checked_parts(parts: list[dict[str, Any]], place: str, images: bool) -> str | list[dict[str, object]]:

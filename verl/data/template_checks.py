@@ -7,7 +7,7 @@ rendered several times. Rows of one shape (roles, fields, tools) are checked onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,15 +38,6 @@ class TemplateChecks:
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             self.check_chat(messages, place, tools_matter=tools_matter, add_generation_prompt=True, **template_kwargs)
-
-    def passes_prompt(
-        self, prompt: Messages | str, template_kwargs: Mapping[str, object], *, tools_matter: bool = False
-    ) -> bool:
-        try:
-            self.check_prompt(prompt, "", template_kwargs, tools_matter=tools_matter)
-        except DataError:
-            return False
-        return True
 
     def check_text(self, text: str, place: str, **settings: bool) -> None:
         """Raises DataError when the tokenizer gives different tokens for one text, or nothing; checks only the first text."""
@@ -87,7 +78,15 @@ class TemplateChecks:
         for shape, what, variants in new:
             texts = [self._rendered(m, place, **{**template_kwargs, **more}) for m, more in variants()]
             if all(other == text or (other is not None and self._ids(other, place) == ids) for other in texts):
-                raise DataError(f"{place}: {_loss(what, all(other == text for other in texts))}")
+                if not all(other == text for other in texts):
+                    raise DataError(
+                        f"{place}: the tokenizer has no tokens for {what}, so the model would not read it. Use the model's own "
+                        "tokenizer files."
+                    )
+                raise DataError(
+                    f"{place}: the chat template leaves out {what}, so the model would not read it. Use a template that writes "
+                    "it (custom_chat_template), put it into the content of a message, or leave it out of the row."
+                )
             self.shapes.add((kind, shape))
 
     def _rendered(self, messages: Messages, place: str, **settings: object) -> str | None:
@@ -99,15 +98,6 @@ class TemplateChecks:
 
     def _ids(self, text: str, place: str) -> list[int]:
         return encode_text(self.tokenizer, text, place, add_special_tokens=False)
-
-
-def _loss(what: str, by_template: bool) -> str:
-    if not by_template:
-        return f"the tokenizer has no tokens for {what}, so the model would not read it. Use the model's own tokenizer files."
-    return (
-        f"the chat template leaves out {what}, so the model would not read it. Use a template that writes it "
-        "(custom_chat_template), put it into the content of a message, or leave it out of the row."
-    )
 
 
 _Variants = Callable[[], list[tuple[Messages, dict[str, object]]]]  # made only for a new shape
@@ -128,22 +118,24 @@ def _parts(messages: Messages, first: int, tools: object) -> Iterator[tuple[obje
             is_thought = name in _THOUGHTS or "</think>" in str(message[name])
             if is_thought and message["role"] == "assistant" and not is_last:
                 continue  # templates drop the thoughts of earlier turns on purpose
-            whose = f"{'the content' if name == 'content' else name} of message {number} (role {message['role']})"
-            yield (name, *shape), whose, partial(_with_others, messages, number, name)
+            field = f"{'the content' if name == 'content' else name} of message {number} (role {message['role']})"
+            # a text also becomes longer, since a template may have a default for an empty one
+            values: Sequence[object] = ["", f"{message[name]} x"] if isinstance(message[name], str) else [None]
+            yield (name, *shape), field, partial(_variants, messages, number, name, values)
             if name == "tool_calls" and any(_arguments(call) for call in message[name]):
-                yield ("arguments", *shape), f"the arguments of {whose}", partial(_with_bare_calls, messages, number)
+                bare = [_without_arguments(call) for call in message[name]]
+                yield (
+                    ("arguments", *shape),
+                    f"the arguments of {field}",
+                    partial(_variants, messages, number, name, [bare]),
+                )
 
 
-def _with_others(messages: Messages, number: int, name: str) -> list[tuple[Messages, dict[str, object]]]:
-    """With other values of a field: none, and for a text a longer one, since a template may have a default for an empty one."""
-    value = messages[number][name]
-    others = ["", f"{value} x"] if isinstance(value, str) else [None]
-    return [(_replaced(messages, number, name, other), {}) for other in others]
-
-
-def _with_bare_calls(messages: Messages, number: int) -> list[tuple[Messages, dict[str, object]]]:
-    bare = [_without_arguments(call) for call in messages[number]["tool_calls"]]
-    return [(_replaced(messages, number, "tool_calls", bare), {})]
+def _variants(
+    messages: Messages, number: int, name: str, values: Sequence[object]
+) -> list[tuple[Messages, dict[str, object]]]:
+    """The messages with each of `values` as the field `name` of message `number`."""
+    return [(_replaced(messages, number, name, value), {}) for value in values]
 
 
 def _replaced(messages: Messages, number: int, name: str, value: object) -> Messages:
@@ -159,6 +151,5 @@ def _arguments(call: object) -> object:
 
 
 def _without_arguments(call: Mapping[str, Any]) -> dict[str, object]:
-    if "function" in call:
-        return {**call, "function": {**call["function"], "arguments": {}}}
-    return {**call, "arguments": {}}
+    bare: dict[str, object] = {"arguments": {}}
+    return {**call, "function": {**call["function"], **bare}} if "function" in call else {**call, **bare}

@@ -96,16 +96,9 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
             metrics.extend(part_metrics if isinstance(part_metrics, list) else [part_metrics])
         merged = union_meta_info(merged, {k: v for k, v in part.items() if k != "metrics"})
     if metrics:
-        merged["metrics"] = _dict_of_lists(metrics)
+        names = dict.fromkeys(name for entries in metrics for name in entries)
+        merged["metrics"] = {name: [entries[name] for entries in metrics if name in entries] for name in names}
     return merged
-
-
-def _dict_of_lists(dicts: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
-    lists: dict[str, list[object]] = {}
-    for entries in dicts:
-        for key, value in entries.items():
-            lists.setdefault(key, []).append(value)
-    return lists
 
 
 def concat_columns(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -178,15 +178,12 @@ class TrainingLayout:
             spans[0] = (even_span(tensor.shape[0], self.expert_parallel, at.expert),)
         if tensor.tensor_dim is not None and not tensor.is_expert:
             spans[tensor.tensor_dim] = tensor.tensor_spans(self._size("tp"), at.tensor)
-        num_shards = self._num_expert_fsdp if by_expert else self.num_fsdp
+        # of experts, where replicas divide them there are none
+        num_shards = self.num_fsdp // self.expert_parallel if by_expert else self.num_fsdp
         if num_shards > 1:
             rows = sum(stop - first for first, stop in spans[0])
             shard = chunk_span(rows, num_shards, at.expert_fsdp if by_expert else at.fsdp)
             spans[0] = take(spans[0], *shard)
-
-    @property
-    def _num_expert_fsdp(self) -> int:
-        return self.num_fsdp // self.expert_parallel if self.num_fsdp > 1 else 1
 
     @cached_property
     def _coordinates(self) -> dict[int, Coordinates]:

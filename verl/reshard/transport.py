@@ -167,9 +167,9 @@ class PeerToPeer:
         """Write one slice to every place in memory that needs it: this rank's own places and its neighbours' places."""
         source, label = self._at(held, moves[0], is_source=True), _label(moves[0])
         own = [self._at(target, move, is_source=False) for move in moves if move.is_kept]
-        if own and _is_same_memory(source, own[0]):
+        if own and _address(source) == _address(own[0]):
             own = []
-        theirs = [self._place(move) for move in moves if not move.is_kept]
+        theirs = [self._places[move] for move in moves if not move.is_kept]
         written = _NOT_WRITTEN
         if own and not theirs and not self._is_open and own[0].dtype == self.dtype:
             written = copy_with_digest(label, own[0], source)
@@ -183,9 +183,6 @@ class PeerToPeer:
         self.num_sent_bytes += sum(move.num_bytes for move in moves)
         for move in moves:
             self._sent[move] = written if own or not move.is_kept else _NOT_WRITTEN
-
-    def _place(self, move: Move) -> torch.Tensor:
-        return self._places[move]
 
     def _stage(self, num_bytes: int) -> None:
         self._staged += num_bytes
@@ -306,8 +303,8 @@ def _views(moves: Sequence[Move], buffer: torch.Tensor) -> list[tuple[Move, torc
     return [(move, values.view(shape)) for move, values, shape in zip(moves, flat, shapes, strict=True)]
 
 
-def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
+def _address(values: torch.Tensor) -> tuple[object, ...]:
+    return values.data_ptr(), values.dtype, values.stride()
 
 
 def _mismatch(move: Move) -> ModelError:

@@ -53,13 +53,14 @@ class RewardFunctionSpec:
     by_position: bool = False
     tokenizer: str | None = None  # folder or hub name of the tokenizer that it gets as reward_model_tokenizer
 
-    @property
-    def builtin(self) -> bool:
-        return self.path is None
-
     def file_digest(self) -> str | None:
         """SHA-256 of the function's current file; None for modules and unreadable files."""
-        return _digest(self.path.removeprefix("file://")) if self.path and self.path.endswith(".py") else None
+        if not self.path or not self.path.endswith(".py"):
+            return None
+        try:
+            return hashlib.sha256(user_file(self.path.removeprefix("file://")).read_bytes()).hexdigest()
+        except OSError:
+            return None
 
     @property
     def label(self) -> str:
@@ -67,13 +68,6 @@ class RewardFunctionSpec:
         if self.path == FUNCTION_LIST:
             return ", ".join(map(referenced_name, self.kwargs["functions"]))
         return "default_compute_score" if self.path is None else f"{self.name} of {self.path}"
-
-
-def _digest(path: str) -> str | None:
-    try:
-        return hashlib.sha256(user_file(path).read_bytes()).hexdigest()
-    except OSError:
-        return None
 
 
 def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
@@ -261,20 +255,15 @@ def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) 
     if raised := next((value for value in values if isinstance(value, Raised)), None):
         return raised
     if len(names) == 1:
-        value = values[0]
-        parts = value if isinstance(value, Mapping) else {"score": value}
-        return {**parts, "score": _weighted(parts.get("score"), weights[0])}
+        parts = values[0] if isinstance(values[0], Mapping) else {"score": values[0]}
+        score = parts.get("score")  # the worker refuses a value that is no number, for its sample
+        return {**parts, "score": weights[0] * score if hasattr(score, "__float__") else score}
     scores = [value.get("score", value) if isinstance(value, Mapping) else value for value in values]
     if wrong := [score for score in scores if score is not None and not hasattr(score, "__float__")]:
         return {"score": wrong[0]}  # the worker refuses it, for this sample
     numbers = {name: score for name, score in zip(names, scores, strict=True) if score is not None}
     total = sum(weight * score for weight, score in zip(weights, scores, strict=True) if score is not None)
     return {**numbers, "score": float(total) if numbers else None}  # also where a function is called "score"
-
-
-def _weighted(value: Any, weight: float) -> object:
-    """`weight` x a number; other values are left to the worker, which refuses them for their sample."""
-    return weight * value if hasattr(value, "__float__") else value
 
 
 _of_thread = threading.local()

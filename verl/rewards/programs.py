@@ -19,7 +19,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from verl.parallel.child_processes import adopt_orphans, die_with
 from verl.rewards.sandbox.launch import describe_exit, remove_folder
@@ -89,8 +88,9 @@ def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = Non
                 _end_all(process, spared)
             out.seek(0)
             printed = out.read(limits.max_output_mb * MIB).decode(errors="replace")
+            err.seek(max(0, err.seek(0, os.SEEK_END) - _NUM_LAST_BYTES))
             ended = describe_exit(process.returncode) if process.returncode else ""
-            return Output(printed, _read_end(err), failure or ended)
+            return Output(printed, err.read().decode(errors="replace"), failure or ended)
     finally:
         remove_folder(str(folder))
 
@@ -151,9 +151,3 @@ def _end_all(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     kill_descendants(spared)
-
-
-def _read_end(file: BinaryIO) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _NUM_LAST_BYTES))
-    return file.read().decode(errors="replace")

@@ -139,7 +139,7 @@ def _explain_refusal(event: str, arguments: tuple[object, ...]) -> None:
 def load_caller(spec: RewardFunctionSpec, data_sources: list[str], limits: Limits) -> Caller:
     """Load the function and import what its data sources need. Raises RewardError."""
     function = load_reward_function(spec)
-    if spec.builtin:
+    if spec.path is None:
         from verl.rewards.scorers.route import warm
 
         warm(data_sources)

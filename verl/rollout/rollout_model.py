@@ -86,13 +86,9 @@ class Replica:
         storages = {name: p.data_ptr() for name, p in parameters.items()}
         with torch.no_grad():
             for name, tensor in complete(weights, self._shapes, storages):
-                parameters[name].copy_(self._own_part(name, tensor))
-
-    def _own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        if self._group is None or name not in self._dims:
-            return whole
-        dim = self._dims[name]
-        return whole.narrow(dim, *own_range(whole.shape[dim], self._group))
+                if self._group is not None and (dim := self._dims.get(name)) is not None:
+                    tensor = tensor.narrow(dim, *own_range(tensor.shape[dim], self._group))
+                parameters[name].copy_(tensor)
 
     def _cut(self, module: HFModule, group: dist.ProcessGroup) -> None:
         head = module.get_output_embeddings()

@@ -204,7 +204,7 @@ async def _body(request: Request) -> dict[str, object]:
 async def _chat(session: EndpointSession, body: dict[str, object]) -> object:
     answer = await session.chat(*formats.chat_request(body))
     if body.get("stream"):
-        return _events(formats.chat_chunks(answer, body), done=True)
+        return _events(formats.chat_chunks(answer, body))
     return formats.chat_response(answer, body)
 
 
@@ -213,7 +213,7 @@ async def _completions(session: EndpointSession, body: dict[str, object]) -> obj
     answer = await session.complete(*formats.completion_request(body, encode), is_first=False)
     session.num_turns += 2
     reply = formats.completion_response(answer, body)
-    return _events([reply], done=True) if body.get("stream") else reply
+    return _events([reply]) if body.get("stream") else reply
 
 
 async def _responses(session: EndpointSession, body: dict[str, object]) -> object:
@@ -250,11 +250,10 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-async def _events(chunks: list[dict[str, object]], *, done: bool) -> AsyncIterator[str]:
+async def _events(chunks: list[dict[str, object]]) -> AsyncIterator[str]:
     for chunk in chunks:
         yield f"data: {json.dumps(chunk)}\n\n"
-    if done:
-        yield "data: [DONE]\n\n"
+    yield "data: [DONE]\n\n"
 
 
 async def _named_events(events: list[dict[str, object]]) -> AsyncIterator[str]:

@@ -187,11 +187,11 @@ class EndpointSession:
                 if messages[end - 1]["role"] != "assistant":
                     continue
                 if tokens := self._known.get(keys[end]):
-                    new = images[num_images(messages[:end]) :]
-                    return [
-                        *tokens,
-                        *self.continuity.suffix(messages[end:], tokens[-1], self.stop_token_ids, new),
-                    ], False
+                    contents = [message["content"] for message in messages[:end]]
+                    parts = [part for content in contents if isinstance(content, list) for part in content]
+                    new = images[sum(part["type"] in ("image", "video") for part in parts) :]
+                    suffix = self.continuity.suffix(messages[end:], tokens[-1], self.stop_token_ids, new)
+                    return [*tokens, *suffix], False
             prompt_ids = self.continuity.prompt(_for_template(messages), tools, images)
         except DataError as error:
             raise RequestError(str(error)) from error
@@ -281,11 +281,6 @@ def _placed(messages: Messages) -> tuple[Messages, list[object]]:
             message = {**message, "content": parts}
         placed.append(message)
     return placed, urls
-
-
-def num_images(messages: Messages) -> int:
-    contents = (message["content"] for message in messages if isinstance(message["content"], list))
-    return sum(part["type"] in ("image", "video") for content in contents for part in content)
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

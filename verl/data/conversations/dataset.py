@@ -44,11 +44,13 @@ _NOT_OF_ROWS = (
 )  # fmt: skip
 
 
+@dataclass
 class Source:
-    """Rows of a file, or of the user's class."""
+    """Rows of the user's class, whose token ids are below `vocab_size`; a subclass has rows of a file."""
 
     name: str
     rows: Any
+    vocab_size: int
     forks = False  # whether other processes may read rows
 
     def __len__(self) -> int:
@@ -59,8 +61,8 @@ class Source:
         return rows
 
     def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str | None]:
-        """Format of a row, its sequences whole, a control token in its messages or "" (None: plain text). Raises DataError."""
-        raise NotImplementedError
+        """Format of a row, its uncut sequences, a control token in its messages or "" (None: plain text). Raises DataError."""
+        return self.name, [tokenized(self.rows[row], place, self.vocab_size)], ""
 
     def place(self, row: int) -> str:
         """File and row, for messages."""
@@ -253,20 +255,19 @@ def _sources(
         rows = open_dataset(
             settings, parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
         )
-        yield _ClassSource(type(rows).__name__, rows, num_embeddings(tokenizer))
+        yield Source(type(rows).__name__, rows, num_embeddings(tokenizer))
         return
     tables = [read_rows(name) for name in names] or [read_rows([])]
     chosen, start = _chosen(sum(map(len, tables)), max_samples, seed), 0
     encoder, controls = ConversationEncoder(tokenizer, settings, stop_token_ids), control_tokens(tokenizer)
     for name, rows in zip(names, tables, strict=True):
         inside = rows.select(chosen[(chosen >= start) & (chosen < start + len(rows))] - start)
-        yield _FileSource(str(name), inside, dataset, encoder, controls)
+        yield _FileSource(str(name), inside, num_embeddings(tokenizer), dataset, encoder, controls)
         start += len(rows)
 
 
 @dataclass
 class _FileSource(Source):
-    name: str
     rows: Rows
     dataset: ConversationDataset
     encoder: ConversationEncoder
@@ -298,16 +299,6 @@ class _FileSource(Source):
 
     def identity(self) -> list[object]:
         return [self.name, self.rows.digest(), *identity_of(self.encoder.tokenizer)]
-
-
-@dataclass
-class _ClassSource(Source):
-    name: str
-    rows: Any
-    vocab_size: int
-
-    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str | None]:
-        return self.name, [tokenized(self.rows[row], place, self.vocab_size)], ""
 
 
 def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:

@@ -46,9 +46,9 @@ class Example:
 
     @property
     def default_loss_on(self) -> str:
-        return {"prompt_completion": "completion", "prompt_response": "completion", "text": "all"}.get(
-            self.row_format, "assistant"
-        )
+        """The value of data.loss_on for its format."""
+        by_format = {"prompt_completion": "completion", "prompt_response": "completion", "text": "all"}
+        return by_format.get(self.row_format, "assistant")
 
 
 def format_of(row: Mapping[str, object], settings: SFTDataConfig) -> str:

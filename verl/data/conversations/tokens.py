@@ -185,7 +185,12 @@ class _Row:
             yield _Turn("" if loss_on == "all" else context, context + self._ended(example.completion))
             return
         if loss_on != "assistant":
-            start = 0 if loss_on == "all" else len(example.prompt) or self._last_answer()
+            answers = self._answers(0)
+            if not (loss_on == "all" or example.prompt or answers):
+                raise DataError(
+                    f"{self.place}: no message is of the assistant, so nothing is the completion (data.loss_on)."
+                )
+            start = 0 if loss_on == "all" else len(example.prompt) or answers[-1]
             if any(mark is False for mark in example.trains[start:]):
                 raise DataError(
                     f"{self.place}: a message has loss_mask 0, which needs data.loss_on=assistant, not {loss_on}."
@@ -212,14 +217,6 @@ class _Row:
     def _answers(self, start: int) -> list[int]:
         """Numbers of the assistant's messages from `start` on."""
         return [n for n, message in enumerate(self.messages) if n >= start and message["role"] == "assistant"]
-
-    def _last_answer(self) -> int:
-        numbers = self._answers(0)
-        if not numbers:
-            raise DataError(
-                f"{self.place}: no message is of the assistant, so nothing is the completion (data.loss_on)."
-            )
-        return numbers[-1]
 
     def _context(self, number: int) -> str:
         """The sampler's input for message `number`."""
@@ -328,7 +325,11 @@ class _Row:
 
     def _marked(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """The tokens of the answer that the template's `{% generation %}` markers enclose."""
-        self.images.refuse_markers()
+        if self.images.row is not None:  # tokens of images are not in the rendering with markers
+            raise DataError(
+                f"{self.place}: the template has generation markers, which are not read in rows with images. Set "
+                "data.loss_on=completion."
+            )
         end = len(context) + len(answer)
         self._marks = self._marks or self._render_marks(self.turns[-1])
         if self._marks[0][:end] == context + answer:

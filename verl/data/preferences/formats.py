@@ -118,7 +118,7 @@ def _pair(
         prompt: Any = _text_or_messages(row[settings.prompt_key], settings.prompt_key, images)
         of_text = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
         if not of_text:
-            prompt, chosen, rejected = _asked(prompt), _answer(chosen), _answer(rejected)
+            prompt, chosen, rejected = _as_chat(prompt, "user"), _as_chat(chosen), _as_chat(rejected)
         length = len(prompt)
         # a prompt of one word, such as "1", may be the beginning of both answers by chance
         if chosen[:length] == rejected[:length] == prompt and not (of_text and len(prompt.split()) < 2):
@@ -129,7 +129,7 @@ def _pair(
     for name in ("conversations", "instruction"):
         if name in has:
             prompt = alpaca_prompt(row) if name == "instruction" else messages_in(row[name], name, images=images)
-            return f"{name}_chosen_rejected", prompt, (_answer(chosen), _answer(rejected))
+            return f"{name}_chosen_rejected", prompt, (_as_chat(chosen), _as_chat(rejected))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"fields {named(keys)} must both be texts or both be lists of messages.")
     return "chosen_rejected", *_split(chosen, rejected, keys)
@@ -142,7 +142,7 @@ def _labelled(
         keys = (settings.prompt_key, settings.completion_key)
         prompt, completion = (_text_or_messages(row[key], key, images) for key in keys)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
-            prompt, completion = _asked(prompt), _answer(completion)
+            prompt, completion = _as_chat(prompt, "user"), _as_chat(completion)
         return "prompt_completion_label", prompt, (completion,)
     for name in ("messages", "conversations"):
         if name in has:
@@ -151,7 +151,7 @@ def _labelled(
                 raise DataError(f"the last message of field {name!r} must be the assistant's answer to an earlier one.")
             return f"{name}_label", messages[:-1], (messages[-1:],)
     if has.issuperset(("instruction", "output")):
-        return "instruction_output_label", alpaca_prompt(row), (_answer(text_in(row["output"], "output")),)
+        return "instruction_output_label", alpaca_prompt(row), (_as_chat(text_in(row["output"], "output")),)
     raise DataError(
         f"the row has a label, but no completion; it has {named(sorted(has))}. A labelled row has "
         f"{named((settings.prompt_key, settings.completion_key))}, or 'messages', 'conversations', or 'instruction' and "
@@ -169,12 +169,8 @@ def _text_or_messages(value: object, key: str, images: bool) -> Text:
     return messages_in([value] if isinstance(value, Mapping) else value, key, images=images)
 
 
-def _asked(prompt: Text) -> Messages:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def _answer(completion: Text) -> Messages:
-    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+def _as_chat(part: Text, role: str = "assistant") -> Messages:
+    return [{"role": role, "content": part}] if isinstance(part, str) else part
 
 
 def _whole(prompt: Messages, chosen: Any, rejected: Any, settings: PreferenceDataConfig) -> tuple[Text, Any]:

@@ -41,7 +41,13 @@ class DapoRewardManager(NaiveRewardManager):
         max_resp_len: int | None = None,
     ):
         super().__init__(pool, max_response_length=max_resp_len or max_response_length)
-        self.buffer = _read_buffer(overlong_buffer_cfg or {})
+        settings: Mapping[str, Any] = overlong_buffer_cfg or {}
+        names = [f.name for f in fields(OverlongBuffer)]
+        if unknown := next((name for name in settings if name not in names), None):
+            raise ConfigError(
+                f"There is no key reward_kwargs.overlong_buffer_cfg.{unknown}{nearest(str(unknown), names)}"
+            )
+        self.buffer = OverlongBuffer(**{k: v for k, v in settings.items() if v is not None})
         if self.buffer.enable and not 0 < self.buffer.len <= self.max_response_length:
             raise ConfigError(
                 f"reward_kwargs.overlong_buffer_cfg.len={self.buffer.len} must lie between 1 and max_resp_len="
@@ -54,11 +60,3 @@ class DapoRewardManager(NaiveRewardManager):
         penalty = overlong_penalty(request.response_length, self.max_response_length, self.buffer)
         logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self.buffer.log else {}
         return replace(score, score=score.score + penalty, parts={**score.parts, **logged})
-
-
-def _read_buffer(settings: Mapping[str, Any]) -> OverlongBuffer:
-    known = [f.name for f in fields(OverlongBuffer)]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"There is no key reward_kwargs.overlong_buffer_cfg.{name}{nearest(str(name), known)}")
-    return OverlongBuffer(**{k: v for k, v in settings.items() if v is not None})

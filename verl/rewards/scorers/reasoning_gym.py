@@ -7,6 +7,7 @@ only its full score counts. It may hang on a reply such as `9**9**9**9**9`: the 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -48,11 +49,13 @@ def compute_score(
     `extra_info` holds question, answer, metadata (a dict or JSON text) and task, as reasoning-gym made them; a task not
     named there is taken from the data_source. Raises RewardError for an unknown task.
     """
-    extra = extra_info or {}
-    item = _item(ground_truth, extra)
+    extra: Mapping[str, Any] = extra_info or {}
+    metadata = extra.get("metadata") or {}
+    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     task = str(extra.get("task") or data_source.removeprefix(PREFIX))
     if task in _TUPLE_TASKS:
-        item["metadata"] = _as_tuples(item["metadata"])
+        metadata = _as_tuples(metadata)
+    item = {"question": extra.get("question", ""), "answer": extra.get("answer", ground_truth), "metadata": metadata}
     score_answer = task_scorer(task)
     answer = extract_answer(solution_str, item["answer"])
     try:
@@ -78,13 +81,6 @@ def task_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     return get_score_answer_fn(task)  # type: ignore[no-any-return]
 
 
-def _item(ground_truth: object, extra: Mapping[str, object]) -> dict[str, Any]:
-    metadata = extra.get("metadata") or {}
-    if isinstance(metadata, str):
-        metadata = json.loads(metadata)
-    return {"question": extra.get("question", ""), "answer": extra.get("answer", ground_truth), "metadata": metadata}
-
-
 def _as_tuples(value: object) -> Any:
     if isinstance(value, dict):
         return {k: _as_tuples(v) for k, v in value.items()}
@@ -96,10 +92,4 @@ def _reference(ground_truth: object, extra_info: dict[str, object]) -> str | Non
     return None if answer is None else str(answer)
 
 
-def _warm() -> object:
-    import reasoning_gym
-
-    return reasoning_gym
-
-
-SCORER = Scorer(compute_score, _reference, _warm)
+SCORER = Scorer(compute_score, _reference, lambda: importlib.import_module("reasoning_gym"))
