@@ -32,7 +32,7 @@ class RowsReport:
     num_more: int = 0  # of these, rows that no sentence describes
     problems: list[str] = field(default_factory=list)  # a sentence for each of the first of them
     num_overlong: int = 0  # prompts longer than data.max_prompt_length
-    num_repeated: int = 0  # rows whose prompt an earlier row has
+    num_repeated: int = 0  # rows with the prompt of an earlier row
     num_control: int = 0  # rows with control tokens in the contents of their messages
     first_control: str = ""  # the first of these tokens, and its row
     data_sources: Counter[str] = field(default_factory=Counter)  # rows per task

@@ -78,7 +78,7 @@ class RLHFDataset:
         return rows
 
     def maybe_filter_out_long_prompts(self, dataframe: Rows) -> Rows:
-        """The rows whose prompt fits `max_prompt_length`, or all of them without `filter_overlong_prompts`."""
+        """The rows with a prompt of at most `max_prompt_length` tokens, or all of them without `filter_overlong_prompts`."""
         if not self.config.filter_overlong_prompts:
             return dataframe
         encoder = PromptEncoder(self.tokenizer, self.config)
@@ -150,7 +150,7 @@ class RLHFDataset:
             return self._with_fields(row)
 
     def batch(self, items: range) -> list[dict[str, Any]]:
-        """`self[item]` of each. Raises DataError, which may not name the row."""
+        """`self[item]` of each. Raises DataError, perhaps without the row's name."""
         return [self._with_fields(row) for row in self.dataframe.batch(items)]
 
     def _with_fields(self, row: dict[str, object]) -> dict[str, object]:
@@ -167,7 +167,7 @@ class RLHFDataset:
 
 
 def collate_fn(data_list: list[dict[str, object]]) -> dict[str, object]:
-    """Rows to columns: tensors are stacked, everything else becomes a 1-d object array (None where a row lacks it)."""
+    """Rows to columns: tensors are stacked, everything else becomes a 1-d object array (None if a row lacks it)."""
     import torch
 
     from verl.data_proto.merge import object_array
@@ -199,9 +199,9 @@ class PromptRows:
         self.scored = scored
         self.reads_images = reads_images
         self.has_images = False  # whether a row has any, once all are examined
-        # rows of a class of the user's are whatever its __getitem__ returns, one by one
-        own = (type(dataset).__getitem__, getattr(type(dataset), "_build_messages", None))
-        self._in_batches = own == (RLHFDataset.__getitem__, RLHFDataset._build_messages) and isinstance(
+        # a row of a user's class is anything that its __getitem__ returns, one by one
+        readers = (type(dataset).__getitem__, getattr(type(dataset), "_build_messages", None))
+        self._in_batches = readers == (RLHFDataset.__getitem__, RLHFDataset._build_messages) and isinstance(
             dataset.dataframe, Rows
         )
         self._scan: Scan | None = None  # that runs
@@ -281,28 +281,31 @@ class PromptRows:
         it is not `measured` or the prompt has no tokens; `bounded`: see PromptEncoder.lengths."""
         rows = self.batch(items)
         texts = [row for row in rows if not isinstance(row, DataError) and not self.images(row)]
-        prompts, of_rows = [self.prompt(row) for row in texts], [row.get("template_kwargs", {}) for row in texts]
-        lengths = iter(encoder.lengths(prompts, of_rows, bounded=bounded) if measured else [0] * len(texts))
+        prompts, kwargs_of_texts = (
+            [self.prompt(row) for row in texts],
+            [row.get("template_kwargs", {}) for row in texts],
+        )
+        lengths = iter(encoder.lengths(prompts, kwargs_of_texts, bounded=bounded) if measured else [0] * len(texts))
         for item, row in zip(items, rows, strict=True):
             if isinstance(row, DataError):
                 yield item, None, 0, row
                 continue
             prompt, images, error = self.prompt(row), self.images(row), None
-            of_row = row.get("template_kwargs", {})
-            kwargs, length = {**encoder.template_kwargs, **of_row}, 0 if images else next(lengths)
+            row_kwargs = row.get("template_kwargs", {})
+            kwargs, length = {**encoder.template_kwargs, **row_kwargs}, 0 if images else next(lengths)
             try:
                 if measured or images:
-                    length = length or len(encoder.encode_whole(prompt, self.place(item), images, of_row).ids)
+                    length = length or len(encoder.encode_whole(prompt, self.place(item), images, row_kwargs).ids)
                     if length > encoder.max_length and not self.config.filter_overlong_prompts:
-                        encoder.encode_row(prompt, self.place(item), images, of_row)
-                checks.check_prompt(prompt, self.place(item), kwargs, tools_matter="tools" in of_row)
+                        encoder.encode_row(prompt, self.place(item), images, row_kwargs)
+                checks.check_prompt(prompt, self.place(item), kwargs, tools_matter="tools" in row_kwargs)
             except DataError as caught:
                 error = caught
             yield item, row, length, error
 
     def examine(self, tokenizer: Tokenizer) -> None:
         """Check the rows, see `load_dataset`. Raises DataError for bad rows that are known when this method returns; `poll`
-        raises it for the others."""
+        raises it for later ones."""
         config, encoder = self.config, PromptEncoder(tokenizer, self.config)
         checks = TemplateChecks(tokenizer)
         measured = config.truncation == "error" and not config.filter_overlong_prompts

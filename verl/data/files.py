@@ -2,7 +2,7 @@
 
 org/name:train                a data set of the Hub and its split; org/name/CONFIG:train has a configuration
 org/name:train[:1000]         a slice, as datasets.load_dataset takes it
-stream:org/name:train[:1000]  the first rows of the split, read once into the cache of rows, without the others
+stream:org/name:train[:1000]  the first rows of the split, read once into the cache of rows; no other row is read
 parquet:data/part-*.parquet   files of a builder of the package: json, parquet, arrow, csv or text
 saved/                        a folder of save_to_disk; saved/:train a split of it; `@` is another spelling of the colon
 """
@@ -38,7 +38,7 @@ def read_rows(files: Files) -> Rows:
 
 
 def is_data_file(name: str | os.PathLike[str]) -> bool:
-    """Whether `name`, which may be a prompt too, is a data file that exists, or a pattern of a builder."""
+    """Whether `name`, perhaps a prompt, is a data file that exists, or a pattern of a builder."""
     text = os.path.expanduser(os.fspath(name))
     return text.endswith(SUFFIXES) and (os.path.exists(text) or names_builder(text))
 
@@ -60,7 +60,7 @@ def _open(name: str) -> Table:
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write `path` whole or not at all, in its folder. Raises DataError for values that parquet cannot hold."""
+    """Write `path` completely or not at all, in its folder. Raises DataError for values that parquet cannot hold."""
     import pyarrow
     import pyarrow.parquet
 
@@ -128,7 +128,7 @@ def open_data_set(name: str) -> Table:
     except DataError:
         raise
     except Exception as error:
-        # loading runs other people's code and network clients, which raise anything
+        # loading runs other people's code and network clients: they raise anything
         raise DataError(
             f"{name} is neither a file nor a data set that can be loaded: {type(error).__name__}: {clean(error)}"
         ) from error
@@ -167,8 +167,8 @@ def _only_split(loaded: object, path: str, split: str | None, *, is_chosen: bool
     if not split and len(loaded) == 1:
         split = next(iter(loaded))
     if split not in loaded:
-        asked = f"has no split {split!r}" if split else "has several splits"
-        raise DataError(f"The data set {path} {asked}; write {path}:SPLIT with one of {', '.join(loaded)}.")
+        fault = f"has no split {split!r}" if split else "has several splits"
+        raise DataError(f"The data set {path} {fault}; write {path}:SPLIT with one of {', '.join(loaded)}.")
     return HuggingFaceTable(loaded[split], f"{path}:{split}")
 
 
@@ -200,5 +200,5 @@ class HuggingFaceTable(Table):
         try:
             return ArrowRow(self.dataset[row])
         except Exception as error:
-            # a data set decodes its columns by whatever its author chose
+            # a data set decodes its columns by code of its author
             raise DataError(f"{self.place(row)} cannot be read: {type(error).__name__}: {clean(error)}") from error

@@ -1,4 +1,4 @@
-"""Images of rows: where they stand in the messages, and their pixels, read within limits.
+"""Images of rows: their places in the messages, and their pixels, read within limits.
 
     {"prompt": [{"role": "user", "content": "<image>How many dots?"}], "images": ["dots.png"]}
     {"prompt": [{"role": "user", "content": [{"type": "image", "image": "dots.png"}, {"type": "text", "text": "How many?"}]}]}
@@ -43,7 +43,7 @@ def image_messages(
 ) -> tuple[Messages, list[object]]:
     """Messages with parts of content wherever a row has images or videos, and their sources in the order of the parts. A
     placeholder in a text, and a part without a source, take the next of the field `image_key` or `video_key`. Raises DataError
-    where placeholders and images or videos differ in number."""
+    if placeholders and images or videos differ in number."""
     keys = {"image": settings.image_key, "video": settings.video_key}
     media = {kind: listed(row.get(key)) for kind, key in keys.items()}
     if not any(media.values()) and not any(map(_has_places, messages)):
@@ -76,7 +76,7 @@ def _has_places(message: Mapping[str, Any]) -> bool:
 
 
 def listed(images: object) -> list[object]:
-    """The images of a field, which has one image or several."""
+    """The images of a field that has one image or several."""
     if images is None:
         return []
     return list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
@@ -118,7 +118,7 @@ class ImageEncoder:
         ).digest()
 
     def require_none(self, ids: Sequence[int], place: str) -> None:
-        """Raise DataError where the tokens of a row without images have the token that stands for one."""
+        """Raise DataError if the tokens of a row without images have the token that stands for one."""
         for token, number in self.processor.marks.items():
             if number in ids:
                 raise DataError(
@@ -161,9 +161,9 @@ class ImageEncoder:
         files = None
         if self.processor.keeps_files:
             files = ImageFiles(tuple(map(as_file, self.processor.as_read(pictures, tensors))), self._arguments)
-        shown = tuple(thumbnail(_frames(item)[0]) for item in pictures)
+        thumbnails = tuple(thumbnail(_frames(item)[0]) for item in pictures)
         kinds = tuple("video" if isinstance(item, Clip) else "image" for item in pictures)
-        media = Media(digest.hexdigest(), tensors, shown, tuple(texts), kinds, files)
+        media = Media(digest.hexdigest(), tensors, thumbnails, tuple(texts), kinds, files)
         return PromptImages(media, self.processor, place)
 
 
@@ -180,7 +180,7 @@ def _frames(item: Picture) -> Sequence[Image.Image]:
 
 @dataclass(frozen=True)
 class RowImages:
-    """Images of a row at their sources. Their pixels, which take far more memory, are read when they are needed."""
+    """Images of a row at their sources. Their pixels take far more memory and are read when they are needed."""
 
     sources: Sequence[object]
     encoder: ImageEncoder
@@ -200,7 +200,7 @@ class PromptImages:
 
     def expanded(self, text: str, *, whole: bool = True) -> str:
         """Rendered messages with the text of its image in place of each token; with `whole`, they have all images of the row.
-        Raises DataError where the text has other tokens of images than the row has images."""
+        Raises DataError if the text has other tokens of images than the row has images."""
         return expanded(text, self._tokens, self.media.texts, self.place, whole=whole)
 
     def check(self, ids: Sequence[int], text: str) -> None:
@@ -248,7 +248,7 @@ class ConversationImages:
         return text if self._read is None else self._read.expanded(text, whole=False)
 
     def attached(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """The sequences of the row with its images. Raises DataError where one follows the first token that trains, or where a
+        """The sequences of the row with its images. Raises DataError if one follows the first token that trains, or if a
         row without images has a token that stands for one."""
         if self.encoder is None:
             return sequences

@@ -50,7 +50,7 @@ class _Reader:
             objects["media"] = [prompt.media for prompt in encoded]
         for name in dict.fromkeys(key for row in rows for key in row):
             if self.rows.reads_images and name in (self.rows.config.image_key, self.rows.config.video_key):
-                continue  # files and pictures, which `media` has as tensors
+                continue  # files and pictures: `media` has them as tensors
             if name in _RESERVED:
                 self._note_reserved(name)
             elif name not in objects:

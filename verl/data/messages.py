@@ -119,7 +119,7 @@ def template_kwargs_of(row: Mapping[str, object], settings: TextDataConfig) -> d
 
 
 def checked_kwargs(kwargs: Mapping[str, object], name: str, fault: type[VerlError] = DataError) -> Mapping[str, object]:
-    """Arguments of the chat template without a name that the program sets itself. Raises `fault`, which names the field."""
+    """Arguments of the chat template without a name that the program sets itself. Raises `fault` naming the field."""
     if taken := sorted(_SET_BY_PROGRAMS & kwargs.keys()):
         raise fault(
             f"{name} sets {taken[0]!r}, which is no argument for the chat template: the program sets it. Remove it."
@@ -146,7 +146,7 @@ def _own_kwargs(row: Mapping[str, object], config: DataConfig | TextDataConfig) 
 
 
 def refuse_media(row: Mapping[str, object], settings: TextDataConfig, *, images: bool = False) -> None:
-    """Raises DataError for a row with images or videos where the program or its model does not read `images`."""
+    """Raises DataError for a row with images or videos unless the program and its model read `images`."""
     for key, kind in ((settings.image_key, "images"), (settings.video_key, "videos")):
         media = row.get(key)
         if media is not None and not (hasattr(media, "__len__") and len(media) == 0) and not images:
@@ -163,7 +163,7 @@ def text_in(value: object, field_name: str) -> str:
 
 
 def with_system(prompt: Messages | str, row: Mapping[str, object], settings: DataConfig | TextDataConfig) -> Any:
-    """The beginning of a row behind the message of its `system` column, which some collections have. Raises DataError where
+    """The beginning of a row behind the message of its `system` column, if it has one. Raises DataError if
     the model would not read the column, or the tools of a text."""
     system = text_in(row["system"], "system") if row.get("system") else ""
     if isinstance(prompt, str):
@@ -260,7 +260,7 @@ def _json_list(value: object, field_name: str) -> list[object]:
 
 
 def tools_in(value: object, field_name: str) -> list[dict[str, Any]] | None:
-    """The JSON schemas of a column of tools; None where it is empty."""
+    """The JSON schemas of a column of tools; None if it is empty."""
     tools: list[Any] = [_json(tool, field_name) for tool in _json_list(value, field_name)]
     if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
         raise DataError(f"field {field_name!r} must be a list of JSON schemas, but has {quoted(wrong[0], 80)}.")

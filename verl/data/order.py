@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def prompts_per_generation(config: PPOConfig) -> int:
-    """Prompts per generation: data.gen_batch_size, if set, where a group filter may drop some; else data.train_batch_size."""
+    """Prompts per generation: data.gen_batch_size if set and a group filter may drop some, else data.train_batch_size."""
     return int((config.algorithm.filter_groups.enable and config.data.gen_batch_size) or config.data.train_batch_size)
 
 
@@ -44,12 +44,12 @@ def _keyed_place(num_rows: int, seed: int, epoch: int, place: int) -> int:
     half = ((num_rows - 1).bit_length() + 1) // 2
     mask, keys = (1 << half) - 1, _round_keys(seed, epoch)
     while True:
-        left, right = place >> half, place & mask
+        high, low = place >> half, place & mask
         for key in keys:
-            mixed = ((right ^ key) * 0xBF58476D1CE4E5B9) & _WORD  # the finalizer of SplitMix64
+            mixed = ((low ^ key) * 0xBF58476D1CE4E5B9) & _WORD  # the finalizer of SplitMix64
             mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
-            left, right = right, left ^ ((mixed ^ (mixed >> 31)) & mask)
-        place = left << half | right
+            high, low = low, high ^ ((mixed ^ (mixed >> 31)) & mask)
+        place = high << half | low
         if place < num_rows:
             return place
 
@@ -95,7 +95,7 @@ log = logging.getLogger(__name__)
 
 class SamplerOrder:
     """Maps a prompt index to its row, as PromptOrder does, in the order of a torch sampler's iterator. Rows are read when they
-    are asked for, so a curriculum sampler whose `update(batch)` is called after each step chooses the next step's rows."""
+    are asked for, so a curriculum sampler with `update(batch)`, called after each step, chooses the next step's rows."""
 
     def __init__(self, make_sampler: Callable[[], Any], num_rows: int, batch_size: int):
         self._make_sampler, self.num_rows = make_sampler, num_rows
@@ -121,12 +121,12 @@ class SamplerOrder:
 
     def state_dict(self, cursor: int) -> dict[str, object]:
         """JSON: the rows from prompt `cursor` on that were read already, and the sampler's own `state_dict()` if it has one."""
-        own = self.sampler.state_dict() if hasattr(self.sampler, "state_dict") else None
-        return {"first": cursor, "rows": self._rows[cursor - self._first :], "sampler": own}
+        sampler_state = self.sampler.state_dict() if hasattr(self.sampler, "state_dict") else None
+        return {"first": cursor, "rows": self._rows[cursor - self._first :], "sampler": sampler_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue behind the rows that were read. A sampler without `load_state_dict` is read from its start to that place,
-        which gives the same rows unless training has changed it."""
+        """Continue behind the rows that were read. A sampler without `load_state_dict` is read from its start to that place:
+        the same rows, unless training has changed it."""
         num_read = state["first"] + len(state["rows"])
         self.sampler, self._first, self._rows, self._epoch_rows = self._make_sampler(), 0, [], None
         if state["sampler"] is not None and hasattr(self.sampler, "load_state_dict"):
@@ -182,8 +182,8 @@ def load_sampler(path: str, name: str | None, rows: Sized, config: DataConfig) -
 
 
 def order_of(rows: Sized, config: DataConfig) -> PromptOrder | SamplerOrder:
-    """The order of the rows that `config` asks for. Raises ConfigError for a sampler that cannot be made, FewRowsError where it
-    has too few rows, DataError where its first row does not exist."""
+    """The order of the rows that `config` asks for. Raises ConfigError for a sampler that cannot be made, FewRowsError if it
+    has too few rows, DataError if its first row does not exist."""
     sampler = config.sampler
     if not sampler.class_path:
         return PromptOrder(len(rows), config.seed if config.seed is not None else 42, config.shuffle)

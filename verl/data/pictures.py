@@ -2,7 +2,7 @@
 
     {"prompt": [{"role": "user", "content": "<video>What happens?"}], "videos": [{"video": "fall.mp4", "fps": 1}]}
 
-Of a video file, which PyAV decodes, frames at equal distances are read: `nframes` of them, or `fps` in a second, at least
+PyAV decodes video files. Frames at equal distances are read: `nframes` of them, or `fps` in a second, at least
 `min_frames` and at most `max_frames`, as qwen-vl-utils 0.0.14 chooses them. A list of frames has `fps` of them in a second.
 """
 
@@ -58,7 +58,7 @@ def _note(content: bytes, name: str = "") -> None:
 
 
 def read_image(source: object, place: str) -> Image.Image:
-    """The picture at `source`, also an array, as a PIL image in RGB (verl/data/rgb.py). Raises DataError, which begins with
+    """The picture at `source`, also an array, as a PIL image in RGB (verl/data/rgb.py). Raises DataError beginning with
     `place`, for an unknown source, a file that is no image or is damaged, and a size beyond MAX_BYTES and MAX_PIXELS."""
     try:
         from PIL import Image
@@ -116,7 +116,7 @@ def png(picture: Image.Image) -> bytes:
 
 
 def innermost_source(source: object, place: str) -> object:
-    """The path, URL, bytes, picture or list to which an object leads. Raises DataError, which begins with `place`."""
+    """The innermost value of an object: a path, URL, bytes, picture or list. Raises DataError beginning with `place`."""
     while isinstance(source, Mapping):
         entries = {name: source[name] for name in SOURCES if source.get(name) is not None}
         if not entries:
@@ -126,7 +126,7 @@ def innermost_source(source: object, place: str) -> object:
 
 
 def bytes_at(source: object, place: str, max_bytes: int) -> bytes:
-    """The bytes of a file. Raises DataError, which begins with `place`, also for more than `max_bytes`."""
+    """The bytes of a file. Raises DataError beginning with `place`, also for more than `max_bytes`."""
     source = innermost_source(source, place)
     if isinstance(source, str):
         return _named(source, place, max_bytes)
@@ -180,11 +180,11 @@ _VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,
 
 
 def read_clip(source: VideoSource, defaults: Mapping[str, Any], place: str, step: int) -> Clip:
-    """Frames of a video, by its settings or `defaults` of SAMPLING; their number is a multiple of `step` where there are
-    enough. With a step of 1 frames are images, which have no limits of pixels. Raises DataError, which begins with `place`."""
-    value, own = _settings(source, place, LIMITS if step > 1 else ())
-    rule = {name: own.get(name, defaults.get(name, value)) for name, value in SAMPLING.items()}
-    if "fps" in own:
+    """Frames of a video, by its settings or `defaults` of SAMPLING; their number is a multiple of `step` if there are
+    enough. With a step of 1 frames are images without limits of pixels. Raises DataError beginning with `place`."""
+    value, settings = _settings(source, place, LIMITS if step > 1 else ())
+    rule = {name: settings.get(name, defaults.get(name, value)) for name, value in SAMPLING.items()}
+    if "fps" in settings:
         rule["nframes"] = 0  # of the defaults
     if isinstance(value, str) and value.startswith(_SEQUENCE):
         value = [_SEQUENCE.replace("video", "image") + frame for frame in value.removeprefix(_SEQUENCE).split(",")]
@@ -198,7 +198,9 @@ def read_clip(source: VideoSource, defaults: Mapping[str, Any], place: str, step
     if len(sizes := {frame.size for frame in frames}) > 1:
         raise DataError(f"{place} has frames of the sizes {sorted(sizes)}; give all of them one size.")
     _require_fits(len(frames), frames[0].width, frames[0].height, place)
-    return Clip(tuple(frames), tuple(numbers), num_frames, fps, {name: own[name] for name in LIMITS if name in own})
+    return Clip(
+        tuple(frames), tuple(numbers), num_frames, fps, {name: settings[name] for name in LIMITS if name in settings}
+    )
 
 
 def video_entry(source: VideoSource, place: str) -> dict[str, object]:
@@ -210,12 +212,12 @@ def video_entry(source: VideoSource, place: str) -> dict[str, object]:
 
 def _settings(source: VideoSource, place: str, limits: Collection[str]) -> tuple[Any, dict[str, float]]:
     """The video, and the settings that stand next to it: of SAMPLING, and `limits`."""
-    known, entries = {*SAMPLING, *limits}, source.value if isinstance(source.value, Mapping) else {}
+    names, entries = {*SAMPLING, *limits}, source.value if isinstance(source.value, Mapping) else {}
     settings = {name: v for name, v in entries.items() if v is not None and name not in (*SOURCES, "type")}
     with at(place):
         for name in settings:
-            if name not in known:
-                hint = nearest(name, known) or f"; it can have {', '.join(sorted(known))}."
+            if name not in names:
+                hint = nearest(name, names) or f"; it can have {', '.join(sorted(names))}."
                 raise DataError(f"a video has no setting {quoted(name)}{hint}")
             settings[name] = number_in(settings[name], name)
             if settings[name] <= 0:
@@ -241,7 +243,7 @@ def _decoded(
         import av
     except ImportError as error:
         raise MissingExtraError("Reading video files", "video", "av") from error
-    # a file cannot name others that would be read
+    # a file cannot have other files read by naming them
     options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": ""}
     try:
         with av.open(io.BytesIO(content), options=options) as container:
@@ -266,14 +268,14 @@ def _decoded(
 
 
 def sampled(num_frames: int, fps: float, rule: Mapping[str, float], step: int) -> list[int]:
-    """Numbers of the frames that are read of `num_frames`, of which a second has `fps`, by a rule of SAMPLING: of 4 s of 25
+    """Numbers of the frames to read of a video with `num_frames` frames, `fps` in a second, by a rule of SAMPLING: of 4 s of 25
     frames with fps 2 the frames 0, 14, 28, ... 99."""
     if rule["nframes"]:
         count: float = max(1, round(rule["nframes"] / step)) * step
     else:
         count = max(rule["min_frames"], min(num_frames / fps * rule["fps"], rule["max_frames"]))
-    whole = max(1, int(min(count, num_frames)) // step * step)
-    return cast("list[int]", np.linspace(0, num_frames - 1, whole).round().astype(int).tolist())
+    num_chosen = max(1, int(min(count, num_frames)) // step * step)
+    return cast("list[int]", np.linspace(0, num_frames - 1, num_chosen).round().astype(int).tolist())
 
 
 def _frames_at(container: Any, numbers: Collection[int], place: str) -> Iterator[Image.Image]:
@@ -287,7 +289,7 @@ def _frames_at(container: Any, numbers: Collection[int], place: str) -> Iterator
 
 
 def _shown_frame(frame: Any, place: str) -> Image.Image:
-    """A frame of PyAV as players show it: on white where it has alpha, turned and mirrored by its display matrix."""
+    """A frame of PyAV as players show it: on white if it has alpha, turned and mirrored by its display matrix."""
     from PIL import Image
 
     has_alpha = any(component.is_alpha for component in frame.format.components)

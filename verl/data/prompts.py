@@ -77,7 +77,7 @@ class PromptEncoder:
         """Tokens of a prompt, at most max_prompt_length of them, and its images, at the places of `images` (sources) in its
         messages. `template_kwargs` are the row's arguments of the chat template.
         Raises DataError naming `place` for a template that fails, an image that cannot be read, no tokens, and a
-        prompt that is too long where `data.truncation` is error or it has images."""
+        prompt that is too long if `data.truncation` is error or it has images."""
         encoded = self.encode_whole(prompt, place, images, template_kwargs)
         self._note_closed(prompt, place, template_kwargs)
         if len(encoded.ids) <= self.max_length:
@@ -115,7 +115,7 @@ class PromptEncoder:
         images: Sequence[object] = (),
         template_kwargs: Mapping[str, object] = NOTHING,
     ) -> EncodedPrompt:
-        """`encode_row` of a prompt whatever its length."""
+        """`encode_row` of a prompt of any length."""
         read = self.images.read(images, place) if images and self.images is not None else None
         if getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -148,8 +148,8 @@ class PromptEncoder:
         *,
         bounded: bool = False,
     ) -> list[int]:
-        """Tokens of each prompt as `encode_whole` gives them, by one call of the tokenizer; 0 where only `encode_whole` can say
-        how many, or what is wrong: so for all of them where a prompt has arguments of the template.
+        """Tokens of each prompt as `encode_whole` gives them, by one call of the tokenizer; 0 if only `encode_whole` can say
+        how many, or what is wrong: so for all of them if a prompt has arguments of the template.
         With `bounded`, an upper bound for texts that are so short that they fit."""
         by_row = any(template_kwargs) or CONTINUE in self.template_kwargs
         if not prompts or by_row or not getattr(self.tokenizer, "is_fast", False):  # one text at a time
@@ -166,7 +166,7 @@ class PromptEncoder:
                 raise
             return [0] * len(prompts)
         marks = {*self.images.processor.marks.values()} if self.images else set()
-        exact = (len(own) if own and max(own) < limit and marks.isdisjoint(own) else 0 for own in ids)
+        exact = (len(tokens) if tokens and max(tokens) < limit and marks.isdisjoint(tokens) else 0 for tokens in ids)
         return [bound or next(exact) for bound in bounds]
 
     def _texts(self, prompts: Sequence[Messages | str]) -> list[str]:
@@ -179,11 +179,11 @@ class PromptEncoder:
         return cast("list[str]", self.tokenizer.apply_chat_template(chats, tokenize=False, **settings))
 
     def _encode_many(self, prompts: Sequence[Messages | str], texts: list[str]) -> list[list[int]]:
-        """Token ids of texts, the first of which are from `prompts`; empty for a tokenizer that takes one text at a time."""
+        """Token ids of texts, the first ones from `prompts`; empty for a tokenizer that takes one text at a time."""
         if not texts:
             return []
         added = {"add_special_tokens": False} if getattr(self.tokenizer, "chat_template", None) else {}
-        ids = [_without_end(self.tokenizer, own, **added) for own in self.tokenizer.encode(texts, **added)]
+        ids = [_without_end(self.tokenizer, tokens, **added) for tokens in self.tokenizer.encode(texts, **added)]
         if self._takes_batches is None:  # a class of the user's may take a list for the words of one text
             first = [self.encode_whole(prompt, "").ids for prompt in prompts[:4]]
             self._takes_batches = len(ids) == len(texts) and [*ids[:4]] == first
@@ -246,7 +246,7 @@ def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template
             settings |= {"add_generation_prompt": False, CONTINUE: True}
         return cast("str", tokenizer.apply_chat_template(_readable(tokenizer, messages), tokenize=False, **settings))
     except Exception as error:
-        # a chat template is a program of the model's authors, which may raise anything
+        # a chat template is a program of the model's authors and may raise anything
         raise DataError(
             f"{place}: the chat template failed with {type(error).__name__}: {clean(error)}. Change the row's messages, "
             "data.apply_chat_template_kwargs or the model's custom_chat_template."
@@ -254,7 +254,7 @@ def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template
 
 
 def answer_prefix(messages: Messages, template_kwargs: Mapping[str, object]) -> str | None:
-    """The text with which the answer to a prompt begins: its last message, of the assistant, where `continue_final_message` is
+    """The text with which the answer to a prompt begins: its last message, of the assistant, if `continue_final_message` is
     set. None: a new turn begins."""
     last = messages[-1] if messages else {}
     begins = template_kwargs.get("add_generation_prompt", True) and last.get("role") == "assistant"
@@ -265,7 +265,7 @@ def answer_prefix(messages: Messages, template_kwargs: Mapping[str, object]) -> 
 
 
 def require_whole_answers(prompt: Messages | str, template_kwargs: Mapping[str, object]) -> None:
-    """Raises DataError for a row that trains on an answer which its prompt begins."""
+    """Raises DataError for a row that trains on an answer begun by its prompt."""
     if not isinstance(prompt, str) and answer_prefix(prompt, template_kwargs) is not None:
         raise DataError(
             f"the prompt ends with a message of the assistant that {CONTINUE} continues, and rows that train have whole "
@@ -298,7 +298,7 @@ def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def control_token_in(messages: Messages, pattern: re.Pattern[str] | None) -> str:
-    """The first control token in the contents of messages, which a chat template inserts as they are; "" for none."""
+    """The first control token in the contents of messages; a chat template inserts them as they are. "" for none."""
     if pattern is None:
         return ""
     hits = (pattern.search(str(message.get("content") or "")) for message in messages if isinstance(message, Mapping))
@@ -307,7 +307,7 @@ def control_token_in(messages: Messages, pattern: re.Pattern[str] | None) -> str
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
     """`limit` tokens of `ids`: the last ones (left), the first ones (right), or both ends (middle; the end gets the odd
-    token, because that is where the turn of the model begins)."""
+    token, because the turn of the model begins there)."""
     if len(ids) <= limit:
         return list(ids)
     if mode == "left":

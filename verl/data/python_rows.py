@@ -26,7 +26,7 @@ _MEDIA_FIELDS = ("images", "videos")
 
 def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> dict[str, Any]:
     """A row of docs/data.md from a dict with "prompt" (text or messages), the fields `media` of images and videos, and other
-    columns, which reward functions get. The reference answer is `reward_model.ground_truth`, "ground_truth" or "answer".
+    columns for reward functions. The reference answer is `reward_model.ground_truth`, "ground_truth" or "answer".
 
     Raises DataError without a prompt.
     """
@@ -65,8 +65,8 @@ def listed_rows(split: str, data: Data) -> Rows:
     """`data` as a list, for every reader the same; a path is left. Raises DataError for what is no list of rows."""
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
-    if hasattr(data, "to_dict") and hasattr(data, "isna"):  # a pandas.DataFrame, which iterates over its columns
-        missing = data.isna()  # NaN, which is None in every other kind of rows
+    if hasattr(data, "to_dict") and hasattr(data, "isna"):  # a pandas.DataFrame: it iterates over its columns
+        missing = data.isna()  # NaN: None in every other kind of rows
         if twice := [name for name, count in Counter(missing.columns).items() if count > 1]:
             raise DataError(f"The {split} data have several columns {twice[0]!r}; keep one of them.")
         rows = zip(data.to_dict("records"), missing.to_dict("records"), strict=True)

@@ -25,23 +25,23 @@ _FACTORS = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}  # layout of a PNG -> fact
 
 
 def as_shown(picture: Image.Image, place: str) -> Image.Image:
-    """A picture in RGB, without entries of its file. Raises DataError, which begins with `place`, for values without a known
+    """A picture in RGB, without entries of its file. Raises DataError beginning with `place`, for values without a known
     white, and what a codec raises for a damaged file."""
     _scale_transparent_color(picture)
     picture.load()
-    shown = upright(picture, _orientation(picture))
-    if shown.mode.startswith("I;16") or (shown.mode == "I" and picture.format == "PNG"):  # a PNG for Pillow before 11
-        shown = _grey(shown, getattr(picture, "tag_v2", {}))
-    elif shown.mode in ("I", "F", "LAB"):
+    turned = upright(picture, _orientation(picture))
+    if turned.mode.startswith("I;16") or (turned.mode == "I" and picture.format == "PNG"):  # a PNG for Pillow before 11
+        turned = _grey(turned, getattr(picture, "tag_v2", {}))
+    elif turned.mode in ("I", "F", "LAB"):
         raise DataError(
-            f"{place} has pixels of Pillow's mode {shown.mode} (I: 32-bit integers, F: floats); their white is unknown. "
+            f"{place} has pixels of Pillow's mode {turned.mode} (I: 32-bit integers, F: floats); their white is unknown. "
             "Write it in RGB of 8 bits."
         )
-    elif shown.has_transparency_data:
-        shown = _on_white(shown)
-    shown = shown.convert("RGB")
-    shown.info = {}  # a reader of the result must not turn it once more
-    return shown
+    elif turned.has_transparency_data:
+        turned = _on_white(turned)
+    turned = turned.convert("RGB")
+    turned.info = {}  # a reader of the result must not turn it once more
+    return turned
 
 
 def upright(picture: Image.Image, orientation: int) -> Image.Image:
@@ -74,7 +74,7 @@ def _orientation(picture: Image.Image) -> int:
 
 
 def _scale_transparent_color(picture: Image.Image) -> None:
-    """Scale the transparent colour of a PNG that is not loaded to the 8 bits to which Pillow scales its pixels."""
+    """Scale the transparent colour of a PNG that is not loaded to 8 bits, as Pillow scales its pixels."""
     layout = next((tile[3] for tile in getattr(picture, "tile", ())), None)
     factor, color = _FACTORS.get(layout) if isinstance(layout, str) else None, picture.info.get("transparency")
     if factor is not None and color is not None:

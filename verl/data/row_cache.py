@@ -41,7 +41,7 @@ _ALIGNED = 8  # bytes
 _SEAL = 32  # characters of the checksum at the end
 _NAMES = re.compile(
     r"\.?[0-9a-f]{32}(\.first)?\.(arrays|arrow|lock)(\.[0-9a-f]{8}\.tmp)?"
-)  # of entries; a folder has others
+)  # of entries; a folder has further files
 _WAIT_SAID_S = 5.0
 
 
@@ -72,7 +72,7 @@ def digest_of_tokenizer(tokenizer: Tokenizer) -> str | None:
 
 
 def cached_path(name: str) -> Path | None:
-    """The path of an entry; None where the folder cannot be made."""
+    """The path of an entry; None if the folder cannot be made."""
     try:
         path = cache_folder("VERL_DATA_CACHE", "rows")
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -82,8 +82,8 @@ def cached_path(name: str) -> Path | None:
 
 
 def read_entry(path: Path | None) -> memoryview | None:
-    """A memory map of an entry, which is then used now unless it is another user's; None without one, and for a damaged one,
-    which is removed."""
+    """A memory map of an entry, marked as used now unless it is another user's. None without one, and for a damaged one: it
+    is removed."""
     if path is None or not os.path.lexists(path):
         return None
     with contextlib.suppress(OSError, ValueError):
@@ -121,7 +121,7 @@ def _seal(path: Path, content: memoryview) -> bytes:
 
 @contextlib.contextmanager
 def new_entry(path: Path) -> Iterator[Path]:
-    """A temporary name, which becomes `path` when the block ends without an error."""
+    """A temporary name; it becomes `path` if the block ends without an error."""
     with whole_file(path) as temporary:
         yield temporary
         with open(temporary, "r+b") as file:
@@ -129,7 +129,7 @@ def new_entry(path: Path) -> Iterator[Path]:
             file.seek(0, os.SEEK_END)
             file.write(seal)
             file.flush()
-            os.fsync(file.fileno())  # a power loss leaves the whole entry under its name, or none
+            os.fsync(file.fileno())  # a power loss leaves the complete entry under its name, or none
     for entry in path.parent.iterdir():
         with contextlib.suppress(OSError):  # another run removes it too
             most_s = _CLAIM_S if entry.suffix == ".tmp" else _UNUSED_S  # a start that was killed leaves its file behind
@@ -169,7 +169,7 @@ def read_arrays(content: memoryview) -> Iterator[tuple[dict[str, np.ndarray], An
 def load_arrays(
     key: str | None, dtypes: Mapping[str, np.dtype], num_facts: int
 ) -> tuple[dict[str, np.ndarray], list[Any]] | None:
-    """The cached arrays of `key`, which have `dtypes`, and their `num_facts` facts; None without them."""
+    """The cached arrays of `key` with these `dtypes`, and their `num_facts` facts; None without them."""
     path = cached_path(f"{key}.arrays") if key else None
     content = read_entry(path)
     if path is None or content is None:
@@ -184,7 +184,7 @@ def load_arrays(
 
 
 def save_arrays(key: str | None, arrays: Mapping[str, Sequence[np.ndarray]], facts: object) -> None:
-    """Cache arrays, each as its parts, as `key`; nothing where the cache cannot be written."""
+    """Cache arrays, each as its parts, as `key`; nothing if the cache cannot be written."""
     path = cached_path(f"{key}.arrays") if key else None
     with contextlib.suppress(OSError):
         if path is not None:
@@ -194,7 +194,7 @@ def save_arrays(key: str | None, arrays: Mapping[str, Sequence[np.ndarray]], fac
 
 def claim(key: str | None, *, wait: bool) -> int | None:
     """A descriptor that holds the lock of `key` until it is closed, also in forked processes; None when another process has it,
-    with `wait` for longer than an hour. -1 where there is no lock."""
+    with `wait` for longer than an hour. -1 if there is no lock."""
     path = cached_path(f"{key}.lock") if key else None
     if path is None:
         return -1

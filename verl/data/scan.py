@@ -45,7 +45,7 @@ _First = tuple[int, str]  # row, sentence
 
 @dataclass
 class BadRows:
-    """Bad rows of a scan: the first with a wrong field, the first whose prompt cannot be used, and for each feature that is not
+    """Bad rows of a scan: the first with a wrong field, the first with an unusable prompt, and for each feature that is not
     available the number of rows that need it, the first of them and its place."""
 
     of_fields: _First | None = None
@@ -185,7 +185,7 @@ class Scan:
         return load_arrays(key, dtypes, num_batches)
 
     def fork(self, num_workers: int, *, stops: bool) -> None:
-        """Start processes that examine the rest; with `stops` each ends at its first bad batch, and has a low priority."""
+        """Start processes for the remaining batches; with `stops` each ends at its first bad batch, and has a low priority."""
         configured = "TOKENIZERS_PARALLELISM" in os.environ
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warns on standard error
         parent = os.getpid()
@@ -217,9 +217,9 @@ class Scan:
             if now - last > _STILL_S:
                 self._give_up()
             if now - reported > _REPORT_S and 0 < count < len(self.batches):
-                reported, left = now, (now - self._started) / count * (len(self.batches) - count)
+                reported, wait = now, (now - self._started) / count * (len(self.batches) - count)
                 log.info(
-                    "%s: %d%% of the rows are checked, %.0f s left.", self.name, 100 * count // len(self.batches), left
+                    "%s: %d%% of the rows are checked, %.0f s left.", self.name, 100 * count // len(self.batches), wait
                 )
             self._read_reports()
             time.sleep(_POLL_S)
@@ -287,7 +287,7 @@ class Scan:
 
 
 def batches_of(num_rows: int) -> list[range]:
-    """The rows, cut into batches; an empty batch where there are none."""
+    """The rows, cut into batches; an empty batch if there are none."""
     return [range(start, min(start + BATCH, num_rows)) for start in range(0, max(num_rows, 1), BATCH)]
 
 

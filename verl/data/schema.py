@@ -25,14 +25,14 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "user", "assistant", "tool", "function", "developer")
 MAX_DEPTH = 50  # of lists and objects inside each other
-MAX_SOURCE = 200  # characters of the name of a task, which becomes part of names of metrics
+MAX_SOURCE = 200  # characters of the name of a task, a part of names of metrics
 MAX_NUMBER = 1e12  # of a margin or a rating: losses add squares of them in float32
-UNSCORED = {"style": "model"}  # reward_model of a row without one, where rewards do not train
+UNSCORED = {"style": "model"}  # reward_model of a row without one, if rewards do not train
 
 
 @contextmanager
 def at(place: str) -> Iterator[None]:
-    """DataErrors of the block say where: "train.parquet, row 3 (counted from 0): ..."."""
+    """DataErrors of the block name the place: "train.parquet, row 3 (counted from 0): ..."."""
     try:
         yield
     except UnavailableRowError as error:
@@ -70,13 +70,13 @@ def message_of(message: object, place: str, *, images: bool = False) -> dict[str
 
 
 def _checked_parts(parts: list[dict[str, Any]], place: str, images: bool) -> str | list[dict[str, object]]:
-    others = [p for p in parts if not (p.get("type") == "text" and isinstance(p.get("text"), str))]
-    if not others:
+    media_parts = [p for p in parts if not (p.get("type") == "text" and isinstance(p.get("text"), str))]
+    if not media_parts:
         return "".join(part["text"] for part in parts)
     allowed = MEDIA_PARTS if images else ()
-    if all(part.get("type") in allowed for part in others):
+    if all(part.get("type") in allowed for part in media_parts):
         return parts
-    kinds = [_MEDIA.get(kind.partition("_")[0]) for p in others if (kind := str(p.get("type"))) not in allowed]
+    kinds = [_MEDIA.get(kind.partition("_")[0]) for p in media_parts if (kind := str(p.get("type"))) not in allowed]
     if media := next(filter(None, kinds), None):
         raise UnavailableRowError(no_media(media, "content of a message"))
     names = "text, images and videos" if images else "text"
@@ -109,9 +109,9 @@ def check_row(
     _check_features(row, config, agents, images)
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
-        shown = "missing" if source is None else quoted(source)
+        value = "missing" if source is None else quoted(source)
         raise DataError(
-            f"field {config.reward_fn_key!r} must be a text that names the task, but it is {shown}; it selects the built-in "
+            f"field {config.reward_fn_key!r} must be a text that names the task, but it is {value}; it selects the built-in "
             "scorer. With a reward function of your own any name will do. data.reward_fn_key names the field."
         )
     check_plain(source, config.reward_fn_key)
@@ -240,5 +240,5 @@ def whole_section(config: DataConfig | Mapping[str, object]) -> Any:
         return config
     from omegaconf import OmegaConf
 
-    whole = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(DataConfig())), OmegaConf.create(dict(config)))
-    return OmegaConf.create(OmegaConf.to_container(whole))
+    merged = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(DataConfig())), OmegaConf.create(dict(config)))
+    return OmegaConf.create(OmegaConf.to_container(merged))

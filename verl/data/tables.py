@@ -27,7 +27,7 @@ NAMES_OF_ROWS: dict[str, str] = {}
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError, also where an object has a key twice and where the nesting is too deep."""
+    """The value of a JSON text. Raises ValueError, also if an object has a key twice or the nesting is too deep."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
@@ -43,7 +43,7 @@ def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
 
 
 class ArrowRow(dict[str, Any]):
-    """A row of arrow. An object in it has the fields of all objects of its column, null where it has none itself."""
+    """A row of arrow. An object in it has the fields of all objects of its column, null if it lacks the field."""
 
 
 def copy_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Table:
         raise NotImplementedError
 
     def digest(self) -> str | None:
-        """The digest of the file; None where it is not known."""
+        """The digest of the file; None if it is not known."""
         return None
 
     def place(self, row: int) -> str:
@@ -248,7 +248,7 @@ class Rows(Sequence[dict[str, object]]):
         return copy_of_row(table[number])
 
     def batch(self, rows: range, fields: Collection[str] | None = None) -> list[dict[str, object]]:
-        """`self[row]` of each of `rows`, all of their fields or only `fields`. Raises DataError, which may not name the row."""
+        """`self[row]` of each of `rows`, all fields or only `fields`. Raises DataError, perhaps without the row's name."""
         numbers = self._chosen[rows.start : rows.stop]
         if not len(numbers):
             return []
@@ -261,13 +261,13 @@ class Rows(Sequence[dict[str, object]]):
         return batch
 
     def texts(self, field: str) -> set[str] | None:
-        """The different texts of a field; None for a selection of the rows, whose texts only their rows tell."""
+        """The different texts of a field; None for a selection of the rows, since only these rows tell their texts."""
         if len(self._chosen) < self._ends[-1]:
             return None
         return set().union(*(table.texts(field) for table in self._tables))
 
     def digest(self) -> str | None:
-        """The digest of these rows in this order; None where it is not known."""
+        """The digest of these rows in this order; None if it is not known."""
         digests = [table.digest() for table in self._tables]
         if None in digests:
             return None

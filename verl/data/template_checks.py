@@ -90,7 +90,7 @@ class TemplateChecks:
             self.shapes.add((kind, shape))
 
     def _rendered(self, messages: Messages, place: str, **settings: object) -> str | None:
-        """The rendering; None where the template refuses the messages, which it can only do if it reads them."""
+        """The rendering; None if the template refuses the messages: it can only do so if it reads them."""
         try:
             return render_chat(self.tokenizer, messages, place, **{k: v for k, v in settings.items() if v is not None})
         except DataError:

@@ -46,7 +46,7 @@ _NOT_OF_ROWS = (
 
 @dataclass
 class Source:
-    """Rows of the user's class, whose token ids are below `vocab_size`; a subclass has rows of a file."""
+    """Rows of the user's class with token ids below `vocab_size`; a subclass has rows of a file."""
 
     name: str
     rows: Any
@@ -88,12 +88,12 @@ class ConversationDataset:
         self.settings: Any = None  # of the rows
         self.summaries: list[Any] = []  # of summary_class, one per file
         self._rows = SequenceStore(self.sequence_class)
-        self._sources: list[tuple[Source, np.ndarray, np.ndarray]] = []  # with numbers of rows, and which have images
+        self._sources: list[tuple[Source, np.ndarray, np.ndarray]] = []  # numbers of rows, and whether they have images
 
     def sequences_of(
         self, row: Mapping[str, object], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
-        """Format of a row of a file, its sequences whole, and its messages. Raises DataError."""
+        """Format of a row of a file, its uncut sequences, and its messages. Raises DataError."""
         assert isinstance(encoder.settings, SFTDataConfig)
         if encoder.settings.row_format is None and "input_ids" in row:
             return "tokenized", [tokenized(row, place, num_embeddings(encoder.tokenizer))], []
@@ -103,7 +103,7 @@ class ConversationDataset:
         return example.row_format, encoder.encode(example, place), messages
 
     def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:
-        """The sources of the images of a row whose sequences have some."""
+        """The sources of the images of a row whose sequences have images."""
         return example_of(row, settings, images=True).images
 
     def __len__(self) -> int:
@@ -126,11 +126,13 @@ class ConversationDataset:
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See `training_batch`; the sequences of a row are adjacent, and have its number as `ordinal`."""
         sequences = [self[row] for row in rows]
-        batch = training_batch([sequence for of_row in sequences for sequence in of_row])
+        batch = training_batch([sequence for row_sequences in sequences for sequence in row_sequences])
         batch.batch["ordinal"] = torch.tensor(
-            [row for row, of_row in zip(rows, sequences, strict=True) for _ in of_row]
+            [row for row, row_sequences in zip(rows, sequences, strict=True) for _ in row_sequences]
         )
-        batch.batch["sample_index"] = torch.tensor([index for of_row in sequences for index in range(len(of_row))])
+        batch.batch["sample_index"] = torch.tensor(
+            [index for row_sequences in sequences for index in range(len(row_sequences))]
+        )
         return batch
 
     def add(self, source: Source, settings: TextDataConfig, *, stop_token_ids: Sequence[int], keep_going: bool) -> None:
@@ -159,9 +161,9 @@ class ConversationDataset:
         for number, row in zip(numbers, source.decoded(numbers), strict=True):
             place = source.place(number)
             try:
-                row_format, whole, control = source.read(row, place)
-                _check_length(whole, settings, place)
-                sequences = summary.fit_row(whole, place, stop_token_ids)
+                row_format, uncut, control = source.read(row, place)
+                _check_length(uncut, settings, place)
+                sequences = summary.fit_row(uncut, place, stop_token_ids)
             except DataError as error:
                 if not keep_going:
                     bad.add_error(number, error, place)
@@ -177,8 +179,8 @@ class ConversationDataset:
             if sequences:
                 summary.num_rows += 1
                 summary.num_sequences += len(sequences)
-                rows += (of_row := self.rows_of(sequences))
-                numbers_of_rows += [number] * len(of_row)
+                rows += (new_rows := self.rows_of(sequences))
+                numbers_of_rows += [number] * len(new_rows)
         columns = columns_of(self.sequence_class, rows)
         columns["numbers"] = np.array(numbers_of_rows, dtype=np.int64)
         columns["has_images"] = np.array([row[0].images is not None for row in rows], dtype=np.bool_)
@@ -186,8 +188,8 @@ class ConversationDataset:
 
     def rules(self, settings: Any) -> dict[str, Any]:
         """The values that decide the sequences of a row next to its tokenizer."""
-        own = {name: value for name, value in vars(self).items() if isinstance(value, bool | str)}
-        return own | {name: value for name, value in asdict(settings).items() if name not in _NOT_OF_ROWS}
+        flags = {name: value for name, value in vars(self).items() if isinstance(value, bool | str)}
+        return flags | {name: value for name, value in asdict(settings).items() if name not in _NOT_OF_ROWS}
 
     def rows_of(self, sequences: list[Any]) -> list[list[Any]]:
         """The rows of the data set that the sequences of a row of the file become."""
@@ -318,8 +320,8 @@ def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
         for sequence, split, (_, end) in zip(sequences, _prompt_lengths(sequences, bounds), bounds, strict=True)
     ]
     # the sequences of a row share its images
-    of_rows = {id(s.images): s.images for s in sequences if s.images is not None}
-    pixels = {name: images.read().media for name, images in of_rows.items()}
+    row_images = {id(s.images): s.images for s in sequences if s.images is not None}
+    pixels = {name: images.read().media for name, images in row_images.items()}
     media = [pixels.get(id(sequence.images)) for sequence in sequences]
     objects = {"media": object_array(media)} if any(media) else {}
     return DataProto.from_dict(token_columns(rows), objects)
@@ -327,7 +329,7 @@ def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
 
 def _prompt_lengths(sequences: Sequence[TrainingSequence], bounds: Sequence[tuple[int, int]]) -> list[int]:
     """The first trained token of each row in `bounds`, or the end of a start that rows have in common (system prompt, tools)
-    where this saves 5% of their tokens: training computes equal prompts once (verl.models.packing)."""
+    if this saves 5% of their tokens: training computes equal prompts once (verl.models.packing)."""
     groups, lengths = dict[bytes, list[int]](), [first for first, _ in bounds]
     for row, sequence in enumerate(sequences):
         if lengths[row] >= _COMMON_TOKENS and sequence.images is None:
@@ -369,7 +371,7 @@ _COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
 
 def tokenized(row: Mapping[str, object], place: str, vocab_size: int) -> TrainingSequence:
     """The sequence of a row with input_ids [tokens] below `vocab_size`, and loss_mask or labels (-100: does not train)
-    [tokens]; attention_mask where they are padded. Raises DataError naming `place`."""
+    [tokens]; attention_mask if they are padded. Raises DataError naming `place`."""
     columns = {name: row[name] for name in _COLUMNS if row.get(name) is not None}
     if "input_ids" not in columns or not {"loss_mask", "labels"} & set(columns):
         lacks = "loss_mask or labels" if "input_ids" in columns else "input_ids"

@@ -56,13 +56,13 @@ def format_of(row: Mapping[str, object], settings: SFTDataConfig) -> str:
     needed = _columns(settings)
     has = {str(name) for name, value in row.items() if value is not None}
     # prompt_key and response_key have no default, so setting them decides
-    asked = settings.row_format or ("prompt_response" if settings.prompt_key else None)
-    if asked:
-        if asked not in needed:
-            raise DataError(f"data.row_format={asked} needs data.prompt_key and data.response_key.")
-        if lacks := [name for name in needed[asked] if name not in has]:
-            raise DataError(f"a row of the format {asked} lacks {named(lacks)}; it has {named(sorted(has))}.")
-        return asked
+    requested = settings.row_format or ("prompt_response" if settings.prompt_key else None)
+    if requested:
+        if requested not in needed:
+            raise DataError(f"data.row_format={requested} needs data.prompt_key and data.response_key.")
+        if lacks := [name for name in needed[requested] if name not in has]:
+            raise DataError(f"a row of the format {requested} lacks {named(lacks)}; it has {named(sorted(has))}.")
+        return requested
     formats = [name for name, columns in needed.items() if has.issuperset(columns)]
     if len(formats) == 1:
         return formats[0]
@@ -129,7 +129,7 @@ def named(names: Any) -> str:
 
 
 def alpaca_prompt(row: Mapping[str, object]) -> Messages:
-    """The messages before the answer of a row with `instruction`, and `input`, `history` and `system` where it has them."""
+    """The messages before the answer of a row with `instruction`; its `input`, `history` and `system` are optional."""
     question, more = text_in(row["instruction"], "instruction"), row.get("input")
     if more:
         question = f"{question}\n{text_in(more, 'input')}"

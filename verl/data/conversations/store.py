@@ -43,7 +43,7 @@ def columns_of(kind: type[object], rows: Sequence[Sequence[object]]) -> dict[str
 
 
 def _names(kind: type[Any]) -> list[str]:
-    return [field.name for field in fields(kind) if field.name != "images"]  # which the rows of the files have
+    return [field.name for field in fields(kind) if field.name != "images"]  # the rows of the files have them
 
 
 class SequenceStore(Sequence[list[object]]):
@@ -107,7 +107,7 @@ class FileSummary:
     num_trained_cut: int = 0
     num_untrainable_sequences: int = 0  # the cut leaves none of their trained tokens
     num_untrainable_rows: int = 0  # rows without any other sequence; they are left out
-    num_endless: int = 0  # sequences that train no token which ends generation
+    num_endless: int = 0  # sequences without a trained token that ends generation
     num_behind: int = 0  # sequences with text behind a token that ends generation
     num_plain: int = 0  # rows with a text prompt though the tokenizer has a chat template
     num_control: int = 0  # rows with control tokens in the contents of their messages
@@ -126,7 +126,7 @@ class FileSummary:
             f"{self.file}: format {formats}; rows that train: {self.num_rows:,}, as sequences: {self.num_sequences:,}, "
             f"tokens: {self.num_tokens:,}, trained tokens: {self.num_trained:,}, longest sequence: {self.longest:,}{place}."
         )
-        others = {
+        counts = {
             f"Sequences longer than data.max_length={self.settings.max_length}, cut on the {self.settings.truncation}: "
             f"{self.num_truncated:,}; tokens lost: {self.num_tokens_cut:,}, trained tokens among them: "
             f"{self.num_trained_cut:,}.": self.num_truncated,
@@ -146,7 +146,7 @@ class FileSummary:
             "reads them as such, not as text.": self.num_control,
             f"Rows that cannot be used: {self.num_problems:,}.": self.num_problems,
         }
-        return [first, *(sentence for sentence, count in others.items() if count)]
+        return [first, *(sentence for sentence, count in counts.items() if count)]
 
     def add_problem(self, error: DataError) -> None:
         self.num_problems += 1
@@ -170,7 +170,7 @@ class FileSummary:
                 setattr(self, name, getattr(self, name) + count)
 
     def fit_row(self, sequences: list[TrainingSequence], place: str, stops: Sequence[int]) -> list[TrainingSequence]:
-        """The sequences of a row that keep a token which trains, within data.max_length; counted."""
+        """Cut a row's sequences to data.max_length, drop those without a trained token, and count both."""
         self.num_split += len(sequences) > 1
         return [short for sequence in sequences if (short := self.fit(sequence, place, stops))]
 
@@ -185,7 +185,7 @@ class FileSummary:
     def count(
         self, whole: TrainingSequence, short: TrainingSequence, place: str, stops: Sequence[int]
     ) -> TrainingSequence | None:
-        """Count `short`, which is `whole` or its truncation, and return it; None when no token of it trains."""
+        """Count `short`, a truncation of `whole` or `whole` itself, and return it; None if no token of it trains."""
         length, num_cut = len(whole.input_ids), len(whole.input_ids) - len(short.input_ids)
         if length > self.longest:
             self.longest, self.longest_place = length, place

@@ -7,10 +7,10 @@ prompt. So for each trained turn the template renders
     whole   = render(messages up to the turn)                          the same, with the turn
 
 and the turn's tokens follow the tokens of `context` in `whole`. Consecutive turns share one sequence as long as the
-next context begins with the tokens so far. Where the template rewrites history (Qwen3 drops earlier `<think>` blocks),
+next context begins with the tokens so far. If the template rewrites history (Qwen3 drops earlier `<think>` blocks),
 a new sequence begins: one row becomes as many sequences as contexts differ.
 
-A turn ends where sampling would end (`TurnEnds`). The template's text after that end is context of the next turn. It
+A turn ends with the token that ends sampling (`TurnEnds`). The template's text after that end is context of the next turn. It
 never trains, and nothing of it follows the last turn. With data.loss_on=assistant, `{% generation %}` markers of the
 template select the tokens of a turn that train; otherwise all of them train.
 """
@@ -86,7 +86,7 @@ class ConversationEncoder:
         self.reuses_prefixes = True  # until this tokenizer is found to tokenize a prefix otherwise
 
     def encode(self, example: Example, place: str) -> list[TrainingSequence]:
-        """The sequences of a row, whole. Most rows are one; a template that rewrites history makes several. Raises DataError
+        """The uncut sequences of a row. Most rows are one; a template that rewrites history makes several. Raises DataError
         naming `place` when the template or the tokenizer fails, when no token trains, and without
         `data.ignore_input_ids_mismatch` when a turn is rendered otherwise than the sampler would have seen it."""
         row, sequences = _Row(self, example, place), []
@@ -108,7 +108,7 @@ class ConversationEncoder:
 
 class _PrefixEncoder:
     """Token ids of texts that extend each other, in time linear in the longest: tokenizers split a text at its special tokens,
-    so only the text behind the last one is tokenized again. `verified` checks the last text of each chain as a whole, because a
+    so only the text behind the last one is tokenized again. `verified` tokenizes the last text of each chain at once, because a
     tokenizer may not work this way."""
 
     def __init__(self, encoder: ConversationEncoder, place: str, *, plain: bool, reuse: bool):
@@ -160,7 +160,7 @@ class _Row:
         if isinstance(example.prompt, list) and isinstance(example.completion, list):
             self.messages = example.prompt + example.completion
         self.turns = list(self._turns())
-        # a single turn has two texts, which cost no more when each is tokenized as a whole
+        # a single turn has two texts, and tokenizing each from its start costs no more
         reuse = encoder.reuses_prefixes and not plain and len(self.turns) > 1
         self.texts = _PrefixEncoder(encoder, place, plain=plain, reuse=reuse)
         self._marks: tuple[list[int], list[bool]] | None = None  # of the last turn's rendering
@@ -228,7 +228,7 @@ class _Row:
         return self._rendered(self.messages[:number])
 
     def _rendered(self, messages: Messages, *, answered: bool = False) -> str:
-        """The rendering; raises DataError where the model would not read all of its messages."""
+        """The rendering; raises DataError if the model would not read all of its messages."""
         text = self._render(messages, answered=answered)
         if self.checks is not None and len(messages) > self._num_checked:
             settings = {**self.template_kwargs, "add_generation_prompt": not answered, "first": self._num_checked}
@@ -261,29 +261,29 @@ class _Row:
         """Token ids of the context and of what follows it."""
         if split := self._split(turn):
             return split
-        context, whole = self.texts.ids(turn.context), self.texts.ids(turn.whole)
+        context, full = self.texts.ids(turn.context), self.texts.ids(turn.whole)
         if not self.settings.ignore_input_ids_mismatch:
-            raise DataError(f"{self.place}: {self._difference(turn, context, whole)}")
+            raise DataError(f"{self.place}: {self._difference(turn, context, full)}")
         if turn.message is not None and not turn.whole.startswith(turn.context):
             rendered = _Turn(self._as_rendered(turn), turn.whole)
             context = self.texts.ids(rendered.context)
             if split := self._split(rendered):
                 return split
-        start = num_common(context, whole)
-        return whole[:start], whole[start:]
+        start = num_common(context, full)
+        return full[:start], full[start:]
 
     def _split(self, turn: _Turn) -> tuple[list[int], list[int]] | None:
-        """Tokens of the context exactly as the sampler has them, and of the rest; None when they are not the whole."""
+        """Tokens of the context as the sampler has them, and tokens after it; None if they are not the turn's text."""
         if not turn.whole.startswith(turn.context):
             return None
-        context, whole = self.texts.ids(turn.context), self.texts.ids(turn.whole)
-        if whole[: len(context)] == context:
-            return context, whole[len(context) :]
+        context, full = self.texts.ids(turn.context), self.texts.ids(turn.whole)
+        if full[: len(context)] == context:
+            return context, full[len(context) :]
         # A token lies across the border ("\n" + "\n" is one of many vocabularies). A sampler that has been given the
-        # first half cannot produce it, so the rest is encoded by itself.
+        # first half cannot produce it, so the text after the border is encoded by itself.
         text = turn.whole[len(turn.context) :]
         rest = encode_text(self.tokenizer, text, self.place, add_special_tokens=False)
-        return (context, rest) if self._decode(context + rest) == self._decode(whole) else None
+        return (context, rest) if self._decode(context + rest) == self._decode(full) else None
 
     def _as_rendered(self, turn: _Turn) -> str:
         """The text before the turn's content in `turn.whole`, found by rendering the turn with another content."""
@@ -317,11 +317,11 @@ class _Row:
         return [mark and number < end for number, mark in enumerate(trained)]
 
     def _end_behind(self, turn: _Turn, answer: list[int]) -> int | None:
-        """The token that ends a turn without one, where the template writes it as the beginning of the next message (GLM)."""
+        """The token that ends a turn without one, if the template writes it as the beginning of the next message (GLM)."""
         if turn.message is None or not self.ends.stops.isdisjoint(answer):
             return None
-        own, *following = self.messages[turn.message :]
-        return self.ends.of_next(following[0]["role"] if following else "tool" if own.get("tool_calls") else "user")
+        message, *following = self.messages[turn.message :]
+        return self.ends.of_next(following[0]["role"] if following else "tool" if message.get("tool_calls") else "user")
 
     def _marked(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """The tokens of the answer that the template's `{% generation %}` markers enclose."""
@@ -334,8 +334,8 @@ class _Row:
         self._marks = self._marks or self._render_marks(self.turns[-1])
         if self._marks[0][:end] == context + answer:
             return self._marks[1][len(context) : end]
-        whole, mask = self._render_marks(turn)
-        if whole == context + answer:
+        ids, mask = self._render_marks(turn)
+        if ids == context + answer:
             return mask[len(context) :]
         # other tokens than the markers' rendering: compared by characters, also for a token across the border
         covered = bytearray(len(turn.whole))

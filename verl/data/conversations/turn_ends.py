@@ -1,4 +1,4 @@
-"""End of a turn of the assistant: the token with which sampling would end.
+"""End of a turn of the assistant: the token at which sampling would end.
 
     <|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user ...
                          [sampled       ] the template writes what follows
@@ -52,13 +52,13 @@ class TurnEnds:
         return end if end and ids[end - 1] in self.special else len(ids)
 
     def num_behind(self, answer: Sequence[int]) -> int:
-        """Tokens of text behind the end of a turn, which sampling would not have reached; blanks do not count."""
+        """Tokens of text behind the end of a turn, beyond the reach of sampling; blanks do not count."""
         behind = answer[self.of_turn(answer) :]
         return sum(token not in self.special and not self._is_blank(token) for token in behind)
 
     def token(self, place: str, *, after_chat: bool) -> int:
-        """The token that ends a text completion: after chat messages the one with which their template ends a turn, else eos.
-        Raises DataError naming `place` where there is none."""
+        """The token that ends a text completion: after chat messages the last token of a turn in their template, else eos.
+        Raises DataError naming `place` if there is none."""
         token_id = self._token_of_chat if after_chat else None
         token_id = self.tokenizer.eos_token_id if token_id is None else token_id
         if token_id is None:
@@ -66,7 +66,7 @@ class TurnEnds:
         return int(token_id)
 
     def of_next(self, role: str) -> int | None:
-        """The token that ends generation with which a template that ends no turn begins a message of `role`, if it does."""
+        """The token that ends generation if a template that ends no turn begins a message of `role` with it."""
         if self._token_of_chat is None and role not in self._of_next:
             turns = [("user", "x"), ("assistant", MARK), (role, "x")]
             ids = self._ids_behind([{"role": speaker, "content": text} for speaker, text in turns])
@@ -86,7 +86,7 @@ class TurnEnds:
         return next((token for kind in (self.stops, self.special) for token in ids if token in kind), None)
 
     def _ids_behind(self, messages: Messages) -> list[int]:
-        """Tokens of the rendering behind MARK; none where the template refuses the messages."""
+        """Tokens of the rendering behind MARK; none if the template refuses the messages."""
         try:
             text = render_chat(self.tokenizer, messages, "a turn")
         except DataError:

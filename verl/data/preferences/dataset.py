@@ -38,7 +38,7 @@ _SEARCHED = 1024  # rows outside of a batch, for one with another prompt
 @dataclass(frozen=True)
 class PreferenceSequence(TrainingSequence):
     """A prompt with one completion. `chosen`: it is the better one of its pair, or desirable. `completion_mask` bool [tokens]
-    is true on the completion where `loss_mask` says more; None: they are equal."""
+    is true on the completion if `loss_mask` says more; None: they are equal."""
 
     chosen: bool = True
     margin: float = 0.0
@@ -152,7 +152,7 @@ class PreferenceDataset(ConversationDataset):
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See ConversationDataset; sample_index is 0 for the chosen and 1 for the rejected completion of a pair. Adds chosen
-        (bool) and margin (float32) [batch], and completion_mask [batch, response] where prompts train."""
+        (bool) and margin (float32) [batch], and completion_mask [batch, response] if prompts train."""
         batch, sequences = super().batch(rows), self.sequences(rows)
         batch.batch["chosen"] = torch.tensor([sequence.chosen for sequence in sequences])
         batch.batch["margin"] = torch.tensor([sequence.margin for sequence in sequences])
@@ -166,7 +166,7 @@ class PreferenceDataset(ConversationDataset):
         return batch
 
     def prompts(self) -> list[int]:
-        """A number for the prompt of each row, equal where its tokens are."""
+        """A number for the prompt of each row; rows with equal prompts have equal numbers."""
         first = (self._rows[row][0] for row in range(len(self)))
         return [hash(sequence.input_ids[: sequence.num_prompt_tokens].tobytes()) for sequence in first]
 
@@ -177,16 +177,16 @@ class PreferenceDataset(ConversationDataset):
         estimate of the KL divergence needs completions that are not of the prompt)."""
         sequences = []
         for row in rows:
-            (own,), (other,) = self[row], self._rows[partners[row]]
-            prompt, start = own.input_ids[: own.num_prompt_tokens], other.num_prompt_tokens
+            (sequence,), (other,) = self[row], self._rows[partners[row]]
+            prompt, start = sequence.input_ids[: sequence.num_prompt_tokens], other.num_prompt_tokens
             ids = np.concatenate([prompt, other.input_ids[start:]])[:max_length]
             mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), other.loss_mask[start:]])[:max_length]
-            sequences.append(PreferenceSequence(ids, mask, images=own.images))
+            sequences.append(PreferenceSequence(ids, mask, images=sequence.images))
         return sequences
 
 
 def partners_of(prompts: Sequence[object], batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
-    """The last row with another prompt before each row in its batch of the first epoch, which is a ring. Where all of it has
+    """The last row with another prompt before each row in its batch of the first epoch, a ring. If all of the batch has
     one prompt, the search continues in the order of all rows. A last batch that is incomplete counts too, a single row as part
     of the batch before it."""
     num_rows = len(prompts)
@@ -198,9 +198,9 @@ def partners_of(prompts: Sequence[object], batch_size: int, *, seed: int, shuffl
         for place in range(start, end):
             inside = chain(range(place - 1, start - 1, -1), range(end - 1, place, -1))
             outside = chain(range(start - 1, -1, -1), range(num_rows - 1, end - 1, -1))
-            own, before = rows[place], rows[place - 1 if place > start else end - 1]
+            current, before = rows[place], rows[place - 1 if place > start else end - 1]
             near = (rows[other] for other in islice(chain(inside, outside), batch_size + _SEARCHED))
-            partners[own] = next((row for row in near if prompts[row] != prompts[own]), before)
+            partners[current] = next((row for row in near if prompts[row] != prompts[current]), before)
     return partners
 
 
@@ -211,8 +211,8 @@ def _encoded(preference: Preference, index: int, encoder: ConversationEncoder, p
         "prompt_completion", preference.prompt, completion, marks, preference.tools, preference.template_kwargs,
         preference.images,
     )  # fmt: skip
-    sequence, *others = encoder.encode(example, place)
-    if others:
+    sequence, *further = encoder.encode(example, place)
+    if further:
         raise DataError(
             f"{place}: the chat template renders an earlier turn of the completion otherwise once a later turn follows, so "
             "the completion is not a single sequence. Move all but the last turn to the prompt."

@@ -34,7 +34,7 @@ Text = Messages | str
 
 @dataclass(frozen=True)
 class Preference:
-    """One row of any format. `completions` are the chosen and the rejected one, or a single one, which is desirable if `label`
+    """One row of any format. `completions` are the chosen and the rejected one, or a single one: it is desirable if `label`
     is true; all are chat messages or texts, as the prompt. `margin`: by how much the chosen one is better (0.0: not known).
 
     >>> Preference("pair", "1 + 1 = ", ("2", "3"), margin=1.0).completions[0]
@@ -94,15 +94,15 @@ def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, 
 def _placed(
     prompt: Text, completions: tuple[Text, ...], row: Mapping[str, object], settings: PreferenceDataConfig
 ) -> tuple[Text, tuple[Text, ...], list[object]]:
-    """Prompt and completions with parts of content where the row has images, and the sources of these images."""
-    asked = prompt if isinstance(prompt, list) else []
+    """Prompt and completions with parts of content for the row's images, and the sources of these images."""
+    prompt_messages = prompt if isinstance(prompt, list) else []
     sources: list[object] = []
     rests: list[Text] = []
     for completion in completions:
-        messages = [*asked, *(completion if isinstance(completion, list) else ())]
+        messages = [*prompt_messages, *(completion if isinstance(completion, list) else ())]
         messages, sources = image_messages(messages, row, settings)
-        prompt = messages[: len(asked)] if isinstance(prompt, list) else prompt
-        rests.append(messages[len(asked) :] if isinstance(completion, list) else completion)
+        prompt = messages[: len(prompt_messages)] if isinstance(prompt, list) else prompt
+        rests.append(messages[len(prompt_messages) :] if isinstance(completion, list) else completion)
     return prompt, tuple(rests), sources
 
 
@@ -116,14 +116,14 @@ def _pair(
     chosen, rejected = (_text_or_messages(row[key], key, images) for key in keys)
     if settings.prompt_key in has:
         prompt: Any = _text_or_messages(row[settings.prompt_key], settings.prompt_key, images)
-        of_text = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
-        if not of_text:
+        are_texts = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
+        if not are_texts:
             prompt, chosen, rejected = _as_chat(prompt, "user"), _as_chat(chosen), _as_chat(rejected)
         length = len(prompt)
         # a prompt of one word, such as "1", may be the beginning of both answers by chance
-        if chosen[:length] == rejected[:length] == prompt and not (of_text and len(prompt.split()) < 2):
+        if chosen[:length] == rejected[:length] == prompt and not (are_texts and len(prompt.split()) < 2):
             return "repeated_prompt", prompt, (chosen[length:], rejected[length:])
-        if not of_text and any(message["role"] != "assistant" for message in (chosen[0], rejected[0])):
+        if not are_texts and any(message["role"] != "assistant" for message in (chosen[0], rejected[0])):
             return "repeated_prompt", *_whole(prompt, chosen, rejected, settings)
         return "prompt_chosen_rejected", prompt, (chosen, rejected)
     for name in ("conversations", "instruction"):
@@ -160,7 +160,7 @@ def _labelled(
 
 
 def _text_or_messages(value: object, key: str, images: bool) -> Text:
-    """A text, which may be empty, or checked messages; a single message may stand without a list."""
+    """A text, perhaps empty, or checked messages; a single message may stand without a list."""
     if isinstance(value, str):
         check_plain(value, key)
         return value
@@ -174,7 +174,7 @@ def _as_chat(part: Text, role: str = "assistant") -> Messages:
 
 
 def _whole(prompt: Messages, chosen: Any, rejected: Any, settings: PreferenceDataConfig) -> tuple[Text, Any]:
-    """See _split, of whole conversations, which may begin with more than the prompt. Raises DataError without the prompt."""
+    """See _split, of conversations that may begin with more than the prompt. Raises DataError without the prompt."""
     begin: Any
     begin, completions = _split(chosen, rejected, (settings.chosen_key, settings.rejected_key))
     told = [(message["role"], str(message.get("content")).strip()) for message in begin]
@@ -189,7 +189,7 @@ def _whole(prompt: Messages, chosen: Any, rejected: Any, settings: PreferenceDat
 
 
 def _split(chosen: Any, rejected: Any, keys: Sequence[str]) -> tuple[Text, tuple[Text, ...]]:
-    """The common beginning of two completions, and the rest of each."""
+    """The common beginning of two completions, and the end of each."""
     length = num_common(chosen, rejected)
     if isinstance(chosen, str) and chosen != rejected and chosen[:length].endswith(" "):
         length -= 1  # a space before a word is a part of its first token in most vocabularies

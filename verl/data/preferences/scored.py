@@ -72,7 +72,7 @@ class RatedDataset(ConversationDataset):
 
 
 def _labelled(row: Mapping[str, object], settings: RMDataConfig) -> dict[str, object]:
-    """A rated row as a labelled one, also where it has a pair too."""
+    """A rated row as a labelled one, also if it has a pair too."""
     return {**row, settings.label_key: True, settings.chosen_key: None}
 
 
@@ -129,8 +129,8 @@ class StepDataset(ConversationDataset):
         mask = np.zeros(len(ids) + 1, dtype=np.bool_)
         first = len(steps) - 1 if self.last_step_only else 0
         mask[after[first:]] = True
-        whole = np.array([*ids, encoder.ends.token(place, after_chat=bool(messages))], dtype=np.int32)
-        sequence = StepSequence(whole, mask, np.array(labels[first:], dtype=np.bool_))
+        input_ids = np.array([*ids, encoder.ends.token(place, after_chat=bool(messages))], dtype=np.int32)
+        sequence = StepSequence(input_ids, mask, np.array(labels[first:], dtype=np.bool_))
         return "labelled_steps", images.attached([sequence]), messages
 
     def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:

@@ -14,7 +14,7 @@ from verl.data.files import write_parquet
 from verl.errors import DataError
 
 DATA_SOURCE = "char_count"
-MAX_FAILED_SAMPLES = 3000  # in a row, after which the word lengths count as exhausted
+MAX_FAILED_SAMPLES = 3000  # in a row; then the word lengths count as exhausted
 
 
 def question_of(letter: str, word: str) -> str:
@@ -32,8 +32,8 @@ def sample_word(rng: random.Random, min_length: int, max_length: int) -> tuple[s
     length = rng.randint(min_length, max_length)
     letter = rng.choice(string.ascii_lowercase)
     count = rng.randint(1, length)
-    others = [other for other in string.ascii_lowercase if other != letter]
-    word = [letter] * count + rng.choices(others, k=length - count)
+    letters = [other for other in string.ascii_lowercase if other != letter]
+    word = [letter] * count + rng.choices(letters, k=length - count)
     rng.shuffle(word)
     return letter, "".join(word)
 

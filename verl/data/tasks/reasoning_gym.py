@@ -33,7 +33,7 @@ DEFAULT_TASKS: dict[str, dict[str, object]] = {
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 10},
 }
-MAX_FAILED_SAMPLES = 3000  # without a new question in a row, after which a task counts as exhausted
+MAX_FAILED_SAMPLES = 3000  # without a new question in a row; then a task counts as exhausted
 BLOCK = 1000  # items of a task that are made by one data set
 MAX_TEST_SHARE = 1 / 3  # of a task that has too few questions for both parts
 
@@ -76,12 +76,12 @@ class Task:
 
     def add(self, count: int) -> None:
         """Adds up to `count` questions that are not among `items` yet."""
-        known = {item["question"] for item in self.items}
+        questions = {item["question"] for item in self.items}
         target, failed = len(self.items) + count, 0
         while len(self.items) < target:
             item = next(self.source)
-            if item["question"] not in known:
-                known.add(item["question"])
+            if item["question"] not in questions:
+                questions.add(item["question"])
                 self.items.append(item)
                 failed = 0
                 continue
@@ -99,7 +99,7 @@ def problem_key(item: Item) -> str:
 
 
 def add_mixture(tasks: list[Task], count: int) -> None:
-    """Add `count` questions in all, in equal shares; exhausted tasks leave their share to the others."""
+    """Add `count` questions in all, in equal shares; the remaining tasks take over the share of exhausted ones."""
     missing = count
     while missing > 0:
         live = [task for task in tasks if not task.exhausted]
@@ -112,7 +112,7 @@ def add_mixture(tasks: list[Task], count: int) -> None:
 
 
 def choose_test(tasks: list[Task], share: float, seed: int) -> dict[str, list[Item]]:
-    """About `share` of each task's items, by task: whole problems in an order that `seed` decides."""
+    """About `share` of each task's items, by task: all items of a problem, in an order that `seed` decides."""
     chosen: dict[str, list[Item]] = {}
     num_items = taken = 0
     for task in tasks:

@@ -2,7 +2,7 @@
 
 The digits are the 1,797 pictures of 8x8 pixels that scikit-learn's wheel carries (UCI, Alpaydin and Kaynak 1998). One row
 serves both programs: supervised fine-tuning reads `messages`, reinforcement learning `prompt` and `reward_model.ground_truth`.
-A third file has the questions of the test file with grey pictures: the blind control, which must stay at chance.
+A third file has the questions of the test file with grey pictures: the blind control. It must stay at chance.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def _shapes(circles: int, squares: int, rng: random.Random) -> Picture:
     cells = rng.sample([(x, y) for x in range(4) for y in range(4)], circles + squares)
     for number, (x, y) in enumerate(cells):
         size = rng.randint(9, 13)
-        left, top = _CELL * x + rng.randint(1, _CELL - size - 1), _CELL * y + rng.randint(1, _CELL - size - 1)
+        x0, y0 = _CELL * x + rng.randint(1, _CELL - size - 1), _CELL * y + rng.randint(1, _CELL - size - 1)
         shape = pen.ellipse if number < circles else pen.rectangle
-        shape((left, top, left + size, top + size), fill=rng.choice(_COLOURS))
+        shape((x0, y0, x0 + size, y0 + size), fill=rng.choice(_COLOURS))
     return Picture(image, circles=circles, squares=squares)
 
 
