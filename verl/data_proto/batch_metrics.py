@@ -1,7 +1,7 @@
 """Metrics of a finished step, under the names of existing releases.
 
-Every metric over rows takes its rows from `RowSets`: a batch also has rows of episodes that failed, which hold a placeholder
-instead of a response, and rows whose scorer failed.
+Every metric over rows takes its rows from `RowSets`: a batch also has rows of failed episodes, with a placeholder
+instead of a response, and rows with a failed scorer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_PARTS = 256  # parts of the reward that are averaged, the most frequent ones
 _BLOCK = 1 << 16  # tokens
 _FEWEST_PROMPTS = 4  # that tell one answer to everything from the one right answer to a prompt
 
-# spans whose time is shown per token: gen works on response tokens, the others on all
+# spans with their time per token: gen works on response tokens, every further span on all
 _PER_RESPONSE_TOKEN = ("gen",)
 _PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 
@@ -65,7 +65,7 @@ def data_metrics(
 
     Scores, rewards and parts are over scored rows, advantages, returns and values over trained tokens. Lengths and counts are
     over sampled rows, response_length_non_aborted over answered ones. response/aborted_ratio and the times of episodes are over
-    all rows. Metrics whose columns are absent are left out; `use_critic` None means: if there are values.
+    all rows. Metrics without their columns are left out; `use_critic` None means: if there are values.
     """
     columns, rows = batch.batch, RowSets.of(batch)
     mask, prompts, responses = columns["response_mask"].bool(), rows.prompts, rows.responses
@@ -124,7 +124,7 @@ def _part_means(batch: DataProto, scored: torch.Tensor) -> dict[str, float]:
 
 
 def number_parts(parts: Sequence[Mapping[str, object]]) -> dict[str, np.ndarray]:
-    """The parts of rewards that are numbers, float64 [rows] by name, NaN where a row has none; the MAX_PARTS most frequent."""
+    """The parts of rewards that are numbers, float64 [rows] by name, NaN if a row has none; the MAX_PARTS most frequent."""
     names = Counter(name for row in parts for name, value in row.items() if isinstance(value, (int, float)))
     return {
         name: np.array([v if isinstance(v := row.get(name), (int, float)) else np.nan for row in parts], np.float64)
@@ -147,7 +147,7 @@ def _episode_times(batch: DataProto, prompts: torch.Tensor, responses: torch.Ten
     if times is None:
         return {}
     parts = ("generate_sequences", "tool_calls", "compute_score")
-    seconds = np.array([[float(own.get(part, 0.0)) for part in parts] for own in times])
+    seconds = np.array([[float(episode.get(part, 0.0)) for part in parts] for episode in times])
     metrics: dict[str, float] = {}
     slowest = int(seconds.sum(axis=1).argmax())
     for number, part in enumerate(parts):
@@ -160,7 +160,7 @@ def _episode_times(batch: DataProto, prompts: torch.Tensor, responses: torch.Ten
 
 
 def span_tokens(batch: DataProto) -> dict[str, int]:
-    """Tokens that a span works on, for spans whose work grows with tokens: the tokens of all responses, or of all rows."""
+    """Tokens that a span works on, if its work grows with tokens: the tokens of all responses, or of all rows."""
     prompts, responses = _lengths(batch)
     num_responses = int(responses.sum())
     num_all = num_responses + int(prompts.sum())
@@ -175,22 +175,22 @@ def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def is_in_memory(column: torch.Tensor) -> bool:
-    """Whether numpy reads the values where they are; else they lie on a device, or would be made."""
+    """Whether numpy reads the values in place; else they lie on a device, or would be made."""
     return column.is_cpu and not isinstance(column, SpanColumn)
 
 
 def count_true(mask: torch.Tensor, places: slice = slice(None)) -> torch.Tensor:
-    """`mask[:, places].sum(dim=-1)` of a bool matrix; on the CPU by numpy, which takes a tenth of torch's time."""
+    """`mask[:, places].sum(dim=-1)` of a bool matrix; on the CPU by numpy, in a tenth of torch's time."""
     return torch.from_numpy(mask.numpy()[:, places].sum(axis=-1)) if is_in_memory(mask) else mask[:, places].sum(dim=-1)
 
 
 def any_true(mask: torch.Tensor) -> torch.Tensor:
-    """`mask.any(dim=-1)` of a bool matrix; on the CPU by numpy, which takes a fiftieth of torch's time."""
+    """`mask.any(dim=-1)` of a bool matrix; on the CPU by numpy, in a fiftieth of torch's time."""
     return torch.from_numpy(mask.numpy().any(axis=-1)) if is_in_memory(mask) else mask.any(dim=-1)
 
 
 def chosen_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values[mask]`; of float32 on the CPU by numpy, which takes a third of torch's time."""
+    """`values[mask]`; of float32 on the CPU by numpy, in a third of torch's time."""
     if not is_in_memory(values) or values.dtype not in (torch.float32, torch.float64):
         return values[mask]
     return torch.from_numpy(values.detach().numpy()[mask.numpy()])

@@ -1,7 +1,7 @@
 """The column table: every column that a batch can carry, named once, with its shape, dtype, producer and meaning.
 
 `batch` is rows, `prompt` the padded prompt length, `response` the padded response length, `k` listed tokens.
-Prompts are padded on the left, responses on the right, so that column `prompt + t` of a whole row is response token `t`.
+Prompts are padded on the left, responses on the right, so that column `prompt + t` of a row is response token `t`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Finished(Generic[T]):
 
 @dataclass(frozen=True)
 class DataProtoFuture:
-    """`collect_fn` makes one batch of the values of `futures`; `dispatch_fn` takes a part of it (None: the whole).
+    """`collect_fn` makes one batch of the values of `futures`; `dispatch_fn` takes a part of it (None: all of it).
 
     A future is anything with `get()` and `ready()`, such as the result of a worker group's call with `blocking=False`.
     The `get` of each future has its own deadline.

@@ -3,7 +3,7 @@
     prompt                          response
     5 [img] [img] 7   |   11 12   8 [img] [img] 9   13        Media in tokens 1-2, and in 2-5 of the response
 
-Images of a data row are one object, which all samples of its prompt share. An episode can have further ones, in its own prompt
+Images of a data row are one object, shared by all samples of its prompt. An episode can have further ones, in its own prompt
 and between its turns.
 """
 
@@ -35,7 +35,7 @@ class VideoSource:
 @dataclass(frozen=True)
 class Clip:
     """Frames of a video: PIL pictures of one size (in ImageFiles: PNG files), and their numbers among the `num_frames` frames
-    of the video, of which a second has `fps`. `limits` are pixels of a frame (min_pixels, max_pixels)."""
+    of the video, with `fps` frames in a second. `limits` are pixels of a frame (min_pixels, max_pixels)."""
 
     frames: tuple[Any, ...]
     indices: tuple[int, ...]
@@ -80,7 +80,7 @@ class Media:
     """Images that stand together. `tensors` are inputs of the model's forward by name, such as pixel_values and image_grid_thw,
     as its family's processor made them. `digest` names images and settings of the processor: Media of one digest are equal.
     `texts` stand for each in rendered messages, `kinds` are image or video, `thumbnails` are small pictures of them as data
-    URLs, for people. `files` are the images themselves, where the rollout engine reads them.
+    URLs, for people. `files` are the images themselves, if the rollout engine reads them.
 
         Media("9f2c...", {"pixel_values": [64, 1176], "image_grid_thw": [1, 3]}, texts=("<|image_pad|>...",))
     """
@@ -124,7 +124,7 @@ MEDIA_COLUMNS = ("media", "episode_media")
 
 
 def row_media_of(batch: DataProto) -> list[RowMedia] | None:
-    """The images that each row's tokens have: those of its episode, else those of its data row. None where the batch has no
+    """The images that each row's tokens have: those of its episode, else those of its data row. None if the batch has no
     such column."""
     episodes = batch.non_tensor_batch.get("episode_media")
     media = media_of(batch) if episodes is None else list(episodes)
@@ -144,13 +144,13 @@ def texts_of(media: Sequence[Media]) -> list[str]:
 
 
 def placed_in(media: RowMedia, prompt_length: int) -> Spans:
-    """The images of a row with their places; images of a data row are in the whole prompt."""
+    """The images of a row with their places; images of a data row are anywhere in the prompt."""
     if isinstance(media, tuple):
         return media
     return () if media is None else (MediaSpan(-prompt_length, prompt_length, media),)
 
 
 def media_of(batch: DataProto) -> list[Media | None] | None:
-    """The column `media` of a batch, the images of each data row; None where the batch has no such column."""
+    """The column `media` of a batch, the images of each data row; None if the batch has no such column."""
     column = batch.non_tensor_batch.get("media")
     return None if column is None else list(column)

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 
 def object_array(values: Iterable[object]) -> np.ndarray:
-    """A 1-d object array, one element per row, whatever the elements are.
+    """A 1-d object array, one element per row, for elements of any kind.
 
     `np.array(values, dtype=object)` would make a matrix out of lists of equal length.
     """

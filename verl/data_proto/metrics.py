@@ -60,7 +60,7 @@ class Metric:
 
     @classmethod
     def at_largest(cls, value: Scalar, size: Scalar) -> Metric:
-        """The value whose `size` is the largest so far."""
+        """The value with the largest `size` so far."""
         return cls._one("at_largest", value, size)
 
     @classmethod
@@ -113,7 +113,7 @@ def _detached(value: Scalar) -> Scalar:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of micro-batches or ranks, in order; a name absent from some is merged from the rest.
+    """Merge the metrics of micro-batches or ranks, in order; a name that some lack is merged from the parts that have it.
 
     Raises ValueError naming the metric when two parts reduce it differently.
     """

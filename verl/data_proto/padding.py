@@ -12,9 +12,9 @@ from verl.data_proto.proto import DataProto, DataProtoItem
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """(batch whose length divides by `size_divisor`, number of rows added); the added rows repeat the first ones.
+    """(batch with a length that `size_divisor` divides, number of rows added); the added rows repeat the first ones.
 
-    Raises ValueError for an empty batch, which has no row to repeat.
+    Raises ValueError for an empty batch: it has no row to repeat.
     """
     pad_size = -len(data) % size_divisor
     if len(data) == 0:
@@ -53,7 +53,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
-    """The batch whose rows are `items`."""
+    """The batch with the rows `items`."""
     tensors = [item.batch for item in items]
     batch: object = None if tensors[0] is None else torch.stack(tensors).contiguous()
     names = items[0].non_tensor_batch.keys()

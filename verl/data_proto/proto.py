@@ -48,7 +48,7 @@ class DataProtoItem:
 @dataclass
 class DataProto:
     """`batch`: TensorDict with one batch dimension, or None without tensor columns. `non_tensor_batch`: arrays (usually
-    of objects) of the same length. `meta_info`: facts about the whole batch.
+    of objects) of the same length. `meta_info`: facts about the batch.
 
     Raises ValueError when the columns disagree about the number of rows.
     """
@@ -127,7 +127,7 @@ class DataProto:
         return TensorDict(columns, batch_size=[len(self)])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """One safetensors file with the tensor columns, and object columns and meta_info as JSON; written whole or not
+        """One safetensors file with the tensor columns, and object columns and meta_info as JSON; written completely or not
         at all. Raises ValueError naming the first object column or meta key that JSON cannot hold."""
         save_columns(Path(filepath), self._tensors(), self.non_tensor_batch, self.meta_info)
 
@@ -161,7 +161,7 @@ class DataProto:
         return {} if self.batch is None else {k: self.batch.get(k) for k in self.batch.keys()}
 
     def check_consistency(self) -> None:
-        """Raises ValueError when a column is not an array or has another number of rows than the rest."""
+        """Raises ValueError when a column is not an array or has another number of rows than the batch."""
         if self.batch is not None and len(self.batch.batch_size) != 1 and self.non_tensor_batch:
             raise ValueError(
                 f"Object columns need one batch dimension; the tensors have {tuple(self.batch.batch_size)}."
@@ -326,7 +326,7 @@ class DataProto:
     # -- cutting into parts and putting together ----------------------------------------------------------------------
 
     def is_padding_enabled(self) -> bool:
-        """Whether `chunk` may cut unevenly: asked for on this batch or for the whole process."""
+        """Whether `chunk` may cut unevenly: asked for on this batch or for the process."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key)) or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: Literal["first", "last"] = "last") -> None:
@@ -354,8 +354,8 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, in order. meta_info `metrics` become a dict of lists; other keys must be equal where
-        they occur. Raises ValueError for no parts, or parts with different columns."""
+        """The rows of all parts, in order. meta_info `metrics` become a dict of lists; other keys must be equal if
+        they occur twice. Raises ValueError for no parts, or parts with different columns."""
         if not data:
             raise ValueError("There is nothing to concatenate: the list of batches is empty.")
         tensors = [part.batch for part in data if part.batch is not None]

@@ -17,7 +17,7 @@ from verl.data_proto.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
-_DECODED_ROWS, _TOKENS = 256, 1 << 15  # whose values are in memory at once
+_DECODED_ROWS, _TOKENS = 256, 1 << 15  # with their values in memory at once
 
 # per-row columns that are copied under the same name, if present
 _COPIED = "uid data_source finish_reason reward_parts reward_error ordinal sample_index weight_version".split()
@@ -37,7 +37,7 @@ _PER_TOKEN = {
 
 
 def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object]]:
-    """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score (None where
+    """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score (None if
     there is no usable one), reward parts, weight version, finish reason, small pictures of its images, and other columns that
     are present. Values of tokens are arrays, mostly views of the columns. The response text has no special tokens, as the
     scorer gets it."""
@@ -61,7 +61,7 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object
         row = {name: values[i] for name, values in copied.items() if values is not None}
         row |= {"prompt": prompts[i], "response": responses[i]}
         if media is not None and (images := images_in(media[i])):
-            row["images"] = [small for own in images for small in own.thumbnails]
+            row["images"] = [small for media_item in images for small in media_item.thumbnails]
         if "reward_model" in objects:
             row["ground_truth"] = (objects["reward_model"][i] or {}).get("ground_truth")
         if scores is not None:
@@ -81,7 +81,7 @@ def from_first_trained(rows: list[dict[str, Any]], tokenizer: Tokenizer) -> list
     """`sample_rows` of given texts, in which the response begins at the first token that trains. In the batch it begins where
     rows differ, so that their common beginning is computed once."""
     for row in rows:
-        start = int(np.argmax(row["response_mask"])) if "response_mask" in row else 0  # 0 also where nothing trains
+        start = int(np.argmax(row["response_mask"])) if "response_mask" in row else 0  # 0 also if nothing trains
         if start:
             row["prompt_ids"] = np.concatenate([row["prompt_ids"], row["response_ids"][:start]])
             row |= {name: row[name][start:] for name in ("response_ids", *_PER_TOKEN) if name in row}

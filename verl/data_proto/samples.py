@@ -22,7 +22,7 @@ def sample_key(split: str, ordinal: int, sample: int) -> str:
 
 
 def names_of_samples(batch: DataProto) -> list[str]:
-    """The name of each row, which is made where it is used: a text takes 70 bytes."""
+    """The name of each row, not stored: a text takes 70 bytes."""
     columns, splits = batch.batch, batch.non_tensor_batch["sample_split"]
     return list(map(sample_key, splits, columns["ordinal"].tolist(), columns["sample_index"].tolist()))
 
@@ -74,7 +74,7 @@ class PromptRequest:
     adapter: str | None = None  # name of one of NativeRollout.adapters
     expected_tokens: float = 0.0  # that a new sample will likely get; prompts with more begin first, 0 is unknown
     random_ordinal: int | None = None  # keys the random numbers in place of `ordinal`
-    random_step: int | None = None  # in place of the generation's step: the step in which a resumed sample began
+    random_step: int | None = None  # in place of the generation's step: the first step of a resumed sample
 
     @property
     def placed(self) -> Spans:

@@ -1,6 +1,6 @@
 """Rows with one value on one span of tokens and 0 elsewhere, as a tensor that holds three numbers a row.
 
-Masks are such tensors, and scores on the last token, advantages of whole responses, versions of weights:
+Masks are such tensors, and scores on the last token, advantages of responses, versions of weights:
 
     mask = SpanColumn(RowSpans(np.ones(2, bool), starts=np.array([0, 0]), stops=np.array([3, 1])), width=4)
     mask.tolist()       # [[True, True, True, False], [True, False, False, False]]
@@ -20,7 +20,7 @@ import torch
 from verl.data_proto.stored_column import LazyColumn, dtype_of
 
 _aten = torch.ops.aten
-_ROWS = 64  # whose values stay in the cache
+_ROWS = 64  # as many values stay in the cache
 
 
 class RowSpans(NamedTuple):
@@ -128,8 +128,8 @@ def _slice(
 
 
 def _index(column: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    (index, *others) = indices
-    if others or index is None or not isinstance(column, SpanColumn) or not column.is_stored:
+    (index, *further) = indices
+    if further or index is None or not isinstance(column, SpanColumn) or not column.is_stored:
         return None
     if index.ndim == 1 and (index.dtype != torch.bool or len(index) == len(column)):
         return _chosen(column, index.numpy())
@@ -202,7 +202,7 @@ def _both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
 
 
 def _spans_of_mask(mask: torch.Tensor, num_rows: int, width: int) -> RowSpans | None:
-    """Of a mask [rows, width] or [rows, 1]; None for another tensor, and where the places of ones are not known."""
+    """Of a mask [rows, width] or [rows, 1]; None for another tensor, and if the places of ones are not known."""
     if mask.dtype != torch.bool or mask.ndim != 2 or len(mask) != num_rows:
         return None
     if isinstance(mask, SpanColumn) and mask.is_stored and mask.shape[1] == width:

@@ -46,7 +46,7 @@ def _jsonable(value: object, place: str) -> object:
 def save_columns(
     path: Path, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, np.ndarray], meta_info: Mapping[str, object]
 ) -> None:
-    """Write `path` whole or not at all. Raises ValueError naming what JSON cannot hold, before anything is written."""
+    """Write `path` completely or not at all. Raises ValueError naming what JSON cannot hold, before anything is written."""
     nested = [name for name, tensor in tensors.items() if tensor.is_nested]
     if nested:
         raise ValueError(f"Column {nested[0]!r} is a nested tensor; pad it before saving.")
@@ -82,7 +82,7 @@ def load_columns(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndar
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The values of `tensor` as uint8 [bytes]; a view of it when it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().flatten()
-    # one element is contiguous whatever its stride, and its bytes are seen only at stride 1
+    # one element is contiguous at any stride, and its bytes are seen only at stride 1
     return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 

@@ -36,10 +36,10 @@ class StoredArray:
 
 
 class LazyColumn(torch.Tensor):
-    """A tensor [rows, ...] whose values are made when something computes with them.
+    """A tensor [rows, ...] that makes its values when something computes with them.
 
     Operations of `of_rows` make another column without its values; other operations return ordinary tensors. A write turns the
-    column into a copy. Raises RuntimeError for a write to a slice, which would not reach its column.
+    column into a copy. Raises RuntimeError for a write to a slice: it would not reach its column.
     """
 
     # by operation; None: this call computes with values
@@ -129,7 +129,7 @@ class LazyColumn(torch.Tensor):
 
 
 class StoredColumn(LazyColumn):
-    """Rows `rows` of `parts`, which are counted through all parts; None: all of them. Slices and indices of rows, `cat` of rows
+    """Rows `rows` of `parts`, counted through all parts; None: all of them. Slices and indices of rows, `cat` of rows
     and `clone` make another StoredColumn."""
 
     parts: tuple[StoredArray, ...]
@@ -170,15 +170,15 @@ class StoredColumn(LazyColumn):
 
 
 class _Writable:
-    """Memory that refuses writes, for torch, which has no such tensors. Only operations read it that write elsewhere."""
+    """Memory that refuses writes, for torch: it has no such tensors. Only operations read it that write elsewhere."""
 
     def __init__(self, array: np.ndarray):
-        self.array = array  # which owns the memory
+        self.array = array  # it owns the memory
         self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
 
 
 def copied(value: Value) -> Value | torch.Tensor:
-    """`value`, or the ordinary tensor of its values where it is a LazyColumn: for functions of users."""
+    """`value`, or the ordinary tensor of its values if it is a LazyColumn: for functions of users."""
     return value.copied() if isinstance(value, LazyColumn) else value
 
 
@@ -194,14 +194,14 @@ def row_arrays(column: torch.Tensor, lengths: Sequence[int] | None = None) -> Se
 
 
 def is_finite(column: torch.Tensor) -> bool:
-    """Whether the sum is, which no sum with NaN or infinity is. A rank says so of its arrays, without another pass here."""
+    """Whether the sum is finite; no sum with NaN or infinity is. A rank says so of its arrays, without another pass here."""
     if isinstance(column, LazyColumn) and column.is_stored and column.is_known_finite():
         return True
     return bool(torch.isfinite(column.sum()))
 
 
 def joined_rows(parts: Sequence[StoredArray], rows: range | np.ndarray) -> np.ndarray:
-    """The rows of all parts, counted through them; a view where they are adjacent rows of one part."""
+    """The rows of all parts, counted through them; a view if they are adjacent rows of one part."""
     ends = list(accumulate((len(part.array) for part in parts), initial=0))
     if isinstance(rows, range):
         stops = ((max(rows.start - start, 0), max(rows.stop - start, 0)) for start in ends[:-1])
@@ -256,8 +256,8 @@ def _slice(
 
 
 def _index(column: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    (index, *others) = indices
-    if others or index is None or index.ndim != 1 or not isinstance(column, StoredColumn) or not column.is_stored:
+    (index, *further) = indices
+    if further or index is None or index.ndim != 1 or not isinstance(column, StoredColumn) or not column.is_stored:
         return None
     if index.dtype == torch.bool and len(index) != len(column):
         return None
@@ -280,13 +280,13 @@ def _cat(columns: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
     for column in stored:
         if column.parts not in starts:
             starts[column.parts], total = total, total + sum(len(part.array) for part in column.parts)
-        start, own = starts[column.parts], column.rows
-        rows.append(range(own.start + start, own.stop + start) if isinstance(own, range) else own + start)
-    parts = tuple(part for of_column in starts for part in of_column)
-    ranges = [own for own in rows if isinstance(own, range)]
+        start, chosen = starts[column.parts], column.rows
+        rows.append(range(chosen.start + start, chosen.stop + start) if isinstance(chosen, range) else chosen + start)
+    parts = tuple(part for column_parts in starts for part in column_parts)
+    ranges = [chosen for chosen in rows if isinstance(chosen, range)]
     if len(ranges) == len(rows) and all(a.stop == b.start for a, b in pairwise(ranges)):
         return StoredColumn(parts, range(ranges[0].start, ranges[-1].stop))
-    return StoredColumn(parts, np.concatenate([np.asarray(own) for own in rows]))
+    return StoredColumn(parts, np.concatenate([np.asarray(chosen) for chosen in rows]))
 
 
 def _same(column: StoredColumn, is_view: bool = False) -> torch.Tensor | None:

@@ -20,12 +20,12 @@ _MAX_IDS = 1 << 31  # ids are stored as int32
 
 
 def num_embeddings(tokenizer: Tokenizer) -> int:
-    """The number of embeddings of the model that `tokenizer` belongs to, as load_tokenizer has set it; 2**31 where unknown."""
+    """The number of embeddings of the model that `tokenizer` belongs to, as load_tokenizer has set it; 2**31 if unknown."""
     return getattr(tokenizer, "num_embeddings", None) or _MAX_IDS
 
 
 def token_ids(value: object, field: str, limit: int = _MAX_IDS) -> np.ndarray:
-    """The token ids in `value`, int32 [tokens]. Raises DataError unless it is a list of whole numbers from 0 to `limit` - 1."""
+    """The token ids in `value`, int32 [tokens]. Raises DataError unless it is a list of integers from 0 to `limit` - 1."""
     items = _list(value, field, "token ids")
     if are_whole(items) and (not items or (min(items) >= 0 and max(items) < limit)):
         return np.array(items, dtype=np.int32)
@@ -49,7 +49,7 @@ def token_mask(value: object, field: str, length: int) -> np.ndarray:
 
 
 def label_mask(value: object, field: str, ids: np.ndarray) -> np.ndarray:
-    """True where the labels in `value` train, bool [tokens]. Raises DataError unless each is -100 or the id of `ids` [tokens]
+    """True if the label in `value` trains, bool [tokens]. Raises DataError unless each is -100 or the id of `ids` [tokens]
     at its place."""
     items = _list(value, field, "labels")
     if len(items) != len(ids):
@@ -71,7 +71,7 @@ def _list(value: object, field: str, what: str) -> list[Any]:
 
 
 def are_whole(items: Sequence[object]) -> bool:
-    """Whether all are whole numbers of Python or numpy, and no booleans."""
+    """Whether all are integers of Python or numpy, and no booleans."""
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, items)))
 
 

@@ -43,8 +43,8 @@ def token_places(batch: DataProto, keys: Sequence[torch.Tensor]) -> np.ndarray:
         row_keys, own_keys = _row_keys(batch).numpy(), keys[0].numpy()
         order = np.argsort(row_keys, kind="stable")
         rows = order[np.searchsorted(row_keys[order], own_keys).clip(max=len(order) - 1)]
-        (known,) = np.nonzero(row_keys[rows] == own_keys)
-        places[:, rows[known]] = known, np.cumsum(count_true(keys[1]).numpy())[known]
+        (matches,) = np.nonzero(row_keys[rows] == own_keys)
+        places[:, rows[matches]] = matches, np.cumsum(count_true(keys[1]).numpy())[matches]
     return places
 
 
@@ -52,23 +52,23 @@ def add_token_columns(
     batch: DataProto, keys: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], places: np.ndarray | None = None
 ) -> None:
     """Add the float32 columns `values` [batch, response] from flat tensors in the order of the masks in `keys` (see
-    `token_keys`); NaN where there is none. A column that is there already stays. `places`: of the rows of `batch`, cut from
+    `token_keys`); NaN if there is none. A column that is there already stays. `places`: of the rows of `batch`, cut from
     `token_places` of a batch that contains them; the default makes them."""
     if not keys:
         return
     numbers, ends = token_places(batch, keys) if places is None else places
     (rows,) = np.nonzero(numbers >= 0)
     masks = keys[1][torch.from_numpy(numbers[rows])].numpy()
-    # runs of rows whose tokens lie back to back in the flat tensors
+    # runs of rows with their tokens back to back in the flat tensors
     cuts = [0, *(np.flatnonzero(np.diff(numbers[rows]) != 1) + 1).tolist(), len(rows)]
     for name, flat in values.items():
         if name not in batch.batch.keys():
             column = np.full((len(batch), keys[1].shape[1]), np.nan, np.float32)
-            of_keys = np.full(masks.shape, np.nan, np.float32)
+            keyed = np.full(masks.shape, np.nan, np.float32)
             for first, stop in pairwise(cuts if len(rows) else ()):
                 begin = ends[rows[first]] - np.count_nonzero(masks[first])
-                of_keys[first:stop][masks[first:stop]] = flat[begin : ends[rows[stop - 1]]].float().numpy()
-            column[rows] = of_keys
+                keyed[first:stop][masks[first:stop]] = flat[begin : ends[rows[stop - 1]]].float().numpy()
+            column[rows] = keyed
             batch.batch[name] = torch.from_numpy(column)
 
 
@@ -80,7 +80,7 @@ def compared_log_probs(observed: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
 
 def add_observed(batch: DataProto, observed: Sequence[torch.Tensor], places: np.ndarray | None = None) -> DataProto:
     """Add train_log_probs and entropys from the tensors kept by a policy's objective: (log-probs, the sampler's log-probs, row
-    keys, positions, entropy), of which the last three may be missing. `places` as in `add_token_columns`. Returns `batch`."""
+    keys, positions, entropy); the last three may be missing. `places` as in `add_token_columns`. Returns `batch`."""
     if compared_log_probs(observed) and len(observed) >= 4:
         names = {"train_log_probs": observed[0], **dict(zip(["entropys"], observed[4:], strict=False))}
         add_token_columns(batch, observed[2:4], names, places)

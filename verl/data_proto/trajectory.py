@@ -102,7 +102,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version that sampled one of its tokens; where none was sampled, the lowest of its segments."""
+        """The lowest weight version that sampled one of its tokens; if none was sampled, the lowest of its segments."""
         sampled = [segment for segment in self.segments if segment.source == "policy"]
         return min(segment.weight_version for segment in sampled or self.segments)
 
@@ -186,7 +186,7 @@ def response_lengths(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def row_cuts(columns: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """For each row, the places where its segments begin, and its length: neighbouring tokens of one source and version are one
+    """For each row, the first places of its segments, and its length: neighbouring tokens of one source and version are one
     segment. [0] for a row without tokens."""
     sampled, versions = columns["response_mask"].numpy(), columns["token_weight_version"].numpy()
     lengths = response_lengths(columns).tolist()
@@ -203,10 +203,10 @@ def trajectory_of(
 ) -> Trajectory:
     """The inverse of `to_columns` for one row; neighbours of one source and version become one segment."""
     names = ("responses", "response_mask", "rollout_log_probs", "token_weight_version")
-    own = {name: columns[name][row : row + 1] for name in ("attention_mask", *names)}
-    tokens, sampled, log_probs, versions = (own[name][0].numpy() for name in names)
+    row_columns = {name: columns[name][row : row + 1] for name in ("attention_mask", *names)}
+    tokens, sampled, log_probs, versions = (row_columns[name][0].numpy() for name in names)
     trajectory = Trajectory(ordinal, int(columns["sample_index"][row]), prompt_ids, status=status)
-    (cuts,) = row_cuts(own)
+    (cuts,) = row_cuts(row_columns)
     for start, end in itertools.pairwise(cuts):
         part = slice(start, end)
         source: Source = "policy" if sampled[start] else "environment"
