@@ -45,8 +45,8 @@ def correctness(reply: str, reference: str) -> float:
     if not expected:
         return 3.0 if not calls else -3.0
     names = _overlap(Counter(c["name"] for c in expected), Counter(c["name"] for c in calls))
-    most = 1 + len(expected) + sum(len(call["parameters"]) for call in expected)
-    return 6 * (names + _best_matching(expected, calls)) / most - 3
+    maximum = 1 + len(expected) + sum(len(call["parameters"]) for call in expected)
+    return 6 * (names + _best_matching(expected, calls)) / maximum - 3
 
 
 def calls_of(text: str) -> list[Call] | None:

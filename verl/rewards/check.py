@@ -20,14 +20,14 @@ BATCH_ROWS = 64  # rows of one call of a batched function
 
 @dataclass
 class SourceReport:
-    """Results of one data_source. `custom`: a function of the user's, whose full score is unknown."""
+    """Results of one data_source. `custom`: a function of the user's; its full score is unknown."""
 
     data_source: str
     custom: bool
     num_rows: int = 0
     num_without_reference: int = 0
     num_full: int = 0  # reference answers with a score of exactly 1
-    num_errors: int = 0  # reference answers on which the function failed
+    num_errors: int = 0  # reference answers for which the function failed
     score_sum: float = 0.0
     failures: list[str] = field(default_factory=list)  # the first sentences, row by row
 

@@ -89,7 +89,7 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
 
 
 def _by_position(function: RewardFunction) -> RewardFunction:
-    """`function`, or where the names of its parameters are others, a function that passes it three arguments by position."""
+    """`function`, or if the names of its parameters differ, a function that passes it three arguments by position."""
     signature = inspect.signature(function)
     try:
         signature.bind(**dict.fromkeys(SAMPLE_ARGUMENTS))
@@ -106,7 +106,7 @@ def _by_position(function: RewardFunction) -> RewardFunction:
     try:
         signature.bind(*SAMPLE_ARGUMENTS[:3])
     except TypeError:
-        return function  # which the check of its signature refuses
+        return function  # the check of its signature refuses it
     return call
 
 
@@ -152,7 +152,7 @@ def takes_completions(path: str | None, name: str) -> bool:
 
 
 def parameters_in_file(path: str, name: str) -> set[str]:
-    """The parameters of the function `name` of a .py file, which is read and not run."""
+    """The parameters of the function `name` of a .py file. The file is read and not run."""
     if not path.endswith(".py"):
         return set()
     try:
@@ -263,7 +263,7 @@ def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) 
         return {"score": wrong[0]}  # the worker refuses it, for this sample
     numbers = {name: score for name, score in zip(names, scores, strict=True) if score is not None}
     total = sum(weight * score for weight, score in zip(weights, scores, strict=True) if score is not None)
-    return {**numbers, "score": float(total) if numbers else None}  # also where a function is called "score"
+    return {**numbers, "score": float(total) if numbers else None}  # also if a function is called "score"
 
 
 _of_thread = threading.local()
@@ -271,13 +271,13 @@ _of_thread = threading.local()
 
 def finished(result: object) -> Any:
     """`result`, or the value of an awaitable. Its event loop is kept for the calls of this thread: clients of an async function
-    belong to one. Where the thread runs a loop already, as a notebook does, another thread runs it meanwhile."""
+    belong to one. If the thread runs a loop already, as a notebook does, another thread runs it meanwhile."""
     if not inspect.isawaitable(result):
         return result
     import asyncio  # half of a worker's imports; a worker starts during a step
 
     loop = getattr(_of_thread, "loop", None)
-    if loop is None or loop.is_running():  # it runs where an async function calls one of these functions
+    if loop is None or loop.is_running():  # it runs if an async function calls one of these functions
         loop = asyncio.new_event_loop()
         _of_thread.loop = getattr(_of_thread, "loop", None) or loop
     if asyncio._get_running_loop() is None:
@@ -291,7 +291,7 @@ async def _value_of(awaitable: Awaitable[object]) -> object:
 
 
 def name_of(function: RewardFunction) -> str:
-    """The name of a reward function, which is the name of its metric."""
+    """The name of a reward function, also the name of its metric."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 

@@ -37,7 +37,7 @@ def last_number(*, reward_model_reply: str, **_: object) -> dict[str, Any]:
 
 
 def last_numbers(*, reward_model_replies: list[str], **_: object) -> list[dict[str, object]]:
-    """`last_number` for the manager `batch`; a reply without a number gets NaN, which costs only its own sample."""
+    """`last_number` for the manager `batch`; a reply without a number gets NaN and costs only its own sample."""
     return [_score_of(reply) for reply in reward_model_replies]
 
 

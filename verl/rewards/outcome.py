@@ -27,7 +27,7 @@ class RefusedResult(Exception):
 
 def outcome(result: object, limits: Limits) -> Outcome:
     """The result of a reward function as {"score", "parts"} or {"error"}. A number or bool is its own part "acc"; of a dict the
-    entry "score" is the score and the others are the parts."""
+    entry "score" is the score and every further entry is a part."""
     try:
         if not isinstance(result, dict):
             score = _score(result, limits)
@@ -57,7 +57,7 @@ def checked_outcome(answer: object, limits: Limits) -> Outcome | None:
 
 
 def within_size(answer: Outcome, limits: Limits) -> Outcome:
-    """The outcome, or an error where its JSON has more than `limits.max_result_kb`."""
+    """The outcome, or an error if its JSON has more than `limits.max_result_kb`."""
     return {"error": _too_large(limits)} if len(encode_frame(answer)) > limits.max_result_kb * KIB else answer
 
 

@@ -31,7 +31,7 @@ GROW_AFTER_S = 0.2  # a job that has waited this long is worth starting another 
 
 
 class JobQueue:
-    """First-in, first-out queue. A warm taker gets a job at once; a cold one, which would have to start a process, only
+    """First-in, first-out queue. A warm taker gets a job at once; a cold one would have to start a process, and gets only
     a job that has waited GROW_AFTER_S."""
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class JobQueue:
         """Wake every taker with None; returns the jobs left in the queue."""
         with self._lock:
             self._closed = True
-            left = list(self._jobs)
+            jobs = list(self._jobs)
             self._jobs.clear()
             self._warm.notify_all()
             self._cold.notify_all()
-        return left
+        return jobs
 
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class RewardPool:
     `timeout_s`: seconds one call may take (a sample, or a batch for a batched function). `memory_mb`: MiB one process may
     allocate; None for no limit. `limits`: the other limits of the sandbox. `process_per_sample`: fork a process for each
     call. `default_score`: score of a sample whose call failed, None: it has none; `Score.error` says why. The first worker is
-    started by `start`, others when a request has waited. `log_dir`: folder for the workers' prints.
+    started by `start`, further ones when a request has waited. `log_dir`: folder for the workers' prints.
 
         with RewardPool(RewardFunctionSpec("rewards.py"), num_workers=2, timeout_s=30, memory_mb=4096) as pool:
             scores = pool.score_all(requests)
@@ -127,7 +127,7 @@ class RewardPool:
         self._shown_notices: set[str] = set()
 
     def start(self, data_sources: Sequence[str] = ()) -> None:
-        """Start the first worker, which loads the function, checks its signature and imports the dependencies of the
+        """Start the first worker. It loads the function, checks its signature and imports the dependencies of the
         built-in scorers of `data_sources`. Raises RewardError with the cause."""
         if self._threads:
             return
@@ -275,7 +275,7 @@ class RewardPool:
             logger.warning("A reward worker was ended; the next sample starts another. %s", error)
 
     def defaulted(self, request: ScoreRequest, what: str) -> Score:
-        """The result for a sample whose score cannot be used. `what` the function did: "took longer than 30 s"."""
+        """The result for a sample without a usable score. `what` the function did: "took longer than 30 s"."""
         score = self.default_score or 0.0
         result = "it has no score" if self.default_score is None else f"it gets the default score {score:g}"
         return Score(
@@ -368,13 +368,13 @@ class DebugPool(RewardPool):
             self.caller.raised = (BdbQuit, KeyboardInterrupt)
 
     def submit(self, requests: Sequence[ScoreRequest]) -> Future[list[Score]]:
-        from verl.parallel.torch_settings import run_settings  # with torch, which no other pool needs
+        from verl.parallel.torch_settings import run_settings  # with torch, for this pool only
 
         self.start()
         assert self.caller is not None
         future: Future[list[Score]] = Future()
         start = time.perf_counter()
-        with run_settings():  # which the function may change
+        with run_settings():  # the function may change them
             outcomes = self.caller.score(samples_of(requests))
         future.set_result(self.scores(requests, outcomes, time.perf_counter() - start))
         return future

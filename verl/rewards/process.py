@@ -43,7 +43,7 @@ _NUM_LAST_BYTES = 2000
 
 class Prints:
     """The read end of the pipe that is a scorer's stdout and stderr; `write_fd` is the other. Of each call the first `max_kb`
-    KiB go to the file `log`: valid UTF-8, control characters escaped and secrets masked. A line says that the rest is dropped.
+    KiB go to the file `log`: valid UTF-8, control characters escaped and secrets masked. A line says that more is dropped.
     While the pipe is full, the scorer waits."""
 
     def __init__(self, log: Path | None, max_kb: int):
@@ -116,14 +116,14 @@ FORGED = "wrote to the channel on which its result is sent"
 _LOOK_EVERY_S = 0.025  # between checks of a working scorer's resources
 _FULL_PIPE_S = 0.001  # the scorer waits meanwhile
 _LATE_LOOK_S = 1.0  # between two looks: then this process was stopped itself
-_ENDING_TIMEOUT_S = 10.0  # for a process whose channel is closed to end, on a busy machine
+_ENDING_TIMEOUT_S = 10.0  # for a process with a closed channel to end, on a busy machine
 _MAX_ERROR = 2000  # characters of the reason why a function cannot be used
-_ERROR_KB = 16  # of the answer for a sample whatever its result: an error, as JSON
+_ERROR_KB = 16  # of the answer for a sample of any result: an error, as JSON
 
 
 @dataclass
 class Job:
-    """One call of the reward function: one request, or a whole batch for a batched function."""
+    """One call of the reward function: one request, or the batch of a batched function."""
 
     id: str  # cannot be guessed; the answer repeats it
     requests: list[ScoreRequest]
@@ -134,7 +134,7 @@ class Job:
 
 class WorkerLost(Exception):
     """The worker can no longer be used. The message is a predicate of the function or worker ("took longer than 30 s").
-    `again`: the cause may lie outside this call (a kill, leftovers of an earlier sample), which is then given to a fresh worker
+    `again`: the cause may lie outside this call (a kill, leftovers of an earlier sample). A fresh worker then gets the call
     once."""
 
     def __init__(self, what: str, *, again: bool):
@@ -232,7 +232,7 @@ class WorkerProcess:
         return bool(poll.poll(0))
 
     def _has_written(self) -> bool:
-        """Whether there are bytes on the readable channel, which is readable too when the scorer's end has closed it."""
+        """Whether there are bytes on the readable channel. It is readable too when the scorer's end has closed it."""
         try:
             return bool(self._channel.recv(1, socket.MSG_PEEK))
         except OSError:

@@ -124,8 +124,8 @@ def _wait(process: subprocess.Popen[bytes], limits: ProgramLimits, spared: froze
     while not _ends_within(process, min(_POLL_EVERY_S, max(deadline - time.monotonic(), 0.001))):
         if time.monotonic() >= deadline:
             return f"took longer than {limits.time_s:g} s"
-        most = limits.max_processes + 1  # the program itself is one
-        if len(set(descendants(os.getpid(), len(spared) + most)) - spared) > most:
+        limit = limits.max_processes + 1  # the program itself is one
+        if len(set(descendants(os.getpid(), len(spared) + limit)) - spared) > limit:
             return f"started more than {limits.max_processes} processes"
     return ""
 
@@ -146,7 +146,7 @@ def _ends_within(process: subprocess.Popen[bytes], wait_s: float) -> bool:
 
 def _end_all(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
     """End the program and all that it has started. The kernel lets none of a group start another one after the signal; the
-    walk is for systems without the filter of `_confine`, where a process may leave its group."""
+    walk is for systems without the filter of `_confine`: there, a process may leave its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

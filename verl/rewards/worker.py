@@ -1,7 +1,7 @@
 """Worker process that runs a reward function: `python -m verl.rewards.worker FD RUN_PID`, started in a sandbox.
 
 consumes: one set-up message, then requests     produces: one answer to each, under its id
-waits for: the run, which closes the channel to end it
+waits for: the run, until it closes the channel
 
 The reward function's prints go to the pipe that is this process's stdout and stderr; no program that it starts inherits
 the channel.
@@ -42,7 +42,7 @@ from verl.rewards.sandbox.launch import describe_exit
 from verl.rewards.sandbox.limits import KIB, Limits
 from verl.rewards.sandbox.processes import filter_system_calls, hide_memory, kill_descendants
 
-# errors of the kernel when a limit is reached, towards which may count what earlier samples left behind
+# errors of the kernel when a limit is reached; leftovers of earlier samples may count towards it
 _REFUSALS: dict[int | None, str] = {
     errno.EFBIG: "wrote a larger file than reward.max_file_mb allows",
     errno.EMFILE: "opened more files than reward.max_open_files allows",
@@ -122,9 +122,7 @@ def enter_limits(message: dict[str, Any]) -> Limits:
     """Set the limits of this process and all that it starts, but for memory."""
     limits = Limits(**message["limits"])
     limits.apply(message["max_tasks"])
-    filter_system_calls(
-        sockets=limits.network
-    )  # the namespaces hold without it; where there are none, a notice says so
+    filter_system_calls(sockets=limits.network)  # the namespaces hold without it; a notice says if there are none
     if not limits.network:
         sys.addaudithook(_explain_refusal)
     return limits
@@ -206,7 +204,7 @@ def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alo
     """
     for _ in range(2):
         reply, failure = _call_fork(channel, caller, request, alone)
-        if "SIGKILL" not in failure:  # which a person or the system sends, too
+        if "SIGKILL" not in failure:  # a person or the system sends it, too
             break
     message = json.loads(request)
     return reply if not failure else _reply(message, [{"error": failure}] * len(message["samples"]), caller.limits)
@@ -214,17 +212,17 @@ def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alo
 
 def _call_fork(channel: socket.socket, caller: Caller, request: bytes, alone: bool) -> tuple[bytes, str]:
     """(reply, "") or (b"", the function's failure)."""
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         channel.close()
-        ours.close()
-        _score_and_exit(theirs, caller, request)
-    theirs.close()
+        parent_end.close()
+        _score_and_exit(child_end, caller, request)
+    child_end.close()
     reply, failure = b"", ""
-    with ours:
+    with parent_end:
         try:
-            reply = receive_bytes(ours)
+            reply = receive_bytes(parent_end)
         except ChannelClosed:
             _, status = os.waitpid(pid, 0)
             failure = describe_exit(os.waitstatus_to_exitcode(status))

@@ -83,8 +83,8 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
         if not model.enable and takes_completions(custom.path, name):
             kwargs = {"functions": [f"{custom.path.removeprefix('file://')}:{name}"], "arguments": kwargs}
             return RewardFunctionSpec(FUNCTION_LIST, "score_lists" if batched else "score_sample", kwargs, batched)
-        if model.enable and (asked := service_arguments(custom.path, name) - set(kwargs)):
-            return _served(config, RewardFunctionSpec(custom.path, name, kwargs, batched), asked)
+        if model.enable and (arguments := service_arguments(custom.path, name) - set(kwargs)):
+            return _served(config, RewardFunctionSpec(custom.path, name, kwargs, batched), arguments)
         return RewardFunctionSpec(custom.path, name, kwargs, batched, argument)
     if model.enable:
         name = ("last_number" if model.judge_template else "model_score") + ("s" if batched else "")

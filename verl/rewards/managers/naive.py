@@ -42,7 +42,7 @@ class RewardManager(Protocol):
 
     @property
     def num_defaulted(self) -> int:
-        """Number of samples so far whose scorer failed."""
+        """Number of samples so far with a scorer that failed."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Start a scorer in a sandbox: new namespaces by util-linux `unshare` where the kernel grants them, else below a reaper.
+"""Start a scorer in a sandbox: new namespaces by util-linux `unshare` if the kernel grants them, else below a reaper.
 
     namespaces   run -> unshare -> sh (process 1 of the PID namespace) -> scorer
     fallback     run -> reaper.py -> scorer
@@ -32,7 +32,7 @@ from verl.rewards.sandbox.processes import (
 )
 
 _PROBE_TIMEOUT_S = 10.0
-_KILL_TIMEOUT_S = END_TIMEOUT_S + 5.0  # of a reaper, which waits itself
+_KILL_TIMEOUT_S = END_TIMEOUT_S + 5.0  # of a reaper: it waits itself
 _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
 _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
 _SIGNALS_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -82,7 +82,7 @@ def _drop_privileges(setpriv: str) -> tuple[str, ...]:
 @functools.cache
 def namespace_command(network: bool, hidden: tuple[str, ...], max_tasks: int | None = None) -> tuple[str, ...]:
     """Command that runs its arguments in new PID, mount, IPC and (unless `network`) network namespaces; () if refused.
-    `hidden`: paths that are empty there. `max_tasks`: threads and processes there, where the kernel keeps that number for
+    `hidden`: paths that are empty there. `max_tasks`: threads and processes there, if the kernel keeps that number for
     each namespace."""
     num_ids = max_tasks if max_tasks and _linux_is_at_least(6, 14) else 0  # an older kernel would limit the machine
     unshare, setpriv = shutil.which("unshare"), shutil.which("setpriv")
@@ -116,7 +116,7 @@ def hidden_paths(needed: Iterable[str]) -> tuple[str, ...]:
 
 @functools.cache
 def _fallback_privileges() -> tuple[str, ...]:
-    """Command that runs its arguments without privileges, below the reaper; () where root's cannot be dropped."""
+    """Command that runs its arguments without privileges, below the reaper; () if root's cannot be dropped."""
     setpriv = shutil.which("setpriv")
     command = _drop_privileges(setpriv) if setpriv and os.geteuid() == 0 else ()
     return command if command and _succeeds(command) else ()
@@ -146,7 +146,7 @@ class Sandbox:
         needed: Iterable[str] = (),
         first: Sequence[str] = (),
     ):
-        """Run `command`, which inherits `fd`, prints to `output` and reads the paths `needed`. In namespaces the command
+        """Run `command`: it inherits `fd`, prints to `output` and reads the paths `needed`. In namespaces the command
         `first` runs it, with the rights of process 1. Raises OSError when it cannot be started."""
         self.limits = limits
         prefix = namespace_command(limits.network, () if limits.network else hidden_paths(needed), self._most_tasks)
@@ -200,8 +200,8 @@ class Sandbox:
 
     @property
     def max_tasks(self) -> int | None:
-        """RLIMIT_NPROC of the scorer, threads included, which stops a fork bomb before it is seen. None for root, whom the
-        kernel limits by process ids or not at all, and where the kernel would count processes of other sandboxes."""
+        """RLIMIT_NPROC of the scorer, threads included: it stops a fork bomb before it is seen. None for root, whom the
+        kernel limits by process ids or not at all, and if the kernel would count processes of other sandboxes."""
         if self._in_user_namespace:
             return self._most_tasks if _linux_is_at_least(5, 14) else None
         if os.geteuid() == 0 or self.limits.max_processes is None:
@@ -210,11 +210,11 @@ class Sandbox:
 
     @property
     def _most_tasks(self) -> int | None:
-        most = self.limits.max_processes
-        return None if most is None else most + _NUM_LIBRARY_THREADS
+        limit = self.limits.max_processes
+        return None if limit is None else limit + _NUM_LIBRARY_THREADS
 
     def started(self) -> None:
-        """Remember the first process below ours: process 1 of the namespace, or the scorer, which leads its group; and
+        """Remember the first process below ours: process 1 of the namespace, or the scorer as leader of its group; and
         the number of threads of a scorer that has not been called."""
         self._first = next(iter(descendants(self.pid, 1)), self._first)
         self._num_own_tasks = len(start_ticks(self._processes()))
@@ -226,9 +226,9 @@ class Sandbox:
     def has_too_many_since(self, tick: int) -> bool:
         """Whether more processes than the limit allows were started after clock tick `tick`, in which an earlier sample may
         have started some too."""
-        most = self.limits.max_processes
-        paths = self._processes(math.inf if most is None else 2 * (most + self._num_own))  # half of them may be older
-        return most is not None and sum(start > tick for start in start_ticks(paths)) > most
+        limit = self.limits.max_processes
+        paths = self._processes(math.inf if limit is None else 2 * (limit + self._num_own))  # half of them may be older
+        return limit is not None and sum(start > tick for start in start_ticks(paths)) > limit
 
     def cpu_seconds(self) -> float:
         """Processor seconds of all processes so far."""
@@ -244,18 +244,18 @@ class Sandbox:
 
     def excess(self, used_s: float) -> str | None:
         """The limit that the scorer exceeds since its processes had used `used_s` seconds, as a sentence, or None."""
-        most, cpu_s = self.limits.max_processes, self.limits.cpu_s
-        processes = self._processes(math.inf if most is None else most + self._num_own)
-        if most is not None and len(processes) - self._num_own > most:
-            return f"started more processes than reward.max_processes={most} allows"
+        limit, cpu_s = self.limits.max_processes, self.limits.cpu_s
+        processes = self._processes(math.inf if limit is None else limit + self._num_own)
+        if limit is not None and len(processes) - self._num_own > limit:
+            return f"started more processes than reward.max_processes={limit} allows"
         if cpu_s is not None and cpu_seconds(processes) - used_s > cpu_s:
             return f"used more processor time than reward.cpu_s={cpu_s:g} s allows"
         return None
 
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped the scorer."""
-        own = descendants(self.pid, self._num_own)[: self._num_own]
-        return len(own) == self._num_own and state_of(own[-1]) in "Tt"
+        pids = descendants(self.pid, self._num_own)[: self._num_own]
+        return len(pids) == self._num_own and state_of(pids[-1]) in "Tt"
 
     def how_it_ended(self, timeout_s: float) -> str | None:
         """Description of the scorer's end: "ended its process by SIGSEGV"; None while it runs after `timeout_s`."""

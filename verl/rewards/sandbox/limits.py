@@ -47,8 +47,8 @@ class Limits:
 def set_limit(kind: int, value: int | None) -> None:
     """Set RLIMIT_... `kind` of this process and all that it starts to at most `value`; None changes nothing."""
     if value is not None:
-        _, most = resource.getrlimit(kind)
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        _, hard_limit = resource.getrlimit(kind)
+        value = value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
         resource.setrlimit(kind, (value, value))
 
 

@@ -62,7 +62,7 @@ def cpu_seconds(folders: Iterable[str]) -> float:
 
 
 def now_tick() -> int:
-    """Clock ticks since the machine started, in which /proc counts the start of a process; 0 where it does not."""
+    """Clock ticks since the machine started, the unit of starts of processes in /proc; 0 without such a clock."""
     boot_time = getattr(time, "CLOCK_BOOTTIME", None)
     return 0 if boot_time is None else int(time.clock_gettime(boot_time) * _TICKS_PER_S)
 
@@ -91,7 +91,7 @@ def _stat(folder: str) -> list[str]:
 
 def kill_descendants(spared: Collection[int] = (), group: int = 0) -> None:
     """End every process below this one but `spared`, and wait for their ends. `group`: a process group below this process,
-    whose members get the signal at once, also while they are being forked."""
+    with its members: they get the signal at once, also while they are being forked."""
     deadline = time.monotonic() + END_TIMEOUT_S
     num_empty_looks = 0
     while num_empty_looks < 2 and time.monotonic() < deadline:
@@ -136,13 +136,13 @@ _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _CLONE_NEWUSER = 1 << 28
 # machine -> (audit architecture, numbers of the calls socket, clone, unshare, setpgid, three before setsid, and add_key, after
-# which come the two others of the kernel's keyrings)
+# before the two further ones of the kernel's keyrings)
 _MACHINES = {"x86_64": (0xC000003E, 41, 56, 272, 109, 248), "aarch64": (0xC00000B7, 198, 220, 97, 154, 217)}
 _IO_URING_SETUP, _CLONE3 = 425, 435  # the same on every machine; io_uring opens sockets without the call `socket`
 
 
 def hide_memory(hidden: bool = True) -> bool:
-    """Set whether processes of the same user may read and write this process; False where the kernel cannot."""
+    """Set whether processes of the same user may read and write this process; False if the kernel cannot."""
     return prctl(_SET_DUMPABLE, 0 if hidden else 1)
 
 
@@ -152,8 +152,8 @@ def can_filter() -> bool:
 
 
 def filter_system_calls(*, sockets: bool, groups: bool = True) -> bool:
-    """Refuse new user namespaces and the keyrings of the kernel, which hold this user's tickets and tokens, sockets unless
-    `sockets`, and another process group unless `groups`, to this process and all that it starts, for good; False where there
+    """Refuse new user namespaces, the keyrings of the kernel (they hold this user's tickets and tokens), sockets unless
+    `sockets`, and another process group unless `groups`, to this process and all that it starts, for good; False if there
     is no such filter.
 
     Sockets of every family are refused (EACCES), those to other processes of the machine included; socketpair works.

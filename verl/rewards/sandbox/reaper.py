@@ -1,4 +1,4 @@
-"""Parent of a scorer where the kernel grants no PID namespace: ends with the run, and ends all that the scorer started.
+"""Parent of a scorer if the kernel grants no PID namespace: ends with the run, and ends all that the scorer started.
 
 python -m verl.rewards.sandbox.reaper RUN_PID COMMAND...
 

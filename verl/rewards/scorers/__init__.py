@@ -1,1 +1,1 @@
-"""Built-in scorers, one file per kind of answer; `route` says which data_source goes to which."""
+"""Built-in scorers, one file per kind of answer; `route` maps each data_source to its scorer."""

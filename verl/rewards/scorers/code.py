@@ -63,7 +63,7 @@ Test = Callable[[str, ProgramLimits], str]  # (program, limits) -> "" if it pass
 
 
 def program_in(reply: str) -> str:
-    """The last fenced block of a reply, a Python one if there is any; the whole reply without one."""
+    """The last fenced block of a reply, a Python one if there is any; the complete reply without one."""
     blocks = _FENCED.findall(reply.replace("\r\n", "\n"))
     python = [code for language, code in blocks if re.match(r"\s*\W?py", language, re.IGNORECASE)]
     return str((python or [code for _, code in blocks] or [reply])[-1])
@@ -165,7 +165,7 @@ def _text(value: object) -> str:
 
 
 def _run(script: str, stdin: str, limits: ProgramLimits) -> Output:
-    """The output of a script; a name that it lacks may be one of _NAMES, whose import takes longer than most programs."""
+    """The output of a script. A name that it lacks may be one of _NAMES; their import takes longer than most programs."""
     output = run_program(_DEPTH + script, stdin, limits)
     return run_program(_DEPTH + _NAMES + script, stdin, limits) if "NameError: name" in output.stderr else output
 
@@ -187,7 +187,7 @@ def _call(name: str, inputs: object, expected: object, program: str, limits: Pro
 
 
 def _assert(asserts: str, program: str, limits: ProgramLimits) -> str:
-    word = secrets.token_hex(16)  # so that a program which ends early does not pass
+    word = secrets.token_hex(16)  # so that a program does not pass by ending early
     message = {"solution": program, "asserts": asserts, "word": word}
     output = _run(_RUN_ASSERTS, json.dumps(message), limits)
     return _wrong(output) or ("" if output.stdout == word else "ended before the asserts")
@@ -200,7 +200,7 @@ def _wrong(output: Output) -> str:
 
 def same_text(printed: str, expected: str) -> bool:
     """Whether two outputs agree but for space at the ends of lines, or token by token with numbers to a relative 1e-5, and to
-    an absolute 1e-5 where the expected one is whole."""
+    an absolute 1e-5 if the expected one is an integer."""
     lines, expected_lines = ([line.strip() for line in text.strip().splitlines()] for text in (printed, expected))
     words, target = printed.split(), expected.split()
     return lines == expected_lines or (len(words) == len(target) and all(map(_same_number, words, target)))

@@ -9,7 +9,7 @@ from typing import Literal
 from verl.rewards.scorers.math_forms import MAGNITUDES
 from verl.rewards.scorers.route import Scorer
 
-LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releases look for the answer
+LEGACY_WINDOW = 300  # characters at the end of a reply: existing releases look for the answer there
 _MARKED = re.compile(r"#### (-?\$?[0-9.,]+)")
 _ANY = re.compile(r"-?\$?[0-9.,]+")
 _LAST_LINE = re.compile(r".*####([^\n]*)", re.DOTALL)
@@ -48,7 +48,7 @@ def compute_score(
     **_other: object,
 ) -> float:
     """`score` when the value of all that is behind the last "####" of the reply equals the reference, `format_score` for
-    another value, 0 without one. `legacy`: the rule of existing releases, which compare the first number behind "#### " as
+    another value, 0 without one. `legacy`: the rule of existing releases. They compare the first number behind "#### " as
     text and see the last 300 characters of the reply only."""
     if method == "strict" and not legacy:
         line = _LAST_LINE.match(solution_str)

@@ -14,7 +14,7 @@ from verl.rewards.scorers.exact_match import last_answer, same_number
 from verl.rewards.scorers.math_forms import as_interval, is_close, rewritten, same_form, without_text
 from verl.rewards.scorers.route import Scorer
 
-LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releases look for "Answer:"
+LEGACY_WINDOW = 300  # characters at the end of a reply: existing releases look for "Answer:" there
 _SPACE = re.compile(
     r"(?<!\d) | (?!\d)| (?=\d{3}(?!\d))|\\[,;:!]|\$"
 )  # a space between digits only before three of them
@@ -68,9 +68,9 @@ def score_count(solution_str: str, ground_truth: object, **_other: object) -> fl
 def score_answer_line(
     solution_str: str, ground_truth: object, strict_box_verify: bool = False, legacy: bool = False, **_other: object
 ) -> dict[str, object]:
-    r"""Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME, whose replies have a line "Answer: X".
+    r"""Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME; their replies have a line "Answer: X".
 
-    {"score": 1.0 or -1.0, "acc": bool, "pred": the rest of the line after the last "Answer:"}. `strict_box_verify`: the last
+    {"score": 1.0 or -1.0, "acc": bool, "pred": the text after the last "Answer:" in its line}. `strict_box_verify`: the last
     \boxed{} in place of that line. `legacy`: as existing releases, only among the last 300 characters of the reply.
     """
     reply = solution_str[-LEGACY_WINDOW:] if legacy else solution_str
@@ -105,7 +105,7 @@ def _plain(answer: str) -> str:
 
 def math_equal(gold: str, answer: str) -> bool:
     r"""Whether `answer` equals `gold`, both LaTeX or plain: "0.5" and "\frac{1}{2}" do. Words are compared as text:
-    math-verify reads "cat" as the product c a t, which equals "act"."""
+    math-verify reads "cat" as the product c a t, and so as equal to "act"."""
     gold, answer = rewritten(gold), rewritten(answer)
     plain, plain_gold = (_SPACE.sub("", " ".join(without_text(text).split())) for text in (answer, gold))
     if plain == plain_gold or same_number(gold.rstrip("\\% "), answer.rstrip("\\% ")):
@@ -130,7 +130,7 @@ def _phrases(text: str) -> list[str]:
 
 
 def load_math_verify() -> ModuleType:
-    """Import math_verify, which takes a third of a second."""
+    """Import math_verify, in a third of a second."""
     import math_verify
 
     for name in ("math_verify.parser", "math_verify.grader"):  # they warn that timeouts are off; the worker has its own
@@ -181,7 +181,7 @@ def remove_boxed(s: str) -> str:
 
 def normalize_final_answer(final_answer: str) -> str:
     """A mathematical answer as Minerva compares it: after the last "=", without units, articles, spaces and LaTeX text,
-    with the braces of fractions and roots, and whole numbers without commas."""
+    with the braces of fractions and roots, and integers without commas."""
     answer = final_answer.split("=")[-1]
     for before, after in _SUBSTITUTIONS:
         answer = answer.replace(before, after)

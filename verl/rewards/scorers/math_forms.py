@@ -82,9 +82,9 @@ def _multiplied(match: re.Match[str]) -> str:
 
 
 def _fraction(match: re.Match[str]) -> str:
-    whole, plain, repeated = match.groups()[:3] if match[3] else match.groups()[3:]
+    integer, plain, repeated = match.groups()[:3] if match[3] else match.groups()[3:]
     value = Fraction(
-        int(whole + plain + repeated) - int(whole + plain or 0), 10 ** len(plain) * (10 ** len(repeated) - 1)
+        int(integer + plain + repeated) - int(integer + plain or 0), 10 ** len(plain) * (10 ** len(repeated) - 1)
     )
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
@@ -108,17 +108,17 @@ def same_form(gold: str, answer: str) -> bool | None:
 
 
 def as_interval(text: str, other: str) -> str:
-    r"""An inequality of one variable as an interval, where `other` is an interval: x>3 as (3,\infty)."""
+    r"""An inequality of one variable as an interval, if `other` is an interval: x>3 as (3,\infty)."""
     if not _IS_INTERVAL.fullmatch(other.strip()):
         return text
     plain = re.sub(r"\s+|\\[,;! ]", "", text)
     for name, sign in _RELATIONS.items():
         plain = plain.replace(name, sign)
     if (match := _BETWEEN.fullmatch(plain)) and match[2][0] == match[4][0]:
-        low, left, _, right, high = match.groups()
-        if left[0] == ">":
-            low, left, right, high = high, right, left, low
-        return f"{'[' if '=' in left else '('}{low},{high}{']' if '=' in right else ')'}"
+        low, low_sign, _, high_sign, high = match.groups()
+        if low_sign[0] == ">":
+            low, low_sign, high_sign, high = high, high_sign, low_sign, low
+        return f"{'[' if '=' in low_sign else '('}{low},{high}{']' if '=' in high_sign else ')'}"
     if match := _BEYOND.fullmatch(plain):
         sign, bound = (match[2], match[3]) if match[1] else ({"<": ">", ">": "<"}[match[5][0]] + match[5][1:], match[4])
         closed = "=" in sign
@@ -135,13 +135,13 @@ def is_close(gold: Basic, answer: Basic) -> bool:
     they are rational, else to RELATIVE_TOLERANCE."""
     if getattr(gold, "is_number", False) and getattr(answer, "is_number", False):
         return _same_number(gold, answer)
-    parts, others = getattr(gold, "args", ()), getattr(answer, "args", ())
-    if type(gold) is not type(answer) or len(parts) != len(others) or not parts:
+    parts, answer_parts = getattr(gold, "args", ()), getattr(answer, "args", ())
+    if type(gold) is not type(answer) or len(parts) != len(answer_parts) or not parts:
         return True
     if type(gold).__name__ in ("Tuple", "Interval"):
-        return all(map(is_close, parts, others))
+        return all(map(is_close, parts, answer_parts))
     if type(gold).__name__ in ("FiniteSet", "Union"):
-        return all(any(is_close(part, other) for other in others) for part in parts)
+        return all(any(is_close(part, other) for other in answer_parts) for part in parts)
     return True
 
 

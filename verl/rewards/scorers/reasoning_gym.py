@@ -19,7 +19,7 @@ from verl.rewards.scorers.route import Scorer
 
 PREFIX = "reasoning_gym/"
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
-_TUPLE_TASKS = ("arc_agi", "rearc")  # their scorers compare grids as tuples, which JSON turned into lists
+_TUPLE_TASKS = ("arc_agi", "rearc")  # their scorers compare grids as tuples; JSON has turned these into lists
 
 
 def extract_answer(reply: str, reference: str | None) -> str:
