@@ -62,7 +62,7 @@ REWARD_LISTS = ("turn_rewards", "turn_scores", "tool_rewards")  # of extra_field
 
 
 def known_loops(spec: AgentSpec | None) -> frozenset[str]:
-    """Names that the column agent_name may have; empty where the run has no agents."""
+    """Names that the column agent_name may have; empty if the run has no agents."""
     return frozenset() if spec is None else frozenset(load_loops(spec.rollout.agent.agent_loop_config_path))
 
 
@@ -91,10 +91,10 @@ class Agents:
         self.num_players = players_of_games(spec, environments)
         runner = load_runner(runner_of(agent))  # its file may register a parser
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
-        most = rollout.prompt_length + rollout.response_length
+        max_tokens = rollout.prompt_length + rollout.response_length
         encoder = image_encoder(tokenizer, spec.data) if engine.reads_images else None
         self.images = EpisodeImages(encoder, None if folder is None else folder / FOLDER)
-        continuity = ChatContinuity(tokenizer, spec.data.apply_chat_template_kwargs, most, self.images.tokens)
+        continuity = ChatContinuity(tokenizer, spec.data.apply_chat_template_kwargs, max_tokens, self.images.tokens)
         self.journal = Journal(None if folder is None else folder / FOLDER, rank)
         self.events = EventLoop()
         self.pool = self._tool_pool(tools, None if folder is None else folder / "logs" / f"tools_rank_{rank}")
@@ -133,7 +133,7 @@ class Agents:
         self._faults: Counter[str] = Counter()
 
     def _tool_pool(self, tools: Sequence[object], log_dir: Path | None) -> SandboxedFunctions | None:
-        """The processes of tools that are functions, where the config has them sandboxed."""
+        """The processes of tools that are functions, if the config has them sandboxed."""
         multi_turn = self.spec.rollout.multi_turn
         if multi_turn.tool_sandbox and any(isinstance(tool, FunctionTool) for tool in tools):
             return SandboxedFunctions(self.spec.limits, timeout_s=multi_turn.tool_timeout_s, log_dir=log_dir)
@@ -159,7 +159,7 @@ class Agents:
         """Generate `params.n` episodes of each prompt, ordered by (prompt, sample), of up to `limit` tokens each (None:
         params.max_new_tokens), with log-probs in `dtype`. An episode that samples params.max_new_tokens tokens before
         `limit` pauses; its trajectory can resume. With `before`, one for each row of `prompts`, these episodes continue
-        under the `step` in which they began. `on_finish` gets each finished episode."""
+        under the `step` of their beginning. `on_finish` gets each finished episode."""
         # greedy samples, of ReMax or of validation, are one of each prompt
         if before is None and params.n % self.num_players:
             raise ConfigError(
@@ -203,8 +203,8 @@ class Agents:
         objects = prompts.non_tensor_batch
         media = media_of(prompts) or [None] * len(prompts)
         require_reads(self.engine, any(media))
-        of_task = ("prompt_token_ids", "media")
-        names = [n for n in objects if n not in of_task and (n not in COLUMNS or COLUMNS[n].producer != "rollout")]
+        task_fields = ("prompt_token_ids", "media")
+        names = [n for n in objects if n not in task_fields and (n not in COLUMNS or COLUMNS[n].producer != "rollout")]
         return [
             EpisodeTask(
                 ordinal=ordinals[row],
@@ -301,8 +301,8 @@ class Agents:
             )
         reward, fields = self._checked_rewards(output.reward_score, dict(output.extra_fields))
         num_turns = sum(s.source == "policy" for s in trajectory.segments)
-        if len(of_turns := fields.get("turn_rewards") or []) > num_turns:
-            raise EpisodeError(f"its turn_rewards has {len(of_turns)} numbers for {num_turns} turns that train")
+        if len(turn_rewards := fields.get("turn_rewards") or []) > num_turns:
+            raise EpisodeError(f"its turn_rewards has {len(turn_rewards)} numbers for {num_turns} turns that train")
         if self.spec.rollout.agent.mask_unfinished_episodes and not fields.get("finished", status != "length"):
             trajectory = untrained(trajectory)
         scores = fields.get("reward_scores") or {
@@ -334,8 +334,8 @@ class Agents:
             on_finish(in_dtype(result, dtype))
 
     def _write(self, result: EpisodeResult) -> None:
-        task, own = result.task, tuple(result.trajectory.prompt_ids)
-        prompt: dict[str, object] = {} if own == task.prompt_ids else {"prompt_ids": list(own)}
+        task, prompt_ids = result.task, tuple(result.trajectory.prompt_ids)
+        prompt: dict[str, object] = {} if prompt_ids == task.prompt_ids else {"prompt_ids": list(prompt_ids)}
         if media := [[s.start, s.length, s.media.digest] for s in result.trajectory.media]:
             prompt["media"] = media
         if is_paused(result):

@@ -5,7 +5,7 @@ them.
     + suffix                                           \n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n
 
 Nothing that was sampled is ever tokenized again. The suffix is rendered behind a synthetic turn: the text between that turn's
-content and the end, up to the special token that ends a turn where the policy has sampled one. So it does not depend on what
+content and the end, up to the special token that ends a turn if the policy has sampled one. So it does not depend on what
 was sampled, and templates that rewrite earlier turns (Qwen3 drops their <think>) rewrite nothing.
 """
 
@@ -34,7 +34,7 @@ BREAK = "\u200b"  # a zero-width space, put into control tokens of foreign texts
 PLACE = "a turn of an episode"
 Content: TypeAlias = "str | list[dict[str, Any]]"
 _PROBE = 1 << 16  # characters that are encoded at once to learn whether a text is too long
-_SLACK = 2  # times `max_tokens`: parts of a text have a few more tokens than the whole
+_SLACK = 2  # times `max_tokens`: a text that is encoded in parts has a few more tokens
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
@@ -94,8 +94,8 @@ class ChatContinuity:
     def suffix(
         self, messages: Messages, last_token: int | None, stop_ids: Collection[int] = (), images: Sequence[str] = ()
     ) -> list[int]:
-        """Token ids of `messages` and of the beginning of the next turn, to follow a sampled turn whose last token is
-        `last_token`. Where that is a stop token the turn has ended, else the suffix ends it. Where a template (GLM) ends no
+        """Token ids of `messages` and of the beginning of the next turn, to follow a sampled turn with the last token
+        `last_token`. If that is a stop token the turn has ended, else the suffix ends it. If a template (GLM) ends no
         turn, but begins each message with a token of its role, that token stays unless it was sampled. Control tokens in the
         texts of the messages are broken. `images` are the texts that stand for their images. Raises DataError."""
         self._require_short(messages)
@@ -139,13 +139,13 @@ class ChatContinuity:
         )
 
     def neutral(self, text: str) -> str:
-        """A foreign text in which no control token is left, such as <|im_end|>: a zero-width space breaks each."""
+        """A foreign text without control tokens such as <|im_end|>: a zero-width space breaks each."""
         if self._control is None:
             return text
         return self._control.sub(lambda match: match[0][:1] + BREAK + match[0][1:], text)
 
     def rewriting(self) -> Rewriting | None:
-        """The difference in an earlier turn once others follow it; None when the template renders it as before."""
+        """The difference in an earlier turn once later ones follow it; None when the template renders it as before."""
         turns: Messages = [
             {"role": "user", "content": "1"},
             {"role": "assistant", "content": "<think>\n2\n</think>\n\n3"},
@@ -168,7 +168,7 @@ class ChatContinuity:
         return texts[0] != texts[1]
 
     def _split(self, *messages: dict[str, object]) -> tuple[str, int | None]:
-        """(text from the content of the turn before to the next turn, the special token with which it begins, if any)."""
+        """(text from the content of the turn before to the next turn, the special token at its beginning, if any)."""
         turn = {"role": "assistant", "content": MARK}
         try:
             text = self._render([{"role": "user", "content": "x"}, turn, *messages], ended=False)
@@ -213,7 +213,7 @@ class ChatContinuity:
         return render_chat(self.tokenizer, fitted, PLACE, add_generation_prompt=not ended, **kwargs)
 
     def _fitted(self, messages: Messages) -> Messages:
-        """The messages, with answers of tools as turns of the user where the template has no role for them."""
+        """The messages, with answers of tools as turns of the user if the template has no role for them."""
         if not getattr(self, "tool_role_as_user", False):
             return messages
         fitted: Messages = []
@@ -247,7 +247,7 @@ class ChatContinuity:
 
 
 def joined_contents(*contents: Content) -> Content:
-    """Contents behind each other: a text, or parts where one of them has parts."""
+    """Contents behind each other: a text, or parts if one of them has parts."""
     if all(isinstance(content, str) for content in contents):
         return "".join(map(str, contents))
     parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]

@@ -5,8 +5,8 @@
              await tool              ◄─future─ generation.poll
              result                  ──queue──► on_finish, keys aborted
 
-An episode that waits for a tool has no row of the batch: others decode meanwhile, and its turn joins at the next step. Only the
-driver computes, so an engine needs no lock.
+An episode that waits for a tool has no row of the batch: running ones decode meanwhile, and its turn joins at the next step.
+Only the driver computes, so an engine needs no lock.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from verl.rollout.api import Generation, RolloutEngine, Stats
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-GATHER_S = 0.05  # longest wait for the first turns of all episodes, which then share their prompts
+GATHER_S = 0.05  # longest wait for the first turns of all episodes; these turns share their prompts
 POLL_S = 0.002  # while another episode may ask for its next turn
 CLOSE_TIMEOUT_S = 5.0
 MAX_NAMED = 5  # failed episodes of one run that the log names; the journal has all
-MAX_TAKES = 3  # of an episode whose agent is killed from outside
+MAX_TAKES = 3  # of an episode with an agent that is killed from outside
 GRACE_S = 60.0  # beyond an episode's own time limit, before the event loop is taken for stuck
 
 RunEpisode = Callable[[Episode], Awaitable[EpisodeResult]]
@@ -70,7 +70,7 @@ class _Dropped:
 
 
 class EventLoop:
-    """An event loop on its own thread, which ends with the process."""
+    """An event loop on its own thread, until the process ends."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -208,10 +208,10 @@ class _Session:
             if isinstance(error, AgentKilled) and not is_last:
                 raise
             why = str(error)
-        except (Exception, SystemExit) as error:  # agents are code of the user's, which may raise anything
+        except (Exception, SystemExit) as error:  # agents are code of the user's and may raise anything
             why = f"raised {type(error).__name__}: {clean(error, 300)}"
             log.debug("Episode %s", task.name, exc_info=True)
-        if episode.is_paused:  # whatever its agent made of its end
+        if episode.is_paused:  # also if its agent raised at its end
             result = EpisodeResult(task, episode.so_far())
         elif why is not None:
             self.num_failed += 1
@@ -221,10 +221,10 @@ class _Session:
         self.inbox.put(_Ended(index, episode, result))
 
     async def _submit(self, episode: Episode, request: PromptRequest | TurnRequest) -> Completion:
-        asked = _Asked(request, asyncio.get_running_loop().create_future())
-        if not episode.is_dropped:  # else it is a late call of a killed agent, which gets no answer
-            self.inbox.put(asked)
-        return await asked.answer
+        call = _Asked(request, asyncio.get_running_loop().create_future())
+        if not episode.is_dropped:  # else it is a late call of a killed agent, without an answer
+            self.inbox.put(call)
+        return await call.answer
 
     # -- on the driver's thread
 
@@ -243,7 +243,7 @@ class _Session:
             arrived = self._arrived(block=not self.waiting)
 
     def times(self) -> Stats:
-        """Seconds in which the engine computed, and in which all episodes waited for something else."""
+        """Seconds of computing by the engine, and of waiting for something else by all episodes."""
         return {"busy_s": self.busy_s, "idle_s": self.idle_s}
 
     def _first_wave(self) -> list[_Event]:
@@ -275,8 +275,8 @@ class _Session:
 
     def _take(self, arrived: list[_Event]) -> list[_Ended]:
         """Hand requests to the generation, and drop the samples of episodes that have ended; returns the latter."""
-        asked = [event for event in arrived if isinstance(event, _Asked) and not event.answer.cancelled()]
-        for request, members in _merged(asked):
+        calls = [event for event in arrived if isinstance(event, _Asked) and not event.answer.cancelled()]
+        for request, members in _merged(calls):
             try:
                 self.generation.add(request)
             except ModelError as error:
@@ -320,7 +320,7 @@ class _Session:
 
 
 def _merged(asked: list[_Asked]) -> list[tuple[PromptRequest | TurnRequest, list[_Asked]]]:
-    """Requests for the engine: samples of one prompt that begin together are one request, whose prompt is computed once."""
+    """Requests for the engine: samples of one prompt that begin together are one request, so its prompt is computed once."""
     merged: list[tuple[PromptRequest | TurnRequest, list[_Asked]]] = []
     for one in sorted(asked, key=lambda a: a.key):
         last = merged[-1][0] if merged else None

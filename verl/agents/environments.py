@@ -1,4 +1,4 @@
-"""Environments as agents: a class whose objects are one episode each, named by `rollout.agent.environment`.
+"""Environments as agents: a class with one object for each episode, named by `rollout.agent.environment`.
 
 Two kinds are understood, and games of several players (verl/agents/matches.py).
 
@@ -45,8 +45,8 @@ _OWN = ("reset", "step", "close", "render", "get_reward")
 
 
 def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
-    """Name -> class: of `file.py:Class` and of `openenv:URL`, whose name is then "", or of a dict in that file; none for an
-    environment of a package, which is a runner. Raises ConfigError."""
+    """Name -> class: of `file.py:Class` and of `openenv:URL` under the name "", or of a dict in that file; none for an
+    environment of a package: it is a runner. Raises ConfigError."""
     if path is None or path.partition(":")[0] in ENVIRONMENT_PACKAGES:
         return {}
     server = path.removeprefix(OPENENV)
@@ -66,7 +66,7 @@ def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
 
 
 def players_of_games(spec: AgentSpec, environments: Mapping[str, object]) -> int:
-    """The most players of one game. Raises ConfigError where games of several players could not begin."""
+    """The most players of one game. Raises ConfigError if games of several players could not begin."""
     rollout, count = spec.rollout, max(map(num_players, environments.values()), default=1)
     if count == 1:
         return count
@@ -113,8 +113,8 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         if len(environments) == 1 and not name:
             name = next(iter(environments))
         if name not in environments:
-            known = ", ".join(map(repr, environments)) or "none"
-            raise EpisodeError(f"its row names the environment {name!r}; rollout.agent.environment has {known}")
+            names = ", ".join(map(repr, environments)) or "none"
+            raise EpisodeError(f"its row names the environment {name!r}; rollout.agent.environment has {names}")
         return environments[name]
 
     async def _with_tools(
@@ -166,7 +166,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
     async def _play_match(
         self, make: Callable[..., Any], row: dict[str, object], sampling_params: dict[str, object], prompt: Messages
     ) -> AgentLoopOutput:
-        """One player of a game that others play too, see verl/agents/matches.py."""
+        """One player of a game of several players, see verl/agents/matches.py."""
         task, count = CURRENT.get().task, num_players(make)
 
         def begin() -> Match:

@@ -1,8 +1,8 @@
 """One episode: the turns of an agent on one sample, with the provenance of every token.
 
-A branch is a sequence of tokens that grows turn by turn. A call whose prompt begins with the tokens of a branch continues it,
+A branch is a sequence of tokens that grows turn by turn. A call continues it if its prompt begins with these tokens,
 and the engine keeps its computed state. Any other call begins a new branch. A branch is the unit of training: its sampled
-tokens carry the log-probs and the weight version with which they were sampled, all others are context.
+tokens carry their log-probs and weight version at sampling, all further tokens are context.
 
 An episode may pause while the weights change (`EpisodeTask.part`). Then it is repeated from its beginning. The agent acts as
 before: its turns are answered with the sampled tokens (`EpisodeTask.so_far`), its tools with their recorded results.
@@ -87,8 +87,8 @@ class Branch:
     num_prompt: int
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
-    versions: list[int] = field(default_factory=list)  # -1 where not sampled
+    log_probs: list[float] = field(default_factory=list)  # 0 if not sampled
+    versions: list[int] = field(default_factory=list)  # -1 if not sampled
     is_kept: bool = False  # the engine can continue it; else it gets all of its tokens again
     is_busy: bool = False
     spans: Spans = ()  # its images, at places from its first token
@@ -156,10 +156,10 @@ class Episode:
         is_first: bool | None = None,
         media: Sequence[Media] | None = None,
     ) -> Completion | None:
-        """Sample the tokens after `prompt_ids`, in which `media` stand in this order (None: the images of the row); None when
+        """Sample the tokens after `prompt_ids`, with `media` in this order in them (None: the images of the row); None when
         the response of the episode is full. `is_first`: whether a new branch has the random numbers of the sample itself (None:
         the first one has). Raises EpisodeError for a prompt that is too long or has other images, ModelError for tokens that
-        the model does not know. Does not return where the episode pauses."""
+        the model does not know. Does not return if the episode pauses."""
         prompt = self._token_ids(prompt_ids, "prompt_ids")
         media = images_in(self.task.media) if media is None else media
         branch = self._continued(prompt, media) or self._begin(prompt, is_first, media)
@@ -167,16 +167,16 @@ class Episode:
         room -= max(0, branch.num_prompt - self.task.max_prompt_length)
         if room <= 0:
             return None
-        most = min(room, max_new_tokens or room)
+        num_new = min(room, max_new_tokens or room)
         branch.spans += self._placed(prompt, len(branch.tokens), media[len(branch.spans) :])
         branch.is_busy = True
         if len(self.branches) > 1 or (branch.tokens and len(prompt) == len(branch.tokens)):
             # tokens show the turns only in a single branch, with other tokens between the turns
             self._num_left = None
-        reason = self._repeat(branch, prompt, most)
+        reason = self._repeat(branch, prompt, num_new)
         while reason is None:
-            done = await self._sample(branch, prompt[len(branch.tokens) :], len(prompt) + most)
-            if done.finish_reason != "length" or len(branch.tokens) == len(prompt) + most:
+            done = await self._sample(branch, prompt[len(branch.tokens) :], len(prompt) + num_new)
+            if done.finish_reason != "length" or len(branch.tokens) == len(prompt) + num_new:
                 reason = done.finish_reason
         branch.is_busy = False
         start = len(prompt)
@@ -211,11 +211,11 @@ class Episode:
         return None if is_last else "stop"
 
     async def _sample(self, branch: Branch, new: list[int], end: int) -> Completion:
-        """Sample behind a branch and `new`, up to `end` tokens in all. Pauses where the part is used up."""
-        most = end - len(branch.tokens) - len(new)
+        """Sample behind a branch and `new`, up to `end` tokens in all. Pauses if the part is used up."""
+        num_new = end - len(branch.tokens) - len(new)
         if self._num_left is not None:
-            most = min(most, self._num_left)
-        if most == 0:
+            num_new = min(num_new, self._num_left)
+        if num_new == 0:
             branch.add(new, None, -1)
             self.is_paused = True
             self.end_agent()
@@ -225,11 +225,11 @@ class Episode:
         if branch.is_kept:
             start = len(branch.tokens)
             spans = tuple(span.moved(-start) for span in branch.spans if span.start >= start)
-            request = TurnRequest(self.task.ordinal, branch.number, tuple(new), most, spans)
+            request = TurnRequest(self.task.ordinal, branch.number, tuple(new), num_new, spans)
         else:
-            whole = (*branch.tokens, *new)
-            num_drawn = len(whole) - branch.num_prompt
-            request = PromptRequest(self.task.ordinal, whole, branch.number, num_drawn, 1, most, spans=branch.spans)
+            tokens = (*branch.tokens, *new)
+            num_drawn = len(tokens) - branch.num_prompt
+            request = PromptRequest(self.task.ordinal, tokens, branch.number, num_drawn, 1, num_new, spans=branch.spans)
         done = await self._submit(self, request)
         self.generate_s += time.perf_counter() - started_at
         branch.is_kept = True
@@ -240,7 +240,7 @@ class Episode:
         return done
 
     def _continued(self, prompt: list[int], media: Sequence[Media]) -> Branch | None:
-        """The longest branch whose tokens and images are the beginning of a prompt."""
+        """The longest branch with tokens and images that begin a prompt."""
         fitting = [
             b
             for b in self.branches
@@ -261,7 +261,7 @@ class Episode:
         marks = self.task.image_marks
         places = [at for at in range(start, len(prompt)) if prompt[at] in marks.values()]
         pattern = "|".join(map(re.escape, marks))
-        parts = [[marks[mark] for text in own.texts for mark in re.findall(pattern, text)] for own in media if marks]
+        parts = [[marks[mark] for text in item.texts for mark in re.findall(pattern, text)] for item in media if marks]
         if [*itertools.chain(*parts)] != [prompt[at] for at in places]:
             raise EpisodeError(
                 f"its prompt has {len(places)} new tokens that stand for parts of images, and its new images have "
@@ -288,7 +288,7 @@ class Episode:
         taken = {branch.number for branch in self.branches}
         number, count = task.sample, 0
         while not first or number in taken:
-            # of the prompt and not of the order of the calls, which may depend on time
+            # of the prompt and not of the order of the calls: it may depend on time
             content = np.asarray([count, *prompt], dtype="<i8").tobytes()
             content += "".join(images.digest for images in media).encode()
             digest = int.from_bytes(hashlib.blake2b(content, digest_size=5).digest(), "little")
@@ -317,24 +317,24 @@ class Episode:
     def trajectory(
         self, prompt_ids: Sequence[int], response_ids: Sequence[int], mask: Sequence[int], status: Status
     ) -> Trajectory:
-        """The trajectory of a response whose tokens with mask 1 train. Raises EpisodeError where a token would train that was
+        """The trajectory of a response; its tokens with mask 1 train. Raises EpisodeError if a token would train that was
         not sampled at its place."""
         prompt_ids, response_ids = (
             self._token_ids(ids, name) for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids))
         )
-        whole, start = [*prompt_ids, *response_ids], len(prompt_ids)
+        sequence, start = [*prompt_ids, *response_ids], len(prompt_ids)
         with _as_episode_error():
             mask = token_mask(mask, "response_mask", len(response_ids)).tolist()
-        matching = [(num_common(branch.tokens, whole), branch) for branch in self.branches]
+        matching = [(num_common(branch.tokens, sequence), branch) for branch in self.branches]
         length, branch = max(matching, key=lambda match: match[0], default=(0, Branch(0, 0)))
-        sampled = branch.sampled[:length] + [False] * (len(whole) - length)
+        sampled = branch.sampled[:length] + [False] * (len(sequence) - length)
         wrong = next((i for i, train in enumerate(mask) if train and not sampled[start + i]), None)
         if wrong is not None:
             raise EpisodeError(
-                f"its response token {wrong} ({whole[start + wrong]}) would train but was not sampled there: the agent loop "
+                f"its response token {wrong} ({sequence[start + wrong]}) would train but was not sampled there: the agent loop "
                 "has changed or tokenized again what the model wrote. Return the token ids of generate, and mask 0 elsewhere"
             )
-        end = min(len(whole), start + self.task.limit)
+        end = min(len(sequence), start + self.task.limit)
         media = tuple(s.moved(-start) for s in branch.spans if s.start + s.length <= min(length, end))
         result = Trajectory(self.task.ordinal, self.task.sample, tuple(prompt_ids), status=status, media=media)
         at, newest = start, next((v for v in branch.versions if v >= 0), 0)
@@ -345,7 +345,7 @@ class Episode:
                 stop < end and (bool(mask[stop - start]), branch.versions[stop] if mask[stop - start] else -1) == kind
             ):
                 stop += 1
-            tokens = np.asarray(whole[at:stop], dtype=np.int32)
+            tokens = np.asarray(sequence[at:stop], dtype=np.int32)
             if kind[0]:
                 log_probs = np.asarray(branch.log_probs[at:stop])
                 newest = max(newest, kind[1])
@@ -367,7 +367,7 @@ def _as_episode_error() -> Iterator[None]:
 
 def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) -> EpisodeResult:
     """The result of an episode that cannot train: a response of one token with mask 0. It follows the tokens of earlier parts,
-    which do not train either."""
+    and these do not train either."""
     prompt = task.prompt_ids[: task.max_prompt_length] or (filler,)
     empty = Segment(np.asarray([filler], dtype=np.int32), None, version, "environment")
     trajectory = Trajectory(task.ordinal, task.sample, prompt, [empty], "abort")
@@ -378,7 +378,7 @@ def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) 
 
 
 def untrained(trajectory: Trajectory) -> Trajectory:
-    """The same tokens, none of which trains."""
+    """The same tokens, with none that trains."""
     return replace(trajectory, segments=[replace(s, log_probs=None, source="environment") for s in trajectory.segments])
 
 

@@ -65,7 +65,7 @@ class FrozenLake(GymnasiumText):
 
 
 class FrozenLakes(FrozenLake):
-    """FrozenLake with a separate map for each seed, whose goal can be reached."""
+    """FrozenLake with a separate map for each seed; its goal can be reached."""
 
     def reset(self, seed: int | None = None, **row: object) -> tuple[str, dict[str, Any]]:
         from gymnasium import make
@@ -98,9 +98,9 @@ class Blackjack(GymnasiumText):
     rules = "Blackjack: come nearer to 21 than the dealer, but not above. Say hit for a card, or stick."
 
     def describe(self, observation: Any) -> str:
-        own, dealer, usable = observation
+        hand, dealer, usable = observation
         ace = ", with an ace that counts 11" if usable else ""
-        return f"You have {own}{ace}. The dealer shows {dealer}."
+        return f"You have {hand}{ace}. The dealer shows {dealer}."
 
 
 class TextArena:
@@ -136,12 +136,12 @@ class TextArena:
         self.env.reset(num_players=num_players, seed=seed)
 
     def _observation(self) -> tuple[int, str]:
-        """The player whose turn it is, and the new text of their observation, which repeats the game from its beginning."""
+        """The player to move, and the new text of their observation: the game repeats it from its beginning."""
         assert self.env is not None
         player, observation = self.env.get_observation()
         text = observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
-        known, self.texts[player] = self.texts[player], text
-        return player, text.removeprefix(known).strip()
+        earlier, self.texts[player] = self.texts[player], text
+        return player, text.removeprefix(earlier).strip()
 
     def _rewards(self) -> dict[int, float]:
         assert self.env is not None
@@ -159,7 +159,7 @@ class TextArenaSelfPlay(TextArena):
         self._begin(row, seed, self.num_players)
 
     def observe(self) -> tuple[int, str]:
-        """The player whose turn it is, and the text that they read."""
+        """The player to move, and the text that they read."""
         return self._observation()
 
     def step(self, text: str) -> bool:  # type: ignore[override]

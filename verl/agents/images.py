@@ -32,7 +32,7 @@ class EpisodeImages:
     """Reads images with `encoder` (None: the model or the engine reads none) and stores them in `folder` (None: nowhere)."""
 
     def __init__(self, encoder: ImageEncoder | None, folder: Path | None):
-        from verl.parallel import serialize  # which imports torch, for which processes of tools have no use
+        from verl.parallel import serialize  # it imports torch, without use in processes of tools
 
         self.encoder, self.folder = encoder, None if folder is None else folder / FOLDER
         self._serialize = serialize
@@ -48,7 +48,7 @@ class EpisodeImages:
         return {} if self.encoder is None else self.encoder.processor.marks
 
     async def read(self, sources: Sequence[Any], place: str) -> list[Media]:
-        """Media of each image, read on a thread; Media stay as they are. Raises DataError, which begins with `place`."""
+        """Media of each image, read on a thread; Media stay as they are. Raises DataError beginning with `place`."""
         if all(isinstance(source, Media) for source in sources):
             return list(sources)
         return await asyncio.to_thread(self._read_all, sources, place)
@@ -80,7 +80,8 @@ class EpisodeImages:
         if self.folder is not None and not (file := self.folder / f"{media.digest}.{ending}").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             content = as_file(item)
-            with whole_file(file) as temporary, temporary.open("wb") as opened:  # others may write the same image
+            # another process may write the same image
+            with whole_file(file) as temporary, temporary.open("wb") as opened:
                 opened.write(self._serialize.to_bytes(content) if isinstance(content, Clip) else content)
                 opened.flush()
                 os.fsync(opened.fileno())
@@ -118,7 +119,7 @@ def message_content(text: str, media: Sequence[Media]) -> str | list[dict[str, A
 
 
 def content_text(content: object) -> str:
-    """A content as text, in which <image> stands for an image, and <video> for a video."""
+    """A content as text, with <image> in place of an image, and <video> in place of a video."""
     if not isinstance(content, list):
         return str(content or "")
     marks = {"text": "", **dict.fromkeys(VIDEO_PARTS, "<video>")}

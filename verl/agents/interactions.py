@@ -1,4 +1,4 @@
-"""Interactions: a user who answers the model, in turns. The contract of verl releases up to 2026, which their scripts use."""
+"""Interactions: a user who answers the model, in turns. The contract of verl releases up to 2026 and of their scripts."""
 
 from __future__ import annotations
 

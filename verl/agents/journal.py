@@ -2,7 +2,7 @@
 
 A step that is taken again after a kill samples the same tokens, so its calls are the same. Their results are read from here and
 the tools are not called a second time. A result belongs to (split, prompt, sample, number of the call) and to a digest of the
-call and of all tokens before it: where those differ, it is not used.
+call and of all tokens before it: if those differ, it is not used.
 
 A checkpoint with samples ahead of training needs their records. They are on the disk before the generation returns, so before
 any checkpoint that has its samples.
@@ -67,7 +67,7 @@ class Journal:
                 self._found[fields["split"], fields["episode"], fields["call"], fields["digest"]] = fields
 
     def sync(self) -> None:
-        """Return when all records of the step are on the disk, where they outlive a loss of power. Raises OSError."""
+        """Return when all records of the step are on the disk and outlive a loss of power. Raises OSError."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 

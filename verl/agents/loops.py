@@ -45,7 +45,7 @@ Runner: TypeAlias = "Callable[..., Any] | list[str]"  # a function of the user's
 @dataclass(frozen=True)
 class AgentContext:
     """The parts that all episodes of a rank share; `environments` and `interactions` by name. `gateway` and `runner` are set
-    where agents talk to an endpoint, `limits` where such an agent is a command."""
+    if agents talk to an endpoint, `limits` if such an agent is a command."""
 
     spec: AgentSpec
     continuity: ChatContinuity
@@ -74,8 +74,8 @@ class AgentLoopMetrics(Record):
 
 @dataclass
 class AgentLoopOutput(Record):
-    """The result of a loop. `response_mask` is 1 on tokens that the policy sampled, 0 on all others. Log-probs are those with
-    which the tokens were sampled, whatever `response_logprobs` says. `reward_score` None: the reward function scores it.
+    """The result of a loop. `response_mask` is 1 on tokens that the policy sampled, 0 on further ones. Log-probs are from
+    sampling; `response_logprobs` is not read. `reward_score` None: the reward function scores it.
     `extra_fields` reach the reward function; `turn_rewards` there has a number for each turn, and `finished` says whether the
     episode has ended without a limit."""
 
@@ -95,7 +95,7 @@ class AgentLoopOutput(Record):
 
 @dataclass
 class TokenOutput(Record):
-    """Sampled tokens. `stop_reason`: "stop", or "length" where the episode's response was full."""
+    """Sampled tokens. `stop_reason`: "stop", or "length" if the episode's response was full."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -131,12 +131,12 @@ class AsyncLLMServerManager:
         **_: object,
     ) -> TokenOutput:
         """The tokens after `prompt_ids`, sampled as the run samples; of `sampling_params` only max_tokens or max_new_tokens
-        counts. `image_data` are all images of the prompt in order, first the row's, and `video_data` its videos, which come
+        counts. `image_data` are all images of the prompt in order, first the row's, and `video_data` its videos. These come
         after the images of later turns. Empty when the response of the episode is full."""
         params = dict(sampling_params or {})
-        most = params.get("max_tokens", params.get("max_new_tokens"))
+        max_tokens = params.get("max_tokens", params.get("max_new_tokens"))
         done = await CURRENT.get().generate(
-            prompt_ids, most, media=await read_images(self.images, image_data, video_data)
+            prompt_ids, max_tokens, media=await read_images(self.images, image_data, video_data)
         )
         if done is None:
             return TokenOutput([], [], stop_reason="length")
@@ -150,8 +150,11 @@ async def read_images(
     row = images_in(CURRENT.get().task.media)
     if sources is not None and list(sources[: len(row)]) == row:
         return await images.read([*sources, *map(VideoSource, videos or ())], "an episode")
-    of_row = [kind for own in row for kind in own.kinds]
-    later = [*(sources or ())[of_row.count("image") :], *map(VideoSource, (videos or ())[of_row.count("video") :])]
+    row_kinds = [kind for media in row for kind in media.kinds]
+    later = [
+        *(sources or ())[row_kinds.count("image") :],
+        *map(VideoSource, (videos or ())[row_kinds.count("video") :]),
+    ]
     return [*row, *await images.read(later, "an episode")]
 
 

@@ -1,9 +1,9 @@
-"""Games of several players in which the policy plays itself: each player is an episode, a row of the batch with its own reward.
+"""Games of several players: the policy plays itself. Each player is an episode, a row of the batch with its own reward.
 
-A game has `num_players`, `reset(seed=None, **row)`, `observe()` (whose turn it is, from 0, and what that player reads),
+A game has `num_players`, `reset(seed=None, **row)`, `observe()` (the player to move, from 0, and the text that they read),
 `step(text)` (whether it is over) and `rewards()` (a number for each player); docs/agents.md has one.
 
-Samples 0 and 1 of a prompt play one game, samples 2 and 3 the next. A player waits while others move. The observations and
+Samples 0 and 1 of a prompt play one game, samples 2 and 3 the next. A player waits until it is their turn. The observations and
 samples of each player depend only on the game, so timing changes nothing.
 """
 
@@ -28,7 +28,7 @@ class Match:
 
     def __init__(self, game: Any, bounded: Bounded, reset: Callable[[], Any]):
         self.game, self.bounded = game, bounded
-        self.players: set[int] = set()  # whose episodes have not ended
+        self.players: set[int] = set()  # with episodes that have not ended
         self.is_over = False
         self.is_cut = False  # over, since a player could not move
         self._mover, self._text = -1, ""
@@ -68,7 +68,7 @@ class Match:
         return float(rewards.get(player, 0.0) if isinstance(rewards, Mapping) else rewards[player])
 
     def leave(self, player: int) -> None:
-        """Remove a player whose episode has ended. During a game that is a failure, which ends the other players' episodes."""
+        """Remove a player with an ended episode. During a game that is a failure and ends the other players' episodes."""
         self.players.discard(player)
         if not self.is_over and self._failure is None:
             self._failure = f"its game ended because the episode of player {player} failed"

@@ -22,7 +22,7 @@ _OF_STEPS = ("done", "reward", "metadata")  # entries of an observation that are
 
 
 class OpenEnv:
-    """The server at `url`, which makes one object for each episode. Raises MissingExtraError, and ConfigError without a server
+    """The server at `url`; it makes one object for each episode. Raises MissingExtraError, and ConfigError without a server
     there."""
 
     def __init__(self, url: str):
@@ -53,7 +53,7 @@ class _Episode:
         self.client, self.schema = client, schema
 
     def reset(self, seed: int | None = None, **row: Any) -> str:
-        """The first observation, and the form of actions where they are more than a text."""
+        """The first observation, and the form of actions if they are more than a text."""
         self.client.connect()
         arguments = {"seed": seed, **((row.get("extra_info") or {}).get("reset") or {})}
         observation = _text(self.client.reset(**arguments).observation)

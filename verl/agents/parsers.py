@@ -18,7 +18,7 @@ from verl.foreign_text import clean, quoted
 from verl.registry import RegistryMapping
 from verl.tools.schemas import FunctionCall
 
-UNREADABLE = "unreadable_call"  # name of a function whose name cannot be read
+UNREADABLE = "unreadable_call"  # name of a function with an unreadable name
 _NUM_LAST = 64  # tokens of a context that may begin thoughts
 
 Schemas = Sequence[dict[str, Any]]  # of the tools, as chat templates read them
@@ -59,7 +59,7 @@ class ToolParser:
     async def of_turn(
         self, context_ids: Sequence[int], token_ids: Sequence[int], tools: Schemas, prefix: str = ""
     ) -> Parsed:
-        """`extract_tool_calls` of a turn behind a context, which may begin the model's thoughts, or the turn with `prefix`.
+        """`extract_tool_calls` of a turn behind a context that may begin the model's thoughts, or the turn with `prefix`.
         Without tools, no calls."""
         if not tools:
             return self.text_of(token_ids).strip(), []
@@ -68,7 +68,7 @@ class ToolParser:
         return text.removeprefix(self.text_of(begun).strip()).strip() if begun else text, calls
 
     def thoughts_begun(self, context_ids: Sequence[int]) -> list[int]:
-        """The last tokens of a context, where they begin the model's thoughts."""
+        """The last tokens of a context, if they begin the model's thoughts."""
         return []
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -78,7 +78,7 @@ class ToolParser:
         return text.removesuffix(end)
 
     def parse(self, text: str, tools: Schemas) -> Parsed:
-        """The same of a text, which does not have the token that ended the turn."""
+        """The same of a text without the token that ended the turn."""
         raise NotImplementedError
 
 
@@ -138,7 +138,7 @@ class _Marked(ToolParser):
         raise NotImplementedError
 
     def _call(self, text: str, start: re.Match[str], tools: Schemas) -> tuple[int, list[FunctionCall]]:
-        """(where the text continues, the calls) of the mark `start`."""
+        """(place after the call, the calls) of the mark `start`."""
         end = self._end.search(text, start.end())
         stop = end.start() if end else len(text)
         other = self._start.search(text, start.end(), stop)
@@ -167,8 +167,8 @@ class HermesToolParser(_Marked):
         call = json.loads(body)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError("it is no object with a name")
-        if others := set(call) - {"name", "id", "type", "arguments" if "arguments" in call else "parameters"}:
-            raise ValueError(f"{quoted(min(others), 20)} is outside of its arguments")
+        if further := set(call) - {"name", "id", "type", "arguments" if "arguments" in call else "parameters"}:
+            raise ValueError(f"{quoted(min(further), 20)} is outside of its arguments")
         arguments = call.get("arguments", call.get("parameters", {}))
         return [FunctionCall(call["name"], arguments if isinstance(arguments, str) else _dump(arguments))]
 
@@ -192,7 +192,7 @@ class DeepSeekToolParser(_Marked):
 
 
 class KimiToolParser(DeepSeekToolParser):
-    """Kimi K2, whose calls have ids."""
+    """Kimi K2, with ids of calls."""
 
     start, end = r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>"
     around, name = r"<\|tool_calls_section_(?:begin|end)\|>", r"\A\s*(?:functions\.)?([\w.-]+)"
@@ -225,7 +225,7 @@ class GptOssToolParser(DeepSeekToolParser):
 
 
 class _Tagged(_Marked):
-    """Calls whose parameters have tags. A parameter without its end tag ends at the next tag."""
+    """Calls with tags around their parameters. A parameter without its end tag ends at the next tag."""
 
     call: re.Pattern[str]
     call_end: re.Pattern[str]
@@ -256,12 +256,14 @@ class _Tagged(_Marked):
     def _value(
         self, body: str, parameter: re.Match[str], properties: Mapping[str, object], *, ends: bool
     ) -> tuple[int, int]:
-        """(end of a value, where the text continues)."""
+        """(end of a value, place after its end tag)."""
         at = parameter.end()
         end = self.parameter_end.search(body, at)
         stop = end.start() if end else len(body)
-        others = (m for m in self.parameter.finditer(body, at, stop) if not properties or m[1].strip() in properties)
-        tags = [tag for tag in (next(others, None), self.call_end.search(body, at, stop)) if tag and tag[0].strip()]
+        parameters = (
+            m for m in self.parameter.finditer(body, at, stop) if not properties or m[1].strip() in properties
+        )
+        tags = [tag for tag in (next(parameters, None), self.call_end.search(body, at, stop)) if tag and tag[0].strip()]
         if tags:
             stop = min(tag.start() for tag in tags)
         elif end:
@@ -341,8 +343,8 @@ class GemmaToolParser(_Marked):
             return f"\ue000{len(texts) - 1}\ue000"
 
         bare = self.keys.sub(r'\1"\2":', self.texts.sub(keep, call[2]))
-        whole = re.sub("\ue000(\\d+)\ue000", lambda match: json.dumps(texts[int(match[1])]), bare)
-        return [FunctionCall(call[1], _dump(json.loads(whole)))]
+        arguments = re.sub("\ue000(\\d+)\ue000", lambda match: json.dumps(texts[int(match[1])]), bare)
+        return [FunctionCall(call[1], _dump(json.loads(arguments)))]
 
 
 def _superfluous(text: str, kind: str) -> str:

@@ -31,9 +31,9 @@ def recorded(
             raise LookupError(f"The folder {FOLDER} of the run has no record of the episode {task.name} of step {step}")
         record = newest[task.name, kind]
         media = tuple(MediaSpan(start, length, images(name)) for start, length, name in record.get("media") or ())
-        own = replace(one, prompt_ids=tuple(record.get("prompt_ids") or one.prompt_ids), media=media)
+        trajectory = replace(one, prompt_ids=tuple(record.get("prompt_ids") or one.prompt_ids), media=media)
         if record.get("error") is not None:
-            own = untrained(own)
+            trajectory = untrained(trajectory)
         more = {name: record[name] for name in ("reward", "extra", "num_turns", "metrics", "error") if name in record}
-        results.append(EpisodeResult(task, own, **more))
+        results.append(EpisodeResult(task, trajectory, **more))
     return results

@@ -11,7 +11,7 @@ from typing import Any
 from verl.agents.journal import EPISODE, FOLDER, TOOL, read
 from verl.foreign_text import clean, printable
 
-MAX_STEPS = 20  # the last ones, whose files are read
+MAX_STEPS = 20  # the last ones; only their files are read
 NUM_TOOLS = 5  # named, the most frequent ones
 
 
@@ -46,9 +46,9 @@ def summary(entries: list[dict[str, Any]]) -> list[str]:
 def _tools(results: list[dict[str, Any]]) -> Iterator[str]:
     names = Counter(clean(result.get("name", ""), 40) for result in results)
     for name, count in names.most_common(NUM_TOOLS):
-        own = [result for result in results if clean(result.get("name", ""), 40) == name]
-        failed = sum(result.get("error") is not None for result in own)
-        seconds = [float(result.get("seconds") or 0.0) for result in own]
+        tool_results = [result for result in results if clean(result.get("name", ""), 40) == name]
+        failed = sum(result.get("error") is not None for result in tool_results)
+        seconds = [float(result.get("seconds") or 0.0) for result in tool_results]
         yield (
             f"{name} {count} times, {failed / count:.0%} failed, {1000 * statistics.median(seconds):.3g} ms "
             f"(longest {1000 * max(seconds):.3g} ms)"

@@ -221,9 +221,9 @@ class ToolAgentLoop(AgentLoopBase):
         if name is None and len(interactions) == 1:
             name = next(iter(interactions))
         if name not in interactions:
-            known = ", ".join(interactions)
+            names = ", ".join(interactions)
             raise EpisodeError(
-                f"extra_info.interaction_kwargs.name is {name!r}; interaction_config_path declares {known}"
+                f"extra_info.interaction_kwargs.name is {name!r}; interaction_config_path declares {names}"
             )
         return interactions[name], kwargs
 

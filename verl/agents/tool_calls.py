@@ -1,4 +1,4 @@
-"""Calls of tools, with a time limit, a length limit for answers, and an answer for each way in which a call can fail."""
+"""Calls of tools, with a time limit, a length limit for answers, and an answer for each kind of failure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ToolResult:
 
 
 class ToolCalls:
-    """The tools of a run. `pool` runs functions of files, where there is one; else they run here, on a thread."""
+    """The tools of a run. `pool` runs functions of files, if there is one; else they run here, on a thread."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class ToolCalls:
         episode.num_calls += 1
         task, digest = episode.task, call_digest(call.name, call.arguments, context)
         records = not task.split.startswith("val")  # every validation has the same step number
-        known = self.journal.result(task.split, task.name, number, digest) if records else None
-        if known is not None:
-            media = await self.images.stored(known["result"].get("media") or [])
-            return ToolResult(**{**known["result"], "media": media, "replayed": True})
+        recorded = self.journal.result(task.split, task.name, number, digest) if records else None
+        if recorded is not None:
+            media = await self.images.stored(recorded["result"].get("media") or [])
+            return ToolResult(**{**recorded["result"], "media": media, "replayed": True})
         started_at = time.perf_counter()
         outcome = await self._called(episode, call, names, dict(kwargs or {}), agent_data)
         outcome.seconds = time.perf_counter() - started_at
@@ -116,9 +116,9 @@ class ToolCalls:
         agent_data: object,
     ) -> ToolResult:
         name = clean(call.name, MAX_NAME)
-        known = [n for n in self.tools if names is None or n in names]
-        if call.error is None and call.name not in known:
-            return _failed(name, f"Unknown function '{name}'. Available tools: [{', '.join(known)}]")
+        allowed = [n for n in self.tools if names is None or n in names]
+        if call.error is None and call.name not in allowed:
+            return _failed(name, f"Unknown function '{name}'. Available tools: [{', '.join(allowed)}]")
         if fault := call.fault():
             return _failed(name, fault)
         tool = self.tools[call.name]
@@ -133,7 +133,7 @@ class ToolCalls:
             return ToolResult(name, text, media, reward, _plain(metrics))
         except asyncio.TimeoutError:
             return _failed(name, f"Error executing tool '{name}': it took longer than {self.settings.timeout_s:g} s")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - tools are code of the user's, which may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - tools are code of the user's and may raise anything
             return _failed(name, f"Error executing tool '{name}': {clean(error, 300) or type(error).__name__}")
 
     def _pool_of(self, tool: BaseTool) -> SandboxedFunctions | None:
@@ -176,7 +176,7 @@ def _plain(metrics: object) -> dict[str, object]:
 
 
 async def on_thread(function: Callable[..., object], /, *args: object, **kwargs: object) -> Any:
-    """Await an async function; run a plain one on a thread, which is left behind when its time is over."""
+    """Await an async function; run a plain one on a thread, and leave that behind when its time is over."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     done: Future[object] = Future()
@@ -214,7 +214,7 @@ def _finish(done: Future[object], value: object = None, error: BaseException | N
 
 
 def truncated(text: str, limit: int, side: str, of: str | None = None) -> str:
-    """At most `limit` characters of a text and a mark where it was cut, with a warning the first time for `of`. `side` is the
+    """At most `limit` characters of a text and a mark at the cut, with a warning the first time for `of`. `side` is the
     side that is cut, as in data.truncation: left keeps the end, right the beginning, middle both."""
     if len(text) <= limit:
         return text

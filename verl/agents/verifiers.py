@@ -5,7 +5,7 @@ with the package's table `env` (`taskset`, seats, settings). An environment of t
 a file for it has `id` and `args`.
 
 The row's `extra_info.index` is the number of the task. The environment plays it at the run's endpoint and brings the reward. A
-seat without a harness runs the chat below in this process, where the package would start a program through uv. A seat without
+seat without a harness runs the chat below in this process; the package would start a program through uv. A seat without
 a runtime runs on this machine.
 """
 
@@ -33,7 +33,7 @@ from verl.errors import ConfigError, DataError, MissingExtraError
 from verl.foreign_text import clean
 from verl.regular_files import read_text, require_regular
 
-Foreign: TypeAlias = Any  # an object of the package, of which no types are here
+Foreign: TypeAlias = Any  # an object of the package; no types of it are here
 _KEY = "VERL_AGENT_KEY"  # the variable that has the endpoint's key: the package takes keys from the environment alone
 _CHAT = "verifiers.v1.harnesses.verl"
 
@@ -288,7 +288,7 @@ def _chat_harness() -> ModuleType:
 
 
 async def _called(call_mcp: Foreign, function: Foreign, names: Mapping[str, object], connections: object) -> Foreign:
-    """The answer to a call, which the model reads."""
+    """The answer to a call, for the model."""
     if function is None or function.name not in names:
         return f"error: there is no tool {getattr(function, 'name', '')!r}"
     try:

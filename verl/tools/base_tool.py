@@ -11,7 +11,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 class BaseTool:
     """A user's tool. `config` is its section of the YAML file; `tool_schema` is the part that the model reads. One object
     serves all episodes at the same time: keep the state of an episode by its `instance_id`. Methods may be plain functions,
-    which then run in a thread."""
+    and then run in a thread."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
         self.config = config

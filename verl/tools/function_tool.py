@@ -61,7 +61,7 @@ class FunctionTool(BaseTool):
 def function_schema(
     function: Callable[..., object], name: str | None = None, schema: object = None
 ) -> OpenAIFunctionToolSchema:
-    """The schema of a function. Raises ConfigError for one whose arguments cannot be described."""
+    """The schema of a function. Raises ConfigError if its arguments cannot be described."""
     label = name or getattr(function, "__name__", str(function))
     kinds = [p.kind for p in inspect.signature(function).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:

@@ -14,11 +14,11 @@ from verl.foreign_text import quoted
 Hint = typing.Any  # a type hint has no common type
 Json = typing.Any  # a value of JSON
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-_MAX_DEPTH = 8  # of classes inside each other, one of which may hold itself
+_MAX_DEPTH = 8  # of classes inside each other; a class may hold itself
 
 
 def hints_of(function: Callable[..., object]) -> dict[str, Json]:
-    """The type hints of a function; {} where a name in them cannot be found."""
+    """The type hints of a function; {} if a name in them cannot be found."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):
@@ -26,7 +26,7 @@ def hints_of(function: Callable[..., object]) -> dict[str, Json]:
 
 
 def describe_classes(properties: dict[str, Json], hints: Mapping[str, object]) -> None:
-    """Give the arguments whose hint holds an Enum, a TypedDict or a dataclass the schema of that hint."""
+    """Give an argument the schema of its hint, if the hint holds an Enum, a TypedDict or a dataclass."""
     for name in properties.keys() & hints.keys():
         if _holds_class(hints[name]):
             properties[name] = {**properties[name], **_schema_of(hints[name])}
@@ -52,7 +52,7 @@ def as_hinted(value: Json, hint: Hint) -> Json:
 
 def fitted(value: Json, schema: Json, name: str) -> Json:
     """The argument `name` as its schema says. The text of a number, truth value, list or object becomes one, and a number or
-    truth value becomes its text where the schema has a text. Raises ValueError for any other value."""
+    truth value becomes its text if the schema has a text. Raises ValueError for any other value."""
     if not isinstance(schema, Mapping):
         return value
     if options := schema.get("anyOf") or schema.get("oneOf"):
@@ -82,11 +82,11 @@ def fitted_object(values: dict[str, Json], schema: Mapping[str, Json], prefix: s
     required, properties = schema.get("required") or [], schema.get("properties") or {}
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"the argument {prefix + missing[0]!r} is missing")
-    others = schema.get("additionalProperties")
+    additional = schema.get("additionalProperties")
     return {
         name: value
         if value is None and name not in required
-        else fitted(value, properties.get(name, others), prefix + name)
+        else fitted(value, properties.get(name, additional), prefix + name)
         for name, value in values.items()
     }
 
@@ -109,7 +109,7 @@ def _is(value: object, kind: str) -> bool:
 
 
 def _read(value: Json, kind: str) -> object:
-    """A value as another kind; the value itself where it is none."""
+    """A value as another kind; the value itself if it is none."""
     if kind == "string":
         return json.dumps(value) if isinstance(value, bool | int | float) else value
     if kind == "integer" and isinstance(value, float) and value.is_integer():

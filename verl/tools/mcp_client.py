@@ -108,7 +108,7 @@ class ToolServer:
 
     @contextlib.contextmanager
     def _stderr(self) -> Iterator[TextIO]:
-        """A file for the server's stderr, whose lines are logged."""
+        """A file for the server's stderr; its lines are logged."""
         read, write = os.pipe()
         threading.Thread(target=self._log_lines, args=(read,), name=f"mcp-{self.name}-stderr", daemon=True).start()
         with os.fdopen(write, "w") as file:

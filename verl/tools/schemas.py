@@ -26,9 +26,9 @@ class Record:
             return values
         if not isinstance(values, dict):
             raise ValueError(f"{cls.__name__} must be an object, not a {type(values).__name__}.")
-        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         try:
-            return cls(**{name: value for name, value in values.items() if name in known})
+            return cls(**{name: value for name, value in values.items() if name in names})
         except TypeError as error:
             raise ValueError(f"{cls.__name__}: {error}") from error
 
@@ -113,7 +113,7 @@ def text_tool(name: str, description: str, argument: str, what: str, **more: obj
 
 @dataclass
 class OpenAIFunctionParsedSchema(Record):
-    """A call whose arguments are JSON text."""
+    """A call with its arguments as JSON text."""
 
     name: str
     arguments: str
@@ -121,7 +121,7 @@ class OpenAIFunctionParsedSchema(Record):
 
 @dataclass
 class OpenAIFunctionCallSchema(Record):
-    """A call whose arguments are an object."""
+    """A call with its arguments as an object."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class OpenAIFunctionToolCall(Record):
 
 @dataclass
 class FunctionCall(Record):
-    """A call as the model wrote it. `arguments` is JSON text, which may be wrong; `id` is set by formats that have ids. A call
+    """A call as the model wrote it. `arguments` is JSON text, perhaps wrong; `id` is set by formats that have ids. A call
     that could not be read has `error`, the sentence for the model, and its text as `arguments`."""
 
     name: str
@@ -167,7 +167,7 @@ class FunctionCall(Record):
         return {"id": self.id, **function} if self.id else function
 
     def fault(self) -> str | None:
-        """The reason for which the call cannot be read, for the model."""
+        """The reason why the call cannot be read, for the model."""
         try:
             self.parsed()
         except (ValueError, RecursionError) as error:

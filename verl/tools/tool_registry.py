@@ -19,8 +19,8 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 
 
 def load_all_tools(tool_config_path: str | None, function_tool_path: str | None = None) -> list[BaseTool]:
-    """The tools of both files, in the order in which they are written; made once for a file as it is. Raises ConfigError for
-    a file that cannot be used, and where two tools have one name."""
+    """The tools of both files, in the order of the files; made once for a file as it is. Raises ConfigError for
+    a file that cannot be used, and if two tools have one name."""
     stamps = tuple(
         (path, user_file(path).stat().st_mtime_ns) if path and user_file(path).is_file() else (path, 0)
         for path in (tool_config_path, function_tool_path)

@@ -1,4 +1,4 @@
-"""The gateway: an endpoint of OpenAI's and Anthropic's form inside of the run, on which agents of any kind train.
+"""The gateway: an endpoint of OpenAI's and Anthropic's form inside of the run, for training agents of any kind.
 
     POST {base}/chat/completions      with tools, streamed or not
     POST {base}/completions
@@ -7,7 +7,7 @@
     GET  {base}/models
     POST {base}/reward                {"reward": 1.0, "info": {}}
 
-where base is http://127.0.0.1:port/s/SESSION/v1, or http://127.0.0.1:port/v1 for requests whose `model` is SESSION: one client
+{base} is http://127.0.0.1:port/s/SESSION/v1, or http://127.0.0.1:port/v1 for requests with SESSION as `model`: one client
 can then serve all episodes. The policy samples as the run says: temperature and the like of a request are not looked at. Built
 on Starlette and uvicorn, the extra `agents`.
 """
@@ -84,14 +84,14 @@ class Gateway:
         self._task: asyncio.Task[None] | None = None
 
     def base_url(self, session: EndpointSession, host: str | None = None) -> str:
-        """The address of a session, for an OpenAI client on this machine or, where the endpoint listens on all addresses, on
+        """The address of a session, for an OpenAI client on this machine or, if the endpoint listens on all addresses, on
         any. `host`: another way to the same port."""
         host = host or reachable(self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/s/{session.id}/v1"
 
     @contextlib.asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
-        """Serve a further socket, which is closed at the end."""
+        """Serve a further socket, and close it at the end."""
         server = self._new_server(self._config)
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listening]))
         try:
@@ -123,7 +123,7 @@ class Gateway:
 
 
 def reachable(host: str) -> str:
-    """The address of a socket bound to `host`: this machine's address where `host` stands for all addresses."""
+    """The address of a socket bound to `host`: this machine's address if `host` stands for all addresses."""
     try:
         bound = ipaddress.ip_address(host)
     except ValueError:  # a name

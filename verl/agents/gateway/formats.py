@@ -97,12 +97,12 @@ def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, An
 
 
 def chat_chunks(answer: ModelTurn, body: Mapping[str, object]) -> list[dict[str, object]]:
-    """The same, streamed: the turn comes in one chunk, since it is read as a whole."""
-    base, whole = _head(body, "chatcmpl", "chat.completion.chunk"), chat_response(answer, body)
+    """The same, streamed: the turn comes in one chunk, since it is read at once."""
+    base, reply = _head(body, "chatcmpl", "chat.completion.chunk"), chat_response(answer, body)
     delta: dict[str, object] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         delta["tool_calls"] = [{"index": i, **call.in_message()} for i, call in enumerate(answer.calls)]
-    (choice,) = whole["choices"]
+    (choice,) = reply["choices"]
     del choice["message"]
     chunks = [
         {**base, "choices": [{**choice, "delta": delta, "finish_reason": None}], "prompt_token_ids": answer.prompt_ids},
@@ -285,7 +285,7 @@ def _of_blocks(message: Mapping[str, object]) -> list[dict[str, object]]:
 
 
 def _content(content: object) -> Content:
-    """A content as chat completions have it: a text, or a list of parts where some are images."""
+    """A content as chat completions have it: a text, or a list of parts if some are images."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

@@ -1,4 +1,4 @@
-"""The loopback of a sandbox without a network: a listening socket on its 127.0.0.1, which the run serves from outside.
+"""The loopback of a sandbox without a network: a listening socket on its 127.0.0.1, served by the run from outside.
 
     python -I -S loopback.py FD PORT COMMAND...    in the sandbox, before rights are dropped: sends the socket, becomes COMMAND
 

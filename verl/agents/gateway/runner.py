@@ -127,17 +127,17 @@ class EndpointAgentLoop(AgentLoopBase):
         )
 
     async def _command(self, words: list[str], task: dict[str, object], session: EndpointSession) -> None:
-        """Run the command in a sandbox, without agent.runner_network on a separate network where the kernel grants it."""
+        """Run the command in a sandbox, without agent.runner_network on a separate network if the kernel grants it."""
         env = {name: os.environ[name] for name in INHERITED if name in os.environ}
         env |= {"OPENAI_API_KEY": self.gateway.token, "OPENAI_MODEL": MODEL, "VERL_TASK": json.dumps(task)}
         if self.limits.network:
             await on_thread(self._run, words, {**env, "OPENAI_BASE_URL": self.gateway.base_url(session)})
             return
         env["OPENAI_BASE_URL"] = self.gateway.base_url(session, loopback.ADDRESS)
-        ours, theirs = socket.socketpair()
-        with ours:
-            running = asyncio.ensure_future(on_thread(self._run, words, env, theirs))
-            listening = await on_thread(loopback.received, ours, self.rollout_config.agent.episode_timeout_s)
+        run_end, sandbox_end = socket.socketpair()
+        with run_end:
+            running = asyncio.ensure_future(on_thread(self._run, words, env, sandbox_end))
+            listening = await on_thread(loopback.received, run_end, self.rollout_config.agent.episode_timeout_s)
         async with contextlib.nullcontext() if listening is None else self.gateway.serving(listening):
             await running
 
@@ -170,11 +170,11 @@ class EndpointAgentLoop(AgentLoopBase):
 
 def longest(episode: Episode, unread: Mapping[int, int]) -> Branch:
     """The branch that trains: the branch with the most sampled tokens, of equal ones the first. `unread` has the lengths of
-    branches whose last answer does not count. Raises EpisodeError without one."""
+    branches with a last answer that does not count. Raises EpisodeError without one."""
     counts = {branch: sum(branch.sampled[: unread.get(branch.number)]) for branch in episode.branches}
     if not any(counts.values()):
         raise EpisodeError("its agent asked the policy for nothing, or has read no answer")
-    # by content where lengths are equal, since the order of the calls may depend on time
+    # by content if lengths are equal, since the order of the calls may depend on time
     return max(episode.branches, key=lambda b: (counts[b], [-token for token in b.tokens]))
 
 
@@ -199,7 +199,7 @@ def plain(value: object) -> Any:
 
 
 def command_limits(reward: RewardConfig, network: bool) -> Limits:
-    """The limits of a command: the limits of reward functions except memory and processor time. Where the kernel grants no
+    """The limits of a command: the limits of reward functions except memory and processor time. If the kernel grants no
     separate network, the command has the machine's, and a warning is logged."""
     limits = Limits(
         memory_mb=None,

@@ -56,7 +56,7 @@ class ModelTurn:
 
 @dataclass(eq=False)
 class EndpointCall:
-    """A request whose answer was not read yet. `is_gone`: whether the client that waits for it has closed its connection."""
+    """A request with an answer that was not read yet. `is_gone`: whether its client has closed the connection."""
 
     reply: asyncio.Task[Any]
     is_gone: Callable[[], Awaitable[bool]]
@@ -84,7 +84,7 @@ class EndpointSession:
     async def answered(
         self, content: str, handle: Callable[[], Awaitable[Any]], is_gone: Callable[[], Awaitable[bool]]
     ) -> Any:
-        """The reply to a request: of an equal request whose client has gone, else of `handle`. Raises RequestError where the
+        """The reply to a request: of an equal request with a client that has gone, else of `handle`. Raises RequestError if the
         client of this request has gone too."""
         calls = self._calls.setdefault(content, [])
         for call in calls:
@@ -143,7 +143,7 @@ class EndpointSession:
         is_first: bool | None = None,
         media: Sequence[Media] | None = None,
     ) -> ModelTurn:
-        """The tokens after others, which have the images `media` (None: the row's). Raises RequestError when the prompt is too
+        """The tokens after a prompt with the images `media` (None: the row's). Raises RequestError when the prompt is too
         long or unknown to the model."""
         self.last_call_at = time.monotonic()
         try:
@@ -224,7 +224,7 @@ def arguments_of(written: object) -> object:
 
 
 def _for_template(messages: Messages) -> Messages:
-    """Arguments of calls as objects, which templates write as JSON themselves."""
+    """Arguments of calls as objects: templates write them as JSON themselves."""
     rendered = []
     for message in messages:
         if message.get("tool_calls"):
@@ -260,7 +260,7 @@ def _messages(messages: object) -> Messages:
 
 
 def _placed(messages: Messages) -> tuple[Messages, list[object]]:
-    """Messages whose image parts have the digest of their image, and the data URLs of the images, None for an image of the row.
+    """Messages with the digest of its image in each image part, and the data URLs of the images, None for an image of the row.
     Raises RequestError for an image that would be read from this machine or the network."""
     urls: list[object] = []
     placed = []
