@@ -95,7 +95,7 @@ def _tensor(pointer: int, num_bytes: int, device: torch.device, give_back: Calla
         memory = torch.as_tensor(block, device=device)
     except (RuntimeError, ValueError, TypeError) as error:
         raise Refused(f"torch cannot use it: {error}") from error
-    if memory.data_ptr() != pointer:  # a copy, which would miss later writes
+    if memory.data_ptr() != pointer:  # a copy would miss later writes
         raise Refused(f"it is not memory of {device}")
     return memory
 

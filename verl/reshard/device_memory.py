@@ -34,7 +34,7 @@ _OWN: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictiona
 
 
 class _DeviceBlock:
-    """GPU memory with the facts by which another process opens it."""
+    """GPU memory with the facts for opening it in another process."""
 
     def __init__(self, num_bytes: int, device: torch.device):
         self.values, handle = cuda_ipc.allocate(num_bytes, device)
@@ -67,7 +67,7 @@ class DeviceBuckets(Buckets):
 
 
 def read_device_bucket(description: Description) -> Iterator[Named]:
-    """The tensors of a bucket, in order, as views of the device's memory, or of the host's where the description has no
+    """The tensors of a bucket, in order, as views of the device's memory, or of the host's if the description has no
     "device". Copy each on the current stream before the reply to the writer.
 
     Raises ModelError when the memory cannot be opened, the bucket was overwritten, or a tensor does not match its digest.

@@ -1,4 +1,4 @@
-"""Digests of tensors on their device, fast enough for a whole model at every weight sync.
+"""Digests of tensors on their device, fast enough for a model at every weight sync.
 
 On a CPU the digest is XXH3 with 128 bits (xxhash.com): it reads a cache faster than memory is copied, while a cryptographic
 hash takes several times as long as the copy. It detects faults, not forgery. Values that are copied anyway are hashed in
@@ -6,7 +6,7 @@ chunks while they are in the cache.
 
 On a GPU the bytes form a matrix of words, and the hash is of its row and column sums modulo 2^64. That needs no custom kernel,
 and only the sums leave the GPU. Changed or reordered words change the sums, unless the changes cancel in each row and each
-column, which takes at least four words. The digest differs from a CPU's digest of the same values.
+column: at least four words. The digest differs from a CPU's digest of the same values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROW_WORDS = 1023  # odd: sums of an even number would not change if the sign bi
 
 def digest(label: str, values: torch.Tensor) -> bytes:
     """Digest of a label (name and place), dtype and bytes in order; equal for equal values of one shape on one kind of device,
-    whatever their strides."""
+    with any strides."""
     return _digest(label, values.dtype, _hashed(values.detach()))
 
 
@@ -34,14 +34,14 @@ def copy_with_digest(label: str, target: torch.Tensor, source: torch.Tensor) -> 
     target, source = target.detach(), source.detach()
     if not (_is_on_host(target) and _is_on_host(source)):
         return digest(label, target.copy_(source))
-    most = CHUNK_BYTES // target.itemsize
-    return _digest(label, target.dtype, (to.copy_(chunk) for to, chunk in _chunks((target, source), most)))
+    max_values = CHUNK_BYTES // target.itemsize
+    return _digest(label, target.dtype, (to.copy_(chunk) for to, chunk in _chunks((target, source), max_values)))
 
 
 def spread_with_digest(
     label: str, targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, chunk_bytes: int
 ) -> bytes:
-    """Cast `source` to `dtype` and copy it into all `targets` of its shape, which others may write too; returns the digest of
+    """Cast `source` to `dtype` and copy it into all `targets` of its shape (shared with other writers); returns the digest of
     the cast values. At most `chunk_bytes` of them are in memory at a time, or one row of strided tensors."""
     source = source.detach()
     if not _is_on_host(source):
@@ -78,11 +78,11 @@ def _digest(label: str, dtype: torch.dtype, chunks: Iterator[torch.Tensor]) -> b
 def _hashed(values: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that are hashed for `values`, in order."""
     on_host = _is_on_host(values)
-    most = (CHUNK_BYTES if on_host else _DEVICE_BYTES) // values.itemsize
+    max_values = (CHUNK_BYTES if on_host else _DEVICE_BYTES) // values.itemsize
     if on_host and values.is_contiguous():
         yield values
         return
-    for (chunk,) in _chunks((values,), most, by_rows=True):
+    for (chunk,) in _chunks((values,), max_values, by_rows=True):
         if on_host:
             yield chunk
         else:
@@ -102,8 +102,8 @@ def _sums(chunk: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _chunks(tensors: Sequence[torch.Tensor], most: int, *, by_rows: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of tensors of one shape, in parallel and in order, of at most `most` values: flat ranges where all are contiguous
-    (unless `by_rows`, where the cut depends only on the shape), else rows [some rows, columns], at least one."""
+    """Views of tensors of one shape, in parallel and in order, of at most `most` values: flat ranges if all are contiguous
+    (unless `by_rows`: then the cut depends only on the shape), else rows [some rows, columns], at least one."""
     first = tensors[0]
     if first.numel() <= most:
         yield tuple(tensors)

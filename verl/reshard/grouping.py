@@ -8,7 +8,7 @@ t/t_g (tensor) and p/p_g (pipeline) put every training shard inside its generati
     training 1-4-2 on 8 ranks      tensor groups (0 1 2 3) (4 5 6 7)
     generation 1-2-2-2             (0 2) (1 3) (4 6) (5 7): rank 1 keeps its second quarter and receives the first one
 
-A rank then receives M/(t_g p_g) - M/(t p) = (d_g - 1)/(t p) M bytes, which is HybridFlow's column of Table 2.
+A rank then receives M/(t_g p_g) - M/(t p) = (d_g - 1)/(t p) M bytes, as in HybridFlow's column of Table 2.
 
 Engines have no pipeline (p_g = 1): the stages of a training pipeline become separate engines.
 """
@@ -29,9 +29,9 @@ def interval_engines(
     """The engines of RolloutLayout over all training ranks.
 
     Ranks are ordered by the position of their training shard (tensor parallel rank, then FSDP rank), and engine e takes
-    every n-th from the e-th on, where n is the number of engines. Engines ascend by their first rank. `by_experts` orders
+    every n-th from the e-th on, with n the number of engines. Engines ascend by their first rank. `by_experts` orders
     ranks by the position of their experts, for engines that divide the experts. Engines stay on one of `hosts` (rank ->
-    host) where its ranks divide: generation communicates for every token. Raises ConfigError when sizes do not divide.
+    host) if its ranks divide: generation communicates for every token. Raises ConfigError when sizes do not divide.
     """
 
     def order(rank: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Sharding of a decoder's parameters by name and shape.
 
-`divided_dim` (verl/parallel/slices.py) says which dimension ranks divide; experts lie along dimension 0. Pure, without torch.
+`divided_dim` (verl/parallel/slices.py) names the divided dimension; experts lie along dimension 0. Pure, without torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def decoder_tensors(
     is_tied: bool = False,
     itemsize: int = 2,
 ) -> tuple[Tensor, ...]:
-    """From parameter name -> whole shape, as the training module has them; adapters (`lora_A`, `lora_B`) too.
+    """From parameter name -> undivided shape, as the training module has them; adapters (`lora_A`, `lora_B`) too.
 
     With `is_tied` the embedding is the output projection as well, and the last pipeline stage needs it. `itemsize` is the
     size in bytes of an element of the rollout's dtype.

@@ -3,10 +3,10 @@
     rank 0 trains [w]  --cast-->  rank 0 generates [w]          one pass over w: cast, digest, and write to every rank of
                        --cast-->  rank 1 generates [w]          the host that lacks it
 
-Ranks with equal weights (whole copies, or the same shard in several engines) keep them in the memory of the first of
+Ranks with equal weights (complete copies, or the same shard in several engines) keep them in the memory of the first of
 these ranks: weights do not change during generation, and each value is written once for all.
 
-The memory has no name (verl.reshard.shared_memory). Ranks find out by opening which memory they can reach, since host names
+The memory has no name (verl.reshard.shared_memory). Ranks find out by opening it whether they reach it, since host names
 are unreliable with containers.
 """
 
@@ -39,33 +39,33 @@ class HostMemory:
     def __init__(self, comm: Collectives, weights: Mapping[str, torch.Tensor], fingerprint: str = ""):
         token = os.urandom(_TOKEN_BYTES)
         runs = _runs(weights.values())
-        mine = _segment(sum(map(_num_bytes, runs))) if runs else None
-        if mine is not None:
-            mine.values[:_TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        segment = _segment(sum(map(_num_bytes, runs))) if runs else None
+        if segment is not None:
+            segment.values[:_TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
         card = None
-        if mine is not None:
-            card = (socket.gethostname(), mine.path, mine.values.nbytes, token, fingerprint)
+        if segment is not None:
+            card = (socket.gethostname(), segment.path, segment.values.nbytes, token, fingerprint)
         cards = [from_bytes(row) for row in comm.all_gather(to_bytes(card))]
-        theirs = {
+        opened_memory = {
             rank: memory
             for rank, card in enumerate(cards)
             if rank != comm.rank and card is not None and (memory := _opened(rank, *card)) is not None
         }
-        opened = [from_bytes(row) for row in comm.all_gather(to_bytes(list(theirs)))]
+        opened = [from_bytes(row) for row in comm.all_gather(to_bytes(list(opened_memory)))]
         reached = {(writer, owner) for writer, owners in enumerate(opened) for owner in owners}
         self.owners = _owners([None if card is None else card[-1] for card in cards], reached)
         self.pairs = frozenset((writer, owner) for writer, owner in reached if self.owners[owner] == owner)
         owner = self.owners.get(comm.rank)
         table: dict[str, tuple[int, str, list[int], list[int]]] = {}
-        if mine is not None and any(other == comm.rank for _, other in self.pairs):
-            _move(runs, mine.values)
+        if segment is not None and any(other == comm.rank for _, other in self.pairs):
+            _move(runs, segment.values)
             table = {name: _place(weight) for name, weight in weights.items() if weight.numel()}
-        if mine is not None:
-            mine.close()  # every rank that can write has it open
+        if segment is not None:
+            segment.close()  # every rank that can write has it open
         tables = [from_bytes(row) for row in comm.all_gather(to_bytes(table))]
         self.places = {
             rank: {name: _view(memory, *weight) for name, weight in tables[rank].items()}
-            for rank, memory in theirs.items()
+            for rank, memory in opened_memory.items()
             if self.owners[rank] == rank
         }
         is_shared = any(rank != comm.rank and other == owner for rank, other in self.owners.items())
@@ -83,8 +83,8 @@ class HostMemory:
     def differing(self, weights: Mapping[str, torch.Tensor]) -> str:
         """Name of a weight that has left the shared memory and differs from the value there; "" for none."""
         for name, place in self._shared.items():
-            mine = weights.get(name)
-            if mine is not None and mine.data_ptr() != place.data_ptr() and not torch.equal(mine, place):
+            weight = weights.get(name)
+            if weight is not None and weight.data_ptr() != place.data_ptr() and not torch.equal(weight, place):
                 return name
         return ""
 
@@ -162,7 +162,7 @@ def _segment(num_bytes: int) -> SharedSegment | None:
 
 
 def _opened(rank: int, host: str, path: str, num_bytes: int, token: bytes, fingerprint: str) -> torch.Tensor | None:
-    """The memory of a rank; None on another host or in another container, where the path is missing or is something else."""
+    """The memory of a rank; None on another host or in another container, if the path is missing or is something else."""
     if host != socket.gethostname():
         return None
     try:

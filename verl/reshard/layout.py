@@ -2,12 +2,12 @@
 
     training = TrainingLayout(Mesh.of(4, tensor_parallel=2))               # FSDP 2 x TP 2
     rollout = RolloutLayout(interval_engines(training, tensor_parallel=2))      # TP' 2 x DP' 2
-    training.part(tensor, rank), rollout.part(tensor, rank)                # None where a rank holds nothing of it
+    training.part(tensor, rank), rollout.part(tensor, rank)                # None if a rank holds nothing of it
 
 Training (p-t-d of HybridFlow, arXiv:2409.19256, and more): pipeline stages hold layers; tensor parallel ranks shard one
-dimension; expert parallel ranks divide the experts; FSDP ranks shard the rest along dimension 0; replicas repeat it.
-Generation (t_g-d_g): each engine is a tensor parallel group; experts are divided by the tensor parallel ranks, or lie whole on
-the ranks of separate groups.
+dimension; expert parallel ranks divide the experts; FSDP ranks shard the result along dimension 0; replicas repeat it.
+Generation (t_g-d_g): each engine is a tensor parallel group; experts are divided by the tensor parallel ranks, or lie
+undivided on the ranks of separate groups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl.parallel.slices import Part, Span, chunk_span, even_span, take
 
 @dataclass(frozen=True)
 class Block:
-    """A range of a sharded dimension that is divided evenly by itself. With `num_heads` it consists of heads, which stay whole;
+    """A range of a sharded dimension that is divided evenly by itself. With `num_heads` it consists of undivided heads;
     with more ranks than heads, several ranks hold the same head."""
 
     size: int
@@ -53,7 +53,7 @@ class Tensor:
     `itemsize` is the size in bytes of an element of the rollout's dtype: senders cast. `layers` are the decoder layers it
     belongs to, counted from 0; -1 is before the first one (embedding), the number of layers after the last (final norm, output
     projection), and a tied embedding is at both ends. Tensor parallel ranks shard `tensor_dim`, each of its `blocks` by itself
-    where it is several matrices in one (gate|up, q|k|v). Experts are along dimension 0.
+    if it is several matrices in one (gate|up, q|k|v). Experts are along dimension 0.
 
     >>> Tensor("model.layers.3.mlp.up_proj.weight", (1536, 576), layers=(3,), tensor_dim=0).itemsize
     2
@@ -99,7 +99,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class OnRanks:
-    """`layout` restricted to some ranks: those whose weights are in their own memory."""
+    """`layout` restricted to some ranks: those with weights in their own memory."""
 
     layout: Layout
     ranks: tuple[int, ...]
@@ -112,7 +112,7 @@ class OnRanks:
 
 
 class Coordinates(NamedTuple):
-    """Position of a training rank. `fsdp` counts shard and sequence parallel ranks together, which all hold shards."""
+    """Position of a training rank. `fsdp` counts shard and sequence parallel ranks together: all of them hold shards."""
 
     stage: int
     replicate: int
@@ -125,7 +125,7 @@ class Coordinates(NamedTuple):
 @dataclass(frozen=True)
 class TrainingLayout:
     """`mesh` has axes among replicate, shard, sp, pp, tp, in any order. Experts are divided over `expert_parallel`
-    neighbours of the FSDP ranks, or of the replicas where there is no FSDP. Raises ConfigError when sizes do not divide."""
+    neighbours of the FSDP ranks, or of the replicas if there is no FSDP. Raises ConfigError when sizes do not divide."""
 
     mesh: Mesh
     expert_parallel: int = 1
@@ -154,7 +154,7 @@ class TrainingLayout:
 
     @property
     def num_fsdp(self) -> int:
-        """Number of ranks over which one replica is sharded."""
+        """Number of ranks that share one replica."""
         return self._size("shard") * self._size("sp")
 
     def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ class TrainingLayout:
             spans[0] = (even_span(tensor.shape[0], self.expert_parallel, at.expert),)
         if tensor.tensor_dim is not None and not tensor.is_expert:
             spans[tensor.tensor_dim] = tensor.tensor_spans(self._size("tp"), at.tensor)
-        # of experts, where replicas divide them there are none
+        # 0 for experts that replicas divide: they have no shards
         num_shards = self.num_fsdp // self.expert_parallel if by_expert else self.num_fsdp
         if num_shards > 1:
             rows = sum(stop - first for first, stop in spans[0])
@@ -203,10 +203,10 @@ class TrainingLayout:
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """`engines[engine][index]` is the world rank that generates there: DP' engines of TP' ranks. Every engine has a whole copy
-    of the model.
+    """`engines[engine][index]` is the world rank that generates there: DP' engines of TP' ranks. Every engine has a copy
+    of the complete model.
 
-    Experts are divided like other tensors, or, where `expert_groups` are given, by whole experts over the ranks of each
+    Experts are divided like other tensors, or, with `expert_groups`, undivided and spread over the ranks of each
     group. Raises ConfigError when a rank appears twice, or engines differ in size.
     """
 
@@ -289,7 +289,7 @@ def _places(groups: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, int]]:
 
 
 def part_of(spans: Sequence[tuple[Span, ...]]) -> Part | None:
-    """The product of `spans`; None where it is empty."""
+    """The product of `spans`; None if it is empty."""
     part = Part(tuple(tuple(span for span in dim if span[0] < span[1]) for dim in spans))
     return part if part.numel else None
 

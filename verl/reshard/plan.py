@@ -116,13 +116,13 @@ def make_plan(tensors: Sequence[Tensor], source: Layout, target: Layout, hosts: 
 def _needs_by_tensor(
     tensors: Sequence[Tensor], source: Layout, target: Layout, hosts: Hosts | None
 ) -> list[list[_Need]]:
-    known: dict[object, list[_Need]] = {}  # the layers of a model are alike
+    cached: dict[object, list[_Need]] = {}  # the layers of a model are alike
     needs = []
     for tensor in tensors:
         alike = (replace(tensor, name="", layers=()), source.stages_of(tensor), target.stages_of(tensor))
-        if alike not in known:
-            known[alike] = _needs(tensor, source, target, hosts)
-        needs.append(known[alike])
+        if alike not in cached:
+            cached[alike] = _needs(tensor, source, target, hosts)
+        needs.append(cached[alike])
     return needs
 
 

@@ -81,7 +81,7 @@ def open_segment(path: str, num_bytes: int, name: str) -> torch.Tensor:
 
 
 def as_bytes(memory: mmap.mmap) -> torch.Tensor:
-    """A uint8 tensor over `memory`, which it keeps alive."""
+    """A uint8 tensor over `memory`; it keeps the memory alive."""
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -131,7 +131,7 @@ class Buckets:
         self._blocks = [None] * len(self._blocks)
 
     def write(self, tensors: Sequence[Named]) -> Description:
-        """Copy tensors [any shape, any device] into the next block; others may read on return. The result is JSON: number of
+        """Copy tensors [any shape, any device] into the next block, ready to read on return. The result is JSON: number of
         the bucket, entries of name, dtype, shape, offset, nbytes and digest, and the place of the memory.
 
         Raises ModelError when several tensors exceed a bucket.

@@ -47,7 +47,7 @@ class PeerToPeer:
 
     `dtype` is the rollout's; every Tensor.itemsize is its size. `staging_bytes` bounds the buffers on this rank, and
     `peak_staging_bytes` is the largest use. `num_sent_bytes` counts bytes sent in messages or through memory. Waits end with
-    the timeout of the whole run's group. Ranks whose rollout weights are in `memory` get no messages from ranks that can
+    the timeout of the run's group. Ranks with rollout weights in `memory` get no messages from ranks that can
     write it.
     """
 
@@ -96,8 +96,8 @@ class PeerToPeer:
             if move.source == self.rank:
                 puts.setdefault((move.tensor, move.slice), []).append(move)
         self._puts = list(puts.values())
-        known = set(direct)
-        in_buckets = list(buckets((m for m in self._plan.moves if m not in known), self._bucket_bytes))
+        direct_moves = set(direct)
+        in_buckets = list(buckets((m for m in self._plan.moves if m not in direct_moves), self._bucket_bytes))
         self._buckets = {
             number: bucket
             for number, moves in enumerate(in_buckets)
@@ -109,11 +109,11 @@ class PeerToPeer:
 
     def __call__(self, held: Tensors, target: Tensors) -> None:
         """Fill `target` (this rank's parts in the target layout, of any dtype) from the `held` of all ranks (their parts in
-        the source layout). The two may share memory only where they are the same elements. From the first rank's call until
+        the source layout). The two may share memory only if they are the same elements. From the first rank's call until
         the last one has returned, `target` must not be used: callers synchronise before and after.
 
         Raises ModelError when a tensor is missing, has another shape than its part, or does not match its digest. It is
-        raised only on that rank; the caller informs the others.
+        raised only on that rank; the caller informs the remaining ranks.
         """
         self.check(held, target)
         self._staged, self._sent = 0, {}
@@ -166,23 +166,23 @@ class PeerToPeer:
     def _put(self, moves: Sequence[Move], held: Tensors, target: Tensors) -> None:
         """Write one slice to every place in memory that needs it: this rank's own places and its neighbours' places."""
         source, label = self._at(held, moves[0], is_source=True), _label(moves[0])
-        own = [self._at(target, move, is_source=False) for move in moves if move.is_kept]
-        if own and _address(source) == _address(own[0]):
-            own = []
-        theirs = [self._places[move] for move in moves if not move.is_kept]
+        local = [self._at(target, move, is_source=False) for move in moves if move.is_kept]
+        if local and _address(source) == _address(local[0]):
+            local = []
+        remote = [self._places[move] for move in moves if not move.is_kept]
         written = _NOT_WRITTEN
-        if own and not theirs and not self._is_open and own[0].dtype == self.dtype:
-            written = copy_with_digest(label, own[0], source)
-        elif own or theirs:
-            # hashed before the write: others may write to the same places
-            written = spread_with_digest(label, [*own, *theirs], source, self.dtype, self._bucket_bytes)
+        if local and not remote and not self._is_open and local[0].dtype == self.dtype:
+            written = copy_with_digest(label, local[0], source)
+        elif local or remote:
+            # hashed before the write: another rank may write to the same places
+            written = spread_with_digest(label, [*local, *remote], source, self.dtype, self._bucket_bytes)
             if source.dtype != self.dtype or not source.is_contiguous():
                 staged = min(CHUNK_BYTES, self._bucket_bytes, source.numel() * self.dtype.itemsize)
                 self._stage(staged)
                 self._stage(-staged)
         self.num_sent_bytes += sum(move.num_bytes for move in moves)
         for move in moves:
-            self._sent[move] = written if own or not move.is_kept else _NOT_WRITTEN
+            self._sent[move] = written if local or not move.is_kept else _NOT_WRITTEN
 
     def _stage(self, num_bytes: int) -> None:
         self._staged += num_bytes
@@ -190,7 +190,7 @@ class PeerToPeer:
 
     def _verify(self, target: Tensors) -> None:
         """Compare the engine's tensors with the digests of the senders."""
-        # exchanged first: a rank that finds a fault raises, and others need its digests
+        # exchanged first: a rank that finds a fault raises, and its peers need its digests
         self._verified = {move: sent for move, sent in self._exchange() if sent != _NOT_WRITTEN}
         for moves in self._digests_to.values():
             for move in moves:

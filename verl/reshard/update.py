@@ -3,8 +3,8 @@
     update = plan_update(comm, training, rollout, engine=engine, replica=replica, device=device)    # on every rank
     update()                                                                                        # on every rank
 
-`engine` is the training engine of this rank and `replica` its rollout model; None where the rank has none. A rank keeps the
-slices that it holds, and nothing is gathered whole. With LoRA only the adapters travel.
+`engine` is the training engine of this rank and `replica` its rollout model; None if the rank has none. A rank keeps the
+slices that it holds, and nothing is gathered. With LoRA only the adapters travel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _MIN_STAGING_BYTES = 1 << 16
 _MAX_STAGING_BYTES = 64 << 20  # and no more than a sixth of the model
-_MOVED = "moved"  # sent by a rank whose weights have left the shared memory
+_MOVED = "moved"  # sent by a rank with weights that have left the shared memory
 Held = Mapping[str, torch.Tensor]
 
 
@@ -89,7 +89,7 @@ class PlannedUpdate:
 
     def __call__(self) -> None:
         held, target = _local_weights(self._engine), self._target_weights()
-        # agreed before the first transfer: the others would wait for a rank that has raised
+        # agreed before the first transfer: its peers would wait for a rank that has raised
         error = _error_of(self.transport.check, held, target)
         has_moved = self._memory is not None and self._memory.has_moved(target)
         if raise_together(self._comm, error or (_MOVED if has_moved else ""), but=_MOVED):
@@ -122,7 +122,7 @@ class PlannedUpdate:
         return memory
 
     def _fingerprint(self) -> str:
-        """Key that is equal for ranks whose rollout shards are identical, dtypes included."""
+        """Key that is equal for ranks with identical rollout shards, dtypes included."""
         parts = [(tensor.name, self.rollout.part(tensor, self._comm.rank)) for tensor in self.tensors]
         weights = sorted((name, str(w.dtype), tuple(w.shape)) for name, w in self._target_weights().items())
         return hashlib.sha256(repr((parts, weights)).encode()).hexdigest()
@@ -142,8 +142,8 @@ def plan_update(
     replica: Replica | None,
     device: torch.device,
 ) -> PlannedUpdate | None:
-    """Plan the weight sync, on all ranks of `comm` together. None, on all of them, where slices are not enough: for engines
-    and models that the layouts do not describe, and where other parameters train in addition to adapters.
+    """Plan the weight sync, on all ranks of `comm` together. None, on all of them, if slices are not enough: for engines
+    and models that the layouts do not describe, and if other parameters train in addition to adapters.
 
     Raises ModelError, on all ranks, when a replica has a parameter that no training rank has, or lacks a parameter that trains.
     """
@@ -200,7 +200,7 @@ def _staging_bytes(tensors: Sequence[Tensor], dtype: torch.dtype, num_layers: in
 
 
 def raise_together(comm: Collectives, error: str, but: str = "") -> bool:
-    """Raise the first rank's `error` as ModelError on every rank; do nothing where all are empty or equal `but`. Returns
+    """Raise the first rank's `error` as ModelError on every rank; do nothing if all are empty or equal `but`. Returns
     whether one equals `but`."""
     errors = [row.decode() for row in comm.all_gather(error.encode())]
     first_error = next((row for row in errors if row not in ("", but)), "")
@@ -231,7 +231,7 @@ def _layout_to_send(engine: TrainEngine | None) -> dict[str, object] | None:
 
 
 def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...], scales: Mapping[str, float]) -> str:
-    """Error message where the names of trained and rollout parameters differ; "" for none."""
+    """Error message if the names of trained and rollout parameters differ; "" for none."""
     if replica is None:
         return ""
     travels = [f"{layer}.weight" for layer in scales] or [tensor.name for tensor in tensors]
@@ -251,14 +251,14 @@ def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...], scales: Map
 
 
 def _misfit(held: Held, tensors: tuple[Tensor, ...], layout: Layout, rank: int) -> str:
-    """Name of the first tensor whose shape on this rank differs from `layout`; "" for none."""
+    """Name of the first tensor with another shape on this rank than in `layout`; "" for none."""
     for tensor in tensors:
         part = layout.part(tensor, rank)
-        there = held.get(tensor.name)
+        weight = held.get(tensor.name)
         if part is None:
-            if there is not None and there.numel():
+            if weight is not None and weight.numel():
                 return tensor.name
-        elif there is None or tuple(there.shape) != part.shape:
+        elif weight is None or tuple(weight.shape) != part.shape:
             return tensor.name
     return ""
 
@@ -298,8 +298,8 @@ class Adapters:
     @torch.no_grad()
     def merge(self) -> None:
         """Write the merged weights into the replica."""
-        known = {**self.base, **self.parts}
+        tensors = {**self.base, **self.parts}
         weights = self.replica.parts()  # read again: an engine may have moved its weights since the last update
         for name in self.base:
-            value = merged(name, known.__getitem__, self.scales)
+            value = merged(name, tensors.__getitem__, self.scales)
             self.rounding.write(weights[name], name, value, self.replica.region(name))

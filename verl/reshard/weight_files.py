@@ -1,6 +1,6 @@
 """New weights as files, for engines that can only read a folder: safetensors with an index, and a description with digests.
 
-description = write_folder(run / "weights", 3, weights, 1 << 30)      # of .../version-3, which appears atomically
+description = write_folder(run / "weights", 3, weights, 1 << 30)      # of .../version-3; it appears atomically
 for name, tensor in read_folder(description): ...
 """
 
@@ -51,7 +51,7 @@ def write_folder(folder: Path, number: int, tensors: Iterable[Named], bucket_byt
 
 
 def read_folder(description: dict[str, Any]) -> Iterator[Named]:
-    """The tensors of a described folder, in the order in which they were written, each verified before it is yielded. Raises
+    """The tensors of a described folder, in the order of writing, each verified before it is yielded. Raises
     ModelError when a tensor is missing or does not match its digest."""
     for entry in description["entries"]:
         yield entry["name"], _read(Path(description["folder"]), entry)
@@ -62,10 +62,10 @@ def _write(draft: Path, tensors: Iterable[Named], bucket_bytes: int) -> list[dic
     num_bytes = 0
     for number, some in enumerate(bucketed(tensors, bucket_bytes)):
         file = f"model-{number:05d}.safetensors"
-        here = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in some}
-        save_file(here, draft / file, metadata={"format": "pt"})
-        entries += [{"name": name, "file": file, "digest": _digest(name, tensor)} for name, tensor in here.items()]
-        num_bytes += sum(tensor.nbytes for tensor in here.values())
+        on_host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in some}
+        save_file(on_host, draft / file, metadata={"format": "pt"})
+        entries += [{"name": name, "file": file, "digest": _digest(name, tensor)} for name, tensor in on_host.items()]
+        num_bytes += sum(tensor.nbytes for tensor in on_host.values())
     weight_map = {entry["name"]: entry["file"] for entry in entries}
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (draft / _INDEX).write_text(json.dumps(index), encoding="utf-8")
