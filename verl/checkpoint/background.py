@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _STALLED_S = 30.0  # a run that ends early abandons a save that has written nothing for this long
-_NICENESS = 5  # of writing threads: training has priority where cores are few
+_NICENESS = 5  # of writing threads: training has priority if cores are few
 
 
 @runtime_checkable
@@ -91,7 +91,7 @@ def write_and_report(role: RoleCheckpoint, folder: Path) -> None:
 
 
 class BackgroundStore:
-    """`store` with saves that return once the state is copied. A save may take `timeout_s` seconds, including the rest of the
+    """`store` with saves that return once the state is copied. A save may take `timeout_s` seconds, including the end of the
     save before it."""
 
     def __init__(self, store: CheckpointStore, timeout_s: float):
@@ -126,17 +126,17 @@ class BackgroundStore:
         self._step = step
         with self.store.explained(step, num_bytes):
             folder = self._folder = self.store.open(step, num_bytes)
-            known = {}
+            written = {}
             for name, role in roles.items():
                 if isinstance(role, BackgroundWriter):
                     self._writers.append(role)
                     role.begin(folder / name)
                 else:
-                    known[name] = role.write(folder / name)
-        awaited = [name for name in roles if name not in known]
+                    written[name] = role.write(folder / name)
+        awaited = [name for name in roles if name not in written]
         self._thread = threading.Thread(
             target=self._commit,
-            args=(folder, step, num_bytes, awaited, known, state),
+            args=(folder, step, num_bytes, awaited, written, state),
             name=f"checkpoint {step}",
             daemon=True,
         )

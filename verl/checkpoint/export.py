@@ -39,8 +39,8 @@ _METHOD_KEYS = ("algorithm.adv_estimator", "preference.loss", "rm.loss", "sft.lo
 
 
 def write_model_card(folder: Path, source: str | Path, step: int | None = None) -> None:
-    """Write README.md into the exported `folder` for the checkpoint `source`, as `export` takes it; nothing where `source` is
-    a Hugging Face folder, of whose training nothing is known."""
+    """Write README.md into the exported `folder` for the checkpoint `source`, as `export` takes it; nothing if `source` is
+    a Hugging Face folder: nothing is known of its training."""
     checkpoint = checkpoint_model(source, None, step)[0]
     if (checkpoint / "trainer_state.json").is_file():
         write_atomically(folder / "README.md", model_card(checkpoint))
@@ -72,7 +72,7 @@ def model_card(checkpoint: Path) -> str:
 
 
 def _read(file: Path) -> Mapping[str, object]:
-    """A JSON object of the run; empty where it cannot be read."""
+    """A JSON object of the run; empty if it cannot be read."""
     try:
         return cast("Mapping[str, object]", read_json(file, lambda value: isinstance(value, dict)))
     except (OSError, ValueError):
@@ -117,10 +117,10 @@ def _results(summary: Mapping[str, object]) -> str:
     if not rows:
         return ""
     table = ["| held-out rows | before | after |", "|---|---|---|"]
-    shown = [
+    cells = [
         " | ".join("" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row) for row in rows
     ]
-    return "## Results\n\n" + "\n".join([*table, *(f"| {row} |" for row in shown)])
+    return "## Results\n\n" + "\n".join([*table, *(f"| {row} |" for row in cells)])
 
 
 def _versions(versions: object) -> str:
@@ -135,7 +135,7 @@ _TIMEOUT_S = 60.0  # of a server that does not answer; huggingface_hub sets none
 
 
 def create_repository(repo_id: str, private: bool) -> None:
-    """Create the model repository `repo_id` unless it exists: this fails where an upload would. Raises ConfigError for a name
+    """Create the model repository `repo_id` unless it exists; fails if an upload would. Raises ConfigError for a name
     that is none, UnreachableError otherwise."""
     with _explained(repo_id):
         huggingface_hub.create_repo(repo_id, private=private, exist_ok=True)
@@ -207,7 +207,7 @@ def export(
     Weights are rounded to bfloat16 as in the run (master_rounding of its config.yaml), and tensors that no engine trains are
     copied, so the result is the model that was evaluated. `source` is a folder global_step_N, a run folder with the checkpoint
     of `step` (None: its newest), or a Hugging Face folder. `out` must be missing or empty, and appears atomically. Raises
-    CheckpointError, also where the newest checkpoint is damaged, and the errors of `write_gguf`.
+    CheckpointError, also if the newest checkpoint is damaged, and the errors of `write_gguf`.
     """
     target_dtype = parse_dtype(rounded_dtype(dtype) if gguf else dtype)
     checkpoint, role, model_folder = checkpoint_model(source, role, step)
@@ -238,10 +238,10 @@ def export(
 
 def _write_folder(model_folder: Path, tensors: dict[str, torch.Tensor], out: Path, dtype: torch.dtype) -> None:
     """The folder `out` with the files of `model_folder`, and `tensors` for its weights."""
-    others = shutil.ignore_patterns("model*.safetensors*", MANIFEST)
+    ignored = shutil.ignore_patterns("model*.safetensors*", MANIFEST)
     try:
         with new_folder(out) as (temporary, records):
-            shutil.copytree(model_folder, temporary, ignore=others, dirs_exist_ok=True)
+            shutil.copytree(model_folder, temporary, ignore=ignored, dirs_exist_ok=True)
             set_config_dtype(temporary / "config.json", dtype)
             records |= write_model(temporary, tensors)
     except OSError as error:
@@ -269,21 +269,21 @@ def compare(source: str | Path, folder: str | Path, role: str | None = None, ste
     folder = Path(folder).expanduser()
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} holds no model (*.safetensors); give the folder that was written.")
-    ours, theirs = read_model(model_folder), read_model(folder)
-    if different := sorted(ours.keys() ^ theirs.keys()):
-        place = model_folder if different[0] in ours else folder
+    saved, exported = read_model(model_folder), read_model(folder)
+    if different := sorted(saved.keys() ^ exported.keys()):
+        place = model_folder if different[0] in saved else folder
         raise CheckpointError(f"{len(different)} tensors are on one side only, the first {different[0]!r} in {place}.")
     rounding = _rounding(checkpoint, role)
     changed = [
         name
-        for name, tensor in ours.items()
-        if not torch.equal(rounding.rounded(name, whole(tensor), theirs[name].dtype), whole(theirs[name]))
+        for name, tensor in saved.items()
+        if not torch.equal(rounding.rounded(name, whole(tensor), exported[name].dtype), whole(exported[name]))
     ]
     if changed:
         raise CheckpointError(
-            f"{len(changed)} of {len(ours)} tensors of {folder} differ from {model_folder}, the first {changed[0]!r}."
+            f"{len(changed)} of {len(saved)} tensors of {folder} differ from {model_folder}, the first {changed[0]!r}."
         )
-    return len(ours)
+    return len(saved)
 
 
 def _is_model(folder: Path) -> bool:
@@ -297,10 +297,10 @@ def checkpoint_model(source: str | Path, role: str | None, step: int | None) -> 
         require_intact(folder, weights=True)
         return folder, "model", folder
     checkpoint = _checkpoint(folder, step)
-    there = sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))
-    role = role or (there[0] if len(there) == 1 else "actor")
-    if role not in there:
-        raise CheckpointError(f"{checkpoint} has no role {role!r}; it has: {', '.join(there) or 'none'}.")
+    roles = sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))
+    role = role or (roles[0] if len(roles) == 1 else "actor")
+    if role not in roles:
+        raise CheckpointError(f"{checkpoint} has no role {role!r}; it has: {', '.join(roles) or 'none'}.")
     return checkpoint, role, checkpoint / role / "huggingface"
 
 
@@ -312,8 +312,8 @@ def _checkpoint(source: Path, step: int | None) -> Path:
         return source
     if step is not None:
         if step not in candidates(source):
-            there = ", ".join(map(str, candidates(source)[:8])) or "none"
-            raise CheckpointError(f"{source} has no checkpoint of step {step}; there are: {there}.")
+            steps_text = ", ".join(map(str, candidates(source)[:8])) or "none"
+            raise CheckpointError(f"{source} has no checkpoint of step {step}; there are: {steps_text}.")
         return _checkpoint(source / f"global_step_{step}", None)
     steps = candidates(source)
     faults = missing_newest(source, steps)
@@ -328,5 +328,5 @@ def _checkpoint(source: Path, step: int | None) -> Path:
         if damage is None:
             return source / f"global_step_{newest}"
         faults = [f"global_step_{newest}: {damage}"]
-    others = f"Export an older one with --step={older[0]}." if older else "There is no older one."
-    raise CheckpointError(f"The newest checkpoint in {source} is damaged ({faults[0]}). {others}")
+    advice = f"Export an older one with --step={older[0]}." if older else "There is no older one."
+    raise CheckpointError(f"The newest checkpoint in {source} is damaged ({faults[0]}). {advice}")

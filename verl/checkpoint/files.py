@@ -11,7 +11,7 @@ from verl.errors import CheckpointError
 from verl.manifest import FileRecord, write_file
 from verl.tracking.files import has, read_json
 
-SMALL_BYTES = 64 << 20  # larger files of tensors are compared while they load, others before a checkpoint is chosen
+SMALL_BYTES = 64 << 20  # larger files of tensors are compared while they load, smaller ones before a choice
 
 
 def write_json(path: Path, value: object, place: str) -> FileRecord:

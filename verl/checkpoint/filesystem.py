@@ -29,7 +29,7 @@ _TEXT = b"what was written"
 
 @dataclass(frozen=True)
 class FolderReport:
-    """`kind` is the type of the file system ("ext4", "nfs4", "fuse.gcsfuse"), "" where the operating system does not tell.
+    """`kind` is the type of the file system ("ext4", "nfs4", "fuse.gcsfuse"), "" if the operating system does not tell.
     `refusals` are reasons why no checkpoint can be kept there, `notices` are guarantees that do not hold there."""
 
     folder: Path
@@ -49,21 +49,21 @@ class FolderReport:
 def examine_folder(folder: Path) -> FolderReport:
     """Try the operations of a save in `folder`, or in its nearest existing parent, with files of a few bytes. All of them
     are removed again."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
-    report = FolderReport(folder, file_system_of(there))
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
+    report = FolderReport(folder, file_system_of(existing))
     _judge_kind(report)
     # with the host's name: processes of other hosts that see the same folder cannot be looked up here
     prefix = f".probe-{_host()}-"
-    probe = there / f"{prefix}{os.getpid()}"
+    probe = existing / f"{prefix}{os.getpid()}"
     try:
-        for left in there.glob(".probe-*"):
-            process = left.name.removeprefix(prefix)
+        for leftover in existing.glob(".probe-*"):
+            process = leftover.name.removeprefix(prefix)
             if process.isdigit() and not psutil.pid_exists(int(process)):
-                remove_tree(left)  # of a process that was killed in here
+                remove_tree(leftover)  # of a process that was killed in here
         remove_tree(probe)
         probe.mkdir()
     except OSError as error:
-        report.refusals.append(f"a folder cannot be made in {there} ({error.strerror})")
+        report.refusals.append(f"a folder cannot be made in {existing} ({error.strerror})")
         return report
     try:
         for operation, trial in _TRIALS:

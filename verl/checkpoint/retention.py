@@ -41,7 +41,7 @@ def candidates(root: Path) -> list[int]:
 
 def newest_complete(root: Path, advice: str, max_bytes: float = math.inf) -> Path | None:
     """The newest checkpoint under `root` without damage that `find_damage` sees, with a warning for each newer, damaged one;
-    None where none was ever saved. Raises CheckpointError, with `advice`, when all are damaged or missing."""
+    None if none was ever saved. Raises CheckpointError, with `advice`, when all are damaged or missing."""
     try:
         steps = candidates(root)
         reasons = missing_newest(root, steps)
@@ -119,8 +119,8 @@ class Retention:
         ] = {}  # by step: signature when read, and whether it was complete
 
     def apply(self, newest: int) -> None:
-        """Delete complete checkpoints beyond the newest `keep` on the disk, but never `newest`, which was just verified. Those
-        that stay are read whole first: a damaged one does not count. A failure is logged; the run does not depend on it."""
+        """Delete complete checkpoints beyond the newest `keep` on the disk, but never `newest`: it was just verified. Those
+        that stay are read first: a damaged one does not count. A failure is logged; the run does not depend on it."""
         if self.keep is None:
             return
         try:
@@ -137,9 +137,9 @@ class Retention:
     def _is_complete(self, step: int) -> bool:
         """Read every byte, once as long as the files do not change."""
         path = self.root / f"global_step_{step}"
-        signature, known = _signature(path), self._verified.get(step)
-        if known is not None and known[0] == signature:
-            return known[1]
+        signature, verified = _signature(path), self._verified.get(step)
+        if verified is not None and verified[0] == signature:
+            return verified[1]
         damage = find_damage(path)
         if damage is not None:
             log.warning("The checkpoint %s is damaged and does not count as kept: %s.", path, damage)

@@ -29,7 +29,7 @@ class RoleCheckpoint:
     subset of model, optimizer, extra, hf_model; model and hf_model are the same files here. `lora_only` saves the adapters
     without the model.
 
-    Where the role's weights are sharded over ranks, one of them calls `write`, the others `take_part`.
+    If the role's weights are sharded over ranks, one of them calls `write`, its peers `take_part`.
     """
 
     state: EngineState
@@ -50,7 +50,7 @@ class RoleCheckpoint:
                     whole(tensor)
 
     def copied(self) -> RoleCheckpoint:
-        """A copy with its tensors in host memory, which can be written while the role trains."""
+        """A copy with its tensors in host memory, to be written while the role trains."""
         copies = {
             group: {
                 name: whole(tensors[name]).detach().to("cpu", copy=True) for name in tensor_files.file_order(tensors)
@@ -68,7 +68,7 @@ class RoleCheckpoint:
         return RoleCheckpoint(state, self.hf_files, self.contents, self.lora_only)
 
     def files(self) -> dict[str, Tensors]:
-        """Groups of tensors by place in the role's folder, in the order in which they are written."""
+        """Groups of tensors by place in the role's folder, in the order of writing."""
         groups: dict[str, Tensors] = {}
         has_model = "model" in self.contents or "hf_model" in self.contents
         if has_model and not (self.lora_only and self.state.adapter):
@@ -127,7 +127,7 @@ def _write_adapter(folder: Path, state: EngineState) -> dict[str, FileRecord]:
 
 def require_parts(folder: Path, contents: Collection[str], adapters: bool | None = None) -> None:
     """Raise CheckpointError when a role in `folder` was not saved, or without one of `contents`, or, unless `adapters` is
-    None, with LoRA where it has none now, or the other way round. Nothing is read."""
+    None, with LoRA if it has none now, or the other way round. Nothing is read."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder.parent} has no {folder.name}; it was saved by a run without one. Set trainer.resume_mode=disable."
@@ -152,7 +152,7 @@ def require_parts(folder: Path, contents: Collection[str], adapters: bool | None
 
 
 def read_role(folder: Path, contents: Collection[str]) -> EngineState:
-    """The parts `contents` of a role in `folder`, whose tensors are read when they are built; other parts are empty. Raises
+    """The parts `contents` of a role in `folder`, with tensors that are read when they are built; other parts are empty. Raises
     CheckpointError as `require_parts` does."""
     require_parts(folder, contents)
     weights = bool(_WEIGHTS & set(contents))

@@ -175,7 +175,7 @@ class CheckpointStore:
                 reason += f" (it needs {(num_bytes + _SPARE_BYTES) / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free)"
         remains = "What was saved before is untouched."
         with contextlib.suppress(OSError):
-            older = [known for known in self.candidates() if known != step]
+            older = [other for other in self.candidates() if other != step]
             remains = f"The newest beside it is global_step_{older[0]}." if older else "No other checkpoint exists."
         return (
             f"Checkpoint {step} could not be saved under {self.root}: {reason}. {remains} "
@@ -204,9 +204,9 @@ class CheckpointStore:
             raise CheckpointError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N.")
         folder = Path(path).expanduser()
         if not folder.is_dir() or step_of(folder.resolve().name) is None:
-            there = ", ".join(f"global_step_{s}" for s in self.candidates()[:5]) or "none"
+            names = ", ".join(f"global_step_{s}" for s in self.candidates()[:5]) or "none"
             raise CheckpointError(
-                f"trainer.resume_from_path={path} is not a folder named global_step_N. In {self.root} there are: {there}."
+                f"trainer.resume_from_path={path} is not a folder named global_step_N. In {self.root} there are: {names}."
             )
         damage = find_damage(folder.resolve(), max_bytes=max_bytes)
         if damage is not None:

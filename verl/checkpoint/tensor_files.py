@@ -51,7 +51,7 @@ def write_tensors(path: Path, tensors: Tensors) -> FileRecord:
 
 
 def file_order(tensors: Tensors) -> list[str]:
-    """Names in file order: widest dtype first, which aligns every tensor to its itemsize."""
+    """Names in file order: widest dtype first, to align every tensor to its itemsize."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
@@ -81,10 +81,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def deferred_tensors(path: Path) -> dict[str, Deferred]:
-    """`read_tensors` one by one, by ordinary reads: where the disk fails, a memory map would end the process."""
+    """`read_tensors` one by one, by ordinary reads: if the disk fails, a memory map would end the process."""
     tensors, dtypes = dict[str, Deferred](), {name: dtype for dtype, name in _DTYPES.items()}
     try:
-        with open(path, "rb") as file, safe_open(path, framework="pt"):  # which checks the header
+        with open(path, "rb") as file, safe_open(path, framework="pt"):  # it checks the header
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8))
         header.pop("__metadata__", None)
@@ -141,7 +141,7 @@ def read_model(folder: Path) -> dict[str, Deferred]:
 
 
 def set_config_dtype(config_file: Path, dtype: torch.dtype) -> None:
-    """Set the dtype of the weights in config.json, from which `from_pretrained` takes it."""
+    """Set the dtype of the weights in config.json; `from_pretrained` takes it from there."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)  # its older name
     config["dtype"] = str(dtype).removeprefix("torch.")
