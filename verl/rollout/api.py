@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OnFinish = Callable[[Completion], None]
 Stats = dict[str, Any]
-Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, whole
+Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, undivided
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class WeightTransfer:
     describes each bucket. `write_folder` writes all weights to files. The functions named `reader` and `folder_reader`
     ("module:function") give the tensors of such a description.
 
-    `probe`, if set, is called before `write_buckets` and finds out which memory the engine reaches. Its argument is a function
+    `probe`, if set, is called before `write_buckets` and finds out what memory the engine reaches. Its argument is a function
     that lets the engine read a trial bucket, and raises ModelError when it cannot.
 
     `in_process` says whether the engine runs in a separate process. `visible_devices` is its CUDA_VISIBLE_DEVICES ((): derived
@@ -54,7 +54,7 @@ class WeightTransfer:
 
 
 def holds_weights(name: str) -> bool:
-    """Whether the engine `name` has a copy of the weights, which it is sent by `load`, instead of the training module. Such an
+    """Whether the engine `name` has a copy of the weights, sent by `load`, instead of the training module. Such an
     engine gets a meta-device model as `module`, and a WeightTransfer as `transfer`. Raises ConfigError for an unknown name."""
     return bool(ENGINES.get(name).holds_weights)
 
@@ -70,7 +70,7 @@ class Invariance(NamedTuple):
 
 
 class Generation(Protocol):
-    """Sampling under one SamplingParams and one weight version, to which requests may be added while it runs.
+    """Sampling under one SamplingParams and one weight version; requests may be added while it runs.
 
         generation = engine.open(params, step=3, keep=True)
         generation.add(PromptRequest(7, prompt))
@@ -91,7 +91,7 @@ class Generation(Protocol):
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
         """Compute until samples finish, and return them in order of ending. Empty when nothing is running, or after
-        `timeout_s` seconds, which the engine checks between its steps (None: no limit). Raises NumericsError when a sampled
+        `timeout_s` seconds, checked by the engine between its steps (None: no limit). Raises NumericsError when a sampled
         log-prob is not finite. Ranks that share a replica pass None, since their steps must be the same."""
         ...
 
@@ -107,7 +107,7 @@ class Generation(Protocol):
 @dataclass(eq=False)
 class RolloutEngine:
     """Generates samples from prompts. Constructed as `Engine(module, tokenizer, config, eos_token_ids=...)`
-    where `module` is the training module itself (weights are shared, never copied). An engine that `holds_weights` gets a
+    with the training module itself as `module` (weights are shared, never copied). An engine that `holds_weights` gets a
     meta-device model as `module`. A subclass that is a dataclass begins its work in `__post_init__`.
     """
 
@@ -125,7 +125,7 @@ class RolloutEngine:
 
     @classmethod
     def require_package(cls, config: RolloutConfig) -> None:
-        """Raise MissingExtraError where the engine's package is not installed. Nothing is imported."""
+        """Raise MissingExtraError if the engine's package is not installed. Nothing is imported."""
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
         """A generation without requests; one at a time. With `keep`, samples that finish can continue until they are aborted.
@@ -155,7 +155,7 @@ class RolloutEngine:
         return [completions[p.ordinal, p.first_sample + i] for p in prompts for i in range(p.num_samples or params.n)]
 
     def load(self, weights: Weights) -> None:
-        """Take all weights of the model, of an update. Nothing where `module` has them already."""
+        """Take all weights of the model, of an update. Nothing if `module` has them already."""
 
     def publish(self, version: int) -> None:
         """The weights have changed; samples made from now on carry `version`. Drops results of the old weights."""
@@ -172,7 +172,7 @@ class RolloutEngine:
         return Invariance(False, f"nothing was proven about {type(self).__name__}")
 
     def recording(self) -> str | None:
-        """For people: which activations of samples updates read, or why none; None where there is nothing to state."""
+        """For people: the activations of samples that updates read, or the reason for none; None without anything to state."""
         return None
 
     def close(self) -> None:

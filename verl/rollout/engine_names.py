@@ -100,7 +100,7 @@ def _version(package: str) -> str:
 
 
 def _imported_names(file: Path, package: str) -> Iterator[str]:
-    """Names that a module imports from `package`, except inside `try`, where they are optional."""
+    """Names that a module imports from `package`, except the optional ones inside `try`."""
     for node in _tree(file).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
             yield from (f"{node.module}:{alias.name}" for alias in node.names)

@@ -3,7 +3,7 @@
 Slow on purpose: prompts are padded on the left, every sample computes its prompt again, and every turn its history. It samples
 with the same uniforms and the same rule as the native engine, so that in float32 both give the same samples; the contract
 tests rest on it. Models that take no packed batches generate with it too, in batches of equal prompt length, since not every
-family can be padded on the left; one whose cache does not give what its forward gives computes all tokens for each new one.
+family can be padded on the left. If the cache of a model differs from its forward, each new token computes all tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HFRollout(RolloutEngine):
 
 
 class HFGeneration:
-    """See Generation. A `poll` runs one batch from its beginning to the end of its last sample, whatever the timeout."""
+    """See Generation. A `poll` runs one batch from its beginning to the end of its last sample, with any timeout."""
 
     def __init__(self, engine: HFRollout, params: SamplingParams, step: int, *, keep: bool):
         self.engine, self.params, self.step = engine, params, step
@@ -78,7 +78,7 @@ class HFGeneration:
         return self.samples.stats(self._num_computed, self._num_steps, self._max_running)
 
     def _next_batch(self) -> list[PromptRequest]:
-        """At most max_num_seqs waiting samples of equal images, and of equal prompt length where the model is not to be padded
+        """At most max_num_seqs waiting samples of equal images, and of equal prompt length if the model is not to be padded
         on the left."""
         pool = [r for r in self._waiting if _images(r) == _images(self._waiting[0])]
         if self.engine.is_padded:
@@ -147,13 +147,13 @@ def _cache_is_exact(view: Any) -> bool:
             output = view.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         except Exception:  # noqa: BLE001 - a module without `generate`, or of a family that it does not fit
             return False
-        theirs = own_logits(view, output.sequences[:, :-1])[0, ids.shape[1] - 1 :].float()
-    ours = torch.cat(output.logits).float()
-    return bool((ours - theirs).norm() < 1e-3 * theirs.norm())
+        expected = own_logits(view, output.sequences[:, :-1])[0, ids.shape[1] - 1 :].float()
+    cached = torch.cat(output.logits).float()
+    return bool((cached - expected).norm() < 1e-3 * expected.norm())
 
 
 def _generate_without_cache(view: object, batch: _Batch, ids: torch.Tensor) -> None:
-    """Sample `batch`, whose prompts are `ids` [rows, tokens], by a forward over all tokens for each new one."""
+    """Sample `batch` from its prompts `ids` [rows, tokens], by a forward over all tokens for each new one."""
     for _ in range(batch.max_new_tokens):
         tokens = batch.sample(own_logits(view, ids)[:, -1])
         if batch.end_rows().all():
@@ -162,7 +162,7 @@ def _generate_without_cache(view: object, batch: _Batch, ids: torch.Tensor) -> N
 
 
 class _Batch:
-    """The samples of one `generate`: the tokens of each, and which have ended."""
+    """The samples of one `generate`: the tokens of each, and whether it has ended."""
 
     def __init__(self, generation: HFGeneration, requests: list[PromptRequest]):
         self.generation, self.requests, self.params = generation, requests, generation.params
@@ -203,7 +203,7 @@ class _Batch:
 
 
 class _Sampler(LogitsProcessor):
-    """Leaves `generate`, whose rule is the argmax, no choice but the sampled token."""
+    """LogitsProcessor that masks every token except the sampled one, so greedy `generate` emits it."""
 
     def __init__(self, batch: _Batch):
         self.batch = batch

@@ -36,7 +36,7 @@ class StepLayout:
 
     def __init__(self, rows: DecodeRows | None, prefix: SlotStore, chunks: list[Chunk]):
         self._rows, self._prefix, self._pieces = rows, prefix, chunks
-        self.routing: Routing | None = None  # of the tokens, where experts are recorded
+        self.routing: Routing | None = None  # of the tokens, if experts are recorded
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """See AttentionLayout: q [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]. Stores k and v."""
@@ -80,16 +80,16 @@ class StepLayout:
             out, _ = attend_plain(folded, k, v, mask, scoring)
             tokens_first: torch.Tensor = out.unflatten(2, (groups, -1)).flatten(1, 2)[0].transpose(0, 1)
             return tokens_first
-        whole = not chunk.start and (scoring.window is None or chunk.end <= scoring.window)
-        visible = None if whole else _causal(chunk, scoring.window, q.device)
+        is_complete = not chunk.start and (scoring.window is None or chunk.end <= scoring.window)
+        visible = None if is_complete else _causal(chunk, scoring.window, q.device)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=whole, scale=scoring.scale, enable_gqa=groups > 1
+            q, k, v, attn_mask=visible, is_causal=is_complete, scale=scoring.scale, enable_gqa=groups > 1
         )
         return out[0].transpose(0, 1)
 
 
 def _causal(chunk: Chunk, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [tokens of the chunk, tokens so far]: which keys each token sees."""
+    """bool [tokens of the chunk, tokens so far]: the keys that each token sees."""
     query = torch.arange(chunk.start, chunk.end, device=device)[:, None]
     key = torch.arange(chunk.end, device=device)
     visible = key <= query

@@ -27,7 +27,7 @@ from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.stack_dump import dump_of, innermost
 
 _STACK_S = 3.0  # for a process past its deadline to dump its stack
-# set by torchrun for the process that starts the engine, which is not one of its ranks
+# set by torchrun for the process that starts the engine; the engine is not one of its ranks
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -82,7 +82,7 @@ class Child:
 
 
 class EngineProcess:
-    """Starts verl/rollout/process_main.py, which makes its engine by `factory` ("module:function") out of `setup`
+    """Starts verl/rollout/process_main.py. That process makes its engine by `factory` ("module:function") out of `setup`
     (JSON). `environment` is added to this process's.
 
     On Linux it is tied to the thread that makes it: make it on a thread that lives as long as the run. Raises the factory's

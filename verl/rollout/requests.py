@@ -48,10 +48,10 @@ class OpenSamples:
         self._started_at = time.perf_counter()
         self.running: dict[SampleKey, PromptRequest] = {}
         self.num_prompt_tokens = self.num_generated = self.longest_response = 0
-        self._kept: dict[SampleKey, PromptRequest] = {}  # each with its whole response so far
+        self._kept: dict[SampleKey, PromptRequest] = {}  # each with its response so far
 
     def admit(self, request: PromptRequest | TurnRequest) -> PromptRequest:
-        """The request with its whole history. Raises ModelError, before anything is computed, for a prompt that is empty, has
+        """The request with its complete history. Raises ModelError, before any computation, for a prompt that is empty, has
         a token outside the vocabulary, or is too long with `max_new_tokens`, and for a sample that runs or is not kept."""
         prompt = self._next_turn(request) if isinstance(request, TurnRequest) else request
         num_samples = prompt.num_samples or self.params.n
@@ -85,9 +85,11 @@ class OpenSamples:
             )
         request = self.running.pop(key)
         if self.keep:
-            whole = (*request.token_ids, *token_ids)
+            tokens = (*request.token_ids, *token_ids)
             num_drawn = request.num_drawn + len(token_ids)
-            self._kept[key] = replace(request, token_ids=whole, num_drawn=num_drawn, first_sample=key[1], num_samples=1)
+            self._kept[key] = replace(
+                request, token_ids=tokens, num_drawn=num_drawn, first_sample=key[1], num_samples=1
+            )
         self.num_generated += len(token_ids)
         self.longest_response = max(self.longest_response, len(token_ids))
         return Completion(*key, list(token_ids), list(log_probs), reason, version, experts)
@@ -121,10 +123,10 @@ class OpenSamples:
                 f"Sample {turn.sample} of prompt {turn.ordinal} cannot continue: it has not finished in this "
                 "generation, or was dropped. Use open(keep=True), and add the turn after the sample has finished."
             )
-        whole = (*history.token_ids, *turn.token_ids)
+        tokens = (*history.token_ids, *turn.token_ids)
         return replace(
             history,
-            token_ids=whole,
+            token_ids=tokens,
             num_drawn=history.num_drawn + len(turn.token_ids),
             max_new_tokens=turn.max_new_tokens,
             spans=(*history.spans, *(span.moved(len(history.token_ids)) for span in turn.spans)),
@@ -132,8 +134,8 @@ class OpenSamples:
 
     def limit_of(self, request: PromptRequest) -> int:
         """The most tokens that the request may sample."""
-        most = self.params.max_new_tokens
-        return most if request.max_new_tokens is None else max(1, min(request.max_new_tokens, most))
+        limit = self.params.max_new_tokens
+        return limit if request.max_new_tokens is None else max(1, min(request.max_new_tokens, limit))
 
     def _check(self, request: PromptRequest) -> None:
         length, ordinal = len(request.token_ids), request.ordinal
@@ -172,7 +174,7 @@ def one_by_one(request: PromptRequest) -> list[PromptRequest]:
 
 def with_files(request: PromptRequest, tokenizer: Tokenizer) -> PromptRequest:
     """The request as engines take it that have an image processor: one token stands for each image, and `media.files` has all
-    images. Raises ModelError where the tokens of an image are not the tokenizer's."""
+    images. Raises ModelError if the tokens of an image are not the tokenizer's."""
     if not request.placed:
         return request
     ids, processor, read, at = request.token_ids, tokenizer.processor, [], 0

@@ -31,7 +31,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def copy_group(mesh: Mesh, timeout_s: float | None) -> dist.ProcessGroup | None:
-    """The ranks that share a copy of the policy with this one; None where each rank has its own, and outside `mesh`.
+    """The ranks that share a copy of the policy with this one; None if each rank has its own, and outside `mesh`.
 
     Made collectively: every rank of the default group calls this at the same point. Waits in the group end after
     `timeout_s` seconds with an error (default: the default group's timeout).
@@ -47,7 +47,7 @@ def copy_group(mesh: Mesh, timeout_s: float | None) -> dist.ProcessGroup | None:
 
 class Replica:
     """`module`, or with a `group` of several ranks this rank's part of it: the module is then cut in place, is to be called
-    with equal inputs by all ranks of the group, and gives each of them the logits of the whole vocabulary."""
+    with equal inputs by all ranks of the group, and gives each of them the logits of the complete vocabulary."""
 
     def __init__(self, module: HFModule, group: dist.ProcessGroup | None = None):
         self.module = module
@@ -62,7 +62,7 @@ class Replica:
         return {name: p.detach() for name, p in self.module.named_parameters(remove_duplicate=False)}
 
     def region(self, name: str) -> Region:
-        """The slice of the whole parameter that this rank holds."""
+        """The slice of the undivided parameter that this rank holds."""
         shape = tuple(self._shapes[name])
         first = [0] * len(shape)
         if self._group is not None and name in self._dims:
@@ -75,12 +75,12 @@ class Replica:
         do."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         covered = {id(parameters[name]) for name in names if name in parameters}
-        left = next((name for name, p in parameters.items() if id(p) not in covered), None)
-        if left is not None:
-            raise missing(left)
+        uncovered = next((name for name, p in parameters.items() if id(p) not in covered), None)
+        if uncovered is not None:
+            raise missing(uncovered)
 
     def load(self, weights: Weights) -> None:
-        """Copy `weights`, whole tensors by name, into the module. Raises ModelError when a name or shape is not the whole
+        """Copy `weights`, tensors by name, into the module. Raises ModelError if a name or shape is not the complete
         model's, or one of its parameters is missing; of tied ones either name will do."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         storages = {name: p.data_ptr() for name, p in parameters.items()}
@@ -97,7 +97,7 @@ class Replica:
         for name in divide_experts(module, group, SummedExperts):  # along their own dimension
             dims |= dict.fromkeys(map(id, module.get_submodule(name).parameters()), 0)
         for parameter in module.parameters():
-            parameter.data = parameter.data.clone()  # a part that is a view would keep the whole tensor in memory
+            parameter.data = parameter.data.clone()  # a part that is a view would keep the undivided tensor in memory
         named = module.named_parameters(remove_duplicate=False)
         self._dims = {name: dims[id(p)] for name, p in named if id(p) in dims}
         head.register_forward_hook(_WholeVocabulary(even_sizes(num_tokens, group.size()), group))
@@ -114,8 +114,8 @@ class _WholeVocabulary:
         if out.numel() == 0:
             return out.new_empty(*out.shape[:-1], sum(self.sizes))
         spare = max(self.sizes) - out.shape[-1]
-        mine = F.pad(out, (0, spare)) if spare else out.contiguous()
-        everything = mine.new_empty(len(self.sizes) * mine.numel())
-        gather_into(everything, mine.flatten(), group=self.group)
-        parts = everything.view(len(self.sizes), *mine.shape)
+        padded = F.pad(out, (0, spare)) if spare else out.contiguous()
+        everything = padded.new_empty(len(self.sizes) * padded.numel())
+        gather_into(everything, padded.flatten(), group=self.group)
+        parts = everything.view(len(self.sizes), *padded.shape)
         return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)

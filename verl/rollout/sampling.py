@@ -14,7 +14,7 @@ from verl.models.ops.table import op
 from verl.rollout.native.compiled.library import kernels
 
 _CHUNK = 256  # tokens per partial sum; sampling finds the chunk first, then the token in it
-_TOP_P_CANDIDATES = 512  # a sort of the whole vocabulary costs ten times as much and is seldom needed
+_TOP_P_CANDIDATES = 512  # a sort of the complete vocabulary costs ten times as much and is seldom needed
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ def _ranked_threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor
 
 
 def _bisected_threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """`_ranked_threshold` by bisection over the bits of floats, whose order is the order of integers. The host does not wait,
+    """`_ranked_threshold` by bisection over the bits of floats: their order is the order of integers. The host does not wait,
     and nothing is sorted."""
     bits = torch.int32 if probs.dtype == torch.float32 else torch.int64
     low = torch.zeros(len(probs), 1, dtype=bits, device=probs.device)
@@ -104,7 +104,7 @@ def _bisected_threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tens
 
 
 def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The token t (int64 [rows]) with cdf(t-1) <= u < cdf(t), where cdf sums `weights` [rows, vocab] (not negative, not
+    """The token t (int64 [rows]) with cdf(t-1) <= u < cdf(t). cdf sums `weights` [rows, vocab] (not negative, not
     all zero, any scale) in vocabulary order; `u` is float64 [rows] in (0, 1). Never a token of weight 0."""
     rows, vocab = weights.shape
     padded = weights if vocab % _CHUNK == 0 else F.pad(weights, (0, -vocab % _CHUNK))

@@ -17,7 +17,7 @@ from verl.rollout.api import OnFinish, RolloutEngine, Weights, WeightTransfer
 
 
 def checked(weights: Weights, skeleton: HFModule, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` in `dtype`, each compared with the parameter of that name of `skeleton`, which may be a meta-device model.
+    """`weights` in `dtype`, each compared with the parameter of that name of `skeleton`, perhaps a meta-device model.
     Raises as `complete` does."""
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
     shapes = {name: p.shape for name, p in parameters.items()}
@@ -29,8 +29,8 @@ def complete(
     weights: Weights, shapes: Mapping[str, torch.Size], storages: Mapping[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights` as they are. Raises ModelError for a name or shape that is not in `shapes`, a name that comes twice, and at the
-    end when a parameter is missing; of tied ones, which have one number in `storages`, either name will do."""
-    left = {storage: name for name, storage in storages.items()}
+    end when a parameter is missing; of tied ones, with one number in `storages`, either name will do."""
+    missing_names = {storage: name for name, storage in storages.items()}
     received: set[str] = set()
     for name, tensor in weights:
         if shapes.get(name) != tensor.shape or name in received:
@@ -39,10 +39,10 @@ def complete(
                 f"Weight sync sent {name} {fault}. Both models must be built from the same {full_key('model')}."
             )
         received.add(name)
-        left.pop(storages[name], None)
+        missing_names.pop(storages[name], None)
         yield name, tensor
-    if left:
-        raise missing(next(iter(left.values())))
+    if missing_names:
+        raise missing(next(iter(missing_names.values())))
 
 
 def missing(name: str) -> ModelError:
@@ -90,7 +90,7 @@ class OwnWeights(RolloutEngine):
 
 
 class PassiveRollout(RolloutEngine):
-    """The engine of a rank whose replica is run by another rank, which returns the samples. It takes part in gathering the
+    """The engine of a rank with a replica that another rank runs and returns the samples of. It takes part in gathering the
     weights."""
 
     holds_weights = True

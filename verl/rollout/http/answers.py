@@ -1,4 +1,4 @@
-"""The JSON that a service answered with, which may have any shape: values read by their place and their type.
+"""The JSON answer of a service, of any shape: values read by their place and their type.
 
 answer.at(str, "choices", 0, "finish_reason")     # ModelError without one, with the place
 sample = checked_reply(answer, token_ids, log_probs, reason, request)
@@ -46,7 +46,7 @@ class SampleRequest:
 
     @property
     def stop_strings(self) -> list[str]:
-        """Stop strings for the service, which are a hint (engine.sample_by_rules) and may be fewer than the sample has."""
+        """Stop strings for the service: a hint (engine.sample_by_rules), perhaps fewer than the sample has."""
         return [string for string in self.params.stop if string][:_MOST_STRINGS]
 
     def after(self, token_ids: list[int]) -> SampleRequest:
@@ -94,7 +94,7 @@ class SampleReply:
 
 @dataclass(frozen=True)
 class Answer:
-    """The JSON `value` with which the service at `url` answered `call`, such as "POST /v1/completions"."""
+    """The JSON `value` of the answer of the service at `url` to `call`, such as "POST /v1/completions"."""
 
     url: str
     call: str
@@ -108,7 +108,7 @@ class Answer:
         return value
 
     def get(self, kind: type[T], *place: str | int) -> T | None:
-        """As `at`, but None where there is nothing, or null. Raises ModelError for a value of another type."""
+        """As `at`, but None for nothing, or null. Raises ModelError for a value of another type."""
         value = self._find(place)
         if value is not None and type(value) is not kind:
             raise self.unusable(f"has {_shown(value)} as {_path(place)}, not {_NAMES[kind]}")

@@ -20,7 +20,7 @@ from verl.errors import ConfigError, DeadlineError, ModelError, RefusedError, Un
 from verl.foreign_text import clean
 from verl.rollout.http.answers import Answer
 
-# of an answer, and for each of its tokens, which come with their texts, log-probs and the names of all these
+# of an answer, and for each of its tokens: they come with their texts, log-probs and the names of all these
 _MOST_BYTES, _TOKEN_BYTES = 4 << 20, 1 << 10
 _NO_ROUTE = 404
 _AS_ASKED = (400, 413, 422)  # refused for what was asked
@@ -66,10 +66,10 @@ class Client:
         return self._parsed("GET", path, self._call("GET", path, None, 0, may_lack=may_lack))
 
     def post(self, path: str, body: dict[str, object], *, num_tokens: int = 0, may_lack: bool = False) -> Answer:
-        """The JSON of the answer, which may hold `num_tokens` tokens; {} for an empty answer. With `may_lack` also {} where the
+        """The JSON of the answer with at most `num_tokens` tokens; {} for an empty answer. With `may_lack` also {} if the
         service has no such route.
 
-        Raises UnreachableError when the service cannot be reached (within 10 s where it takes no connection), and DeadlineError
+        Raises UnreachableError when the service cannot be reached (within 10 s if it takes no connection), and DeadlineError
         when its answer is not complete in time, both after `num_retries` repetitions. Raises ConfigError when it refuses the
         token, RefusedError for a request that it does not take, and ModelError for any other refusal, an answer that is too
         long, or text that is not JSON.
@@ -78,7 +78,7 @@ class Client:
         return self._parsed("POST", path, content)
 
     def command(self, path: str, body: dict[str, object]) -> None:
-        """As `post`, where the answer need not be JSON."""
+        """As `post`, for an answer that need not be JSON."""
         self._call("POST", path, json.dumps(body).encode(), 0)
 
     def cancel(self) -> None:
@@ -123,7 +123,7 @@ class Client:
         self, method: str, path: str, body: bytes | None, connect_until: float, most_bytes: int
     ) -> tuple[int, bytes, float]:
         """Status and content of one answer, and the seconds that it asks to wait. Raises TimeoutError when it is not complete
-        within `timeout_s`, whatever has come of it until then."""
+        within `timeout_s`, also if a part of it has come."""
         content = self._content(method, path, body, max(0.1, connect_until - time.monotonic()), most_bytes)
         request = asyncio.run_coroutine_threadsafe(asyncio.wait_for(content, self.timeout_s), self._loop)
         self._running.add(request)
@@ -152,8 +152,8 @@ class Client:
                         f"The service at {self.url} answered {method} {path} with more than {most_bytes:,} bytes, which "
                         "no such answer has; look at its log."
                     )
-            asked = answer.headers.get("Retry-After", "")
-            asked_s = min(_MOST_ASKED_S, float(asked)) if asked.isascii() and asked.isdigit() else 0.0
+            wait = answer.headers.get("Retry-After", "")
+            asked_s = min(_MOST_ASKED_S, float(wait)) if wait.isascii() and wait.isdigit() else 0.0
             return answer.status_code, bytes(content), asked_s
 
     def _unreachable(self, error: BaseException, method: str, path: str, attempts: int) -> UnreachableError:
@@ -189,7 +189,7 @@ def _shown(content: bytes) -> str:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process's clients, on its own thread. A request is a task of the loop, which a deadline can cancel
+    """The event loop of this process's clients, on its own thread. A request is a task of the loop: a deadline can cancel it
     at any point: httpx's own deadlines start again with each byte that arrives."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verl-http", daemon=True).start()

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _GENERATE = "/inference/v1/generate"  # of vLLM from 0.32 on
 _WEIGHT_INFO = "/weight_info"  # of vLLM
-_OF_REQUEST = ("model", "prompt", "return_token_ids")  # fields of a request; its others are sampling parameters
+_OF_REQUEST = ("model", "prompt", "return_token_ids")  # fields of a request; its further ones are sampling parameters
 _NO_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 CONTEXT_MARGIN = 8  # tokens of SGLang's context that no sequence gets
 _SEED_BITS = 31
@@ -53,9 +53,9 @@ class Dialect(Protocol):
 
 
 class OpenAI:
-    """`/v1/completions` with token ids in and out, which vLLM's server and others of its kind have. The service samples
+    """`/v1/completions` with token ids in and out, as of vLLM's server and similar ones. The service samples
     by itself: log-probs must be at the sampling temperature (vLLM: --logprobs-mode processed_logprobs). It takes no
-    weights. Prompts with images go to vLLM's route for token ids, where one token stands for each image."""
+    weights. Prompts with images go to vLLM's route for token ids, with one token in place of each image."""
 
     def __init__(self) -> None:
         self._model, self._row = "", 0
@@ -94,10 +94,10 @@ class OpenAI:
             "logprobs": 0,
             "return_token_ids": True,
             "stop": request.stop_strings,
-            "skip_special_tokens": False,  # stop strings are looked for in the whole text
+            "skip_special_tokens": False,  # stop strings are looked for in the complete text
             "spaces_between_special_tokens": False,
             "stop_token_ids": request.stop_token_ids,
-            "ignore_eos": True,  # they are among the stop tokens where they count
+            "ignore_eos": True,  # they are among the stop tokens if they count
             **_NO_PENALTIES,
         }
 
@@ -301,15 +301,15 @@ DIALECTS: dict[str, type[Dialect]] = {"openai": OpenAI, "vllm": VLLM, "sglang": 
 
 
 def served_model(client: Client, name: str | None, path: str | None) -> tuple[str, int, str | None]:
-    """The name by which an OpenAI-compatible service knows the model: `name`, its only one, or `path`; its row; and the folder
+    """The name of the model at an OpenAI-compatible service: `name`, its only one, or `path`; its row; and the folder
     that it says the model is from. Raises ConfigError when it does not serve it, or several and none was chosen."""
     answer = client.get("/v1/models")
     served = [clean(answer.at(str, "data", row, "id")) for row in range(len(answer.at(list, "data")))]
     model = name or (served[0] if len(served) == 1 else path)
     if model not in served:
-        shown = ", ".join(served[:8]) or "nothing"
+        names = ", ".join(served[:8]) or "nothing"
         raise ConfigError(
-            f"The service at {client.url} serves {shown}, not {model or 'one model'}. Set {client.keys}.served_model_name to "
+            f"The service at {client.url} serves {names}, not {model or 'one model'}. Set {client.keys}.served_model_name to "
             "one of these, or start it with the model of this run."
         )
     row = served.index(model)

@@ -30,7 +30,7 @@ from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_key
 from verl.rollout.vllm.settings import longest_sequence
 from verl.rollout.weight_version import OwnWeights, checked
 
-_URL = "http://127.0.0.1:8000"  # where vLLM's server listens by itself
+_URL = "http://127.0.0.1:8000"  # the address of vLLM's server by default
 _MEMORY = ["weights", "kv_cache"]  # of SGLang, by its names
 _IDLE_S = 30  # for its server to end what was dropped
 
@@ -73,7 +73,7 @@ class HTTPRollout(OwnWeights):
         self._num_updates = 0
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
-        """See RolloutEngine; where the service samples by itself, samples depend on its random numbers. Raises ModelError when
+        """See RolloutEngine; if the service samples by itself, samples depend on its random numbers. Raises ModelError when
         the service holds other weights than were published."""
         self.require_whole()
         self.require_current()
@@ -209,12 +209,12 @@ class HTTPGeneration:
             params = replace(self.params, max_new_tokens=self.samples.limit_of(request))
             read = with_files(request, self.engine.tokenizer)
             files = ImageFiles() if read.media is None or read.media.files is None else read.media.files
-            asked = SampleRequest(
+            call = SampleRequest(
                 read.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name, files
             )
             self._asked[request.ordinal, request.first_sample] = request
             self._num_requests += 1
-            future = self._pool.submit(sample_by_rules, self.engine.sample, asked, self.rules)
+            future = self._pool.submit(sample_by_rules, self.engine.sample, call, self.rules)
             future.add_done_callback(partial(self._answered, request))
 
     def _answered(self, request: PromptRequest, answer: Future[SampleReply]) -> None:
@@ -227,7 +227,7 @@ def sample_by_rules(
     """One sample, ended by `rules`. `sample` asks the service, and is asked for the remaining tokens, without stop strings, as
     often as the service ends a sample before its end.
 
-    A service's own stop is a hint. A service that decodes token by token cuts the text where characters are complete. Where a
+    A service's own stop is a hint. A service that decodes token by token cuts the text at complete characters. If a
     prompt ends within a character, vLLM's server takes the prompt for generated text and finds stop strings in it. SGLang ends
     samples at more tokens than it was sent, and both have limits of tokens that the config of the run does not know.
     """
@@ -248,7 +248,7 @@ def sample_by_rules(
 
 
 def _first_end(token_ids: list[int], searched: int, rules: StopRules) -> int | None:
-    """Number of tokens after which the response first holds a stop string; it does not after `searched`."""
+    """Number of tokens of the shortest start of the response with a stop string; longer than `searched`."""
     if not rules.has_strings:
         return None
     response = np.asarray(token_ids)
@@ -292,7 +292,7 @@ class SGLangRollout(HTTPRollout):
         super().load(weights)
 
     def release(self) -> None:
-        """See RolloutEngine. A server that was started here frees its memory of the GPU, except where it is still busy with
+        """See RolloutEngine. A server that was started here frees its memory of the GPU, unless it is still busy with
         samples that were dropped."""
         if self.server is None or not self.server.frees_memory or self._is_asleep:
             return

@@ -26,7 +26,7 @@ from verl.rollout.vllm.settings import longest_sequence
 _POLL_S = 0.5
 _HEALTH_S = 10.0  # for one answer about its health
 _SHARED_MEMORY = "/dev/shm"
-# the margin may go beyond the model's positions, where no token lies; log-probs are at the sampling temperature
+# the margin may go beyond the model's positions, without a token there; log-probs are at the sampling temperature
 _ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
 
@@ -99,7 +99,7 @@ def _folder_in_memory(skeleton: HFModule, dtype: torch.dtype) -> str | None:
 
 
 def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object, port: int) -> list[str]:
-    """The arguments of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
+    """The arguments of sglang.launch_server. Entries of rollout.engine_kwargs.sglang override them."""
     model = transfer.model
     sleeps = config.free_cache_engine and transfer.device.type == "cuda"
     defaults: dict[str, object] = {

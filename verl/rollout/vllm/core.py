@@ -40,7 +40,7 @@ _MOST_IN_FLIGHT = 3  # steps: two scheduled ahead, and one that tells workers of
 
 @dataclass(frozen=True)
 class Setup:
-    """Arguments of vLLM; plain values, which can be sent to another process."""
+    """Arguments of vLLM; plain values, to be sent to another process."""
 
     llm: dict[str, object]  # arguments of vllm.LLM
     environment: dict[str, str]  # of the process while vLLM starts
@@ -131,7 +131,7 @@ class Core:
         """Drop running samples; returns the statistics that are known only here."""
         with contextlib.suppress(Exception):  # an error that came before is raised
             self._llm.llm_engine.abort_request(list(self.running))
-            for _ in range(_MOST_IN_FLIGHT):  # steps that vLLM has scheduled ahead, which still use its memory
+            for _ in range(_MOST_IN_FLIGHT):  # steps that vLLM has scheduled ahead still use its memory
                 self._llm.llm_engine.step()
         self.running.clear()
         cache = self._llm.llm_engine.vllm_config.cache_config
@@ -200,7 +200,7 @@ class Core:
         self._on_workers("verl_abandon")
 
     def sleep(self, discards: bool = False) -> None:
-        """Free memory of the device, the KV cache foremost, where vLLM can. With `discards` the weights are lost, and an update
+        """Free memory of the device, the KV cache foremost, if vLLM can. With `discards` the weights are lost, and an update
         must follow; else vLLM copies them to the host."""
         if self.setup.sleeps and _WEIGHTS not in self._asleep:
             self.wake()  # vLLM puts nothing to sleep twice
@@ -217,7 +217,7 @@ class Core:
     def close(self) -> None:
         """End vLLM's own processes, if it has any."""
         with contextlib.suppress(Exception):  # at the end of a process; nothing depends on it
-            if self.setup.in_ranks:  # the engine's own shutdown would end the process group, which is the run's
+            if self.setup.in_ranks:  # the engine's own shutdown would end the run's process group
                 self._llm.llm_engine.model_executor.shutdown()
             else:
                 self._llm.llm_engine.engine_core.shutdown()
@@ -251,7 +251,7 @@ def _opened(item: bytes | Clip) -> object:
 
 def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, object]) -> dict[str, Any]:
     """Arguments of vllm.SamplingParams for a sample. vLLM's own sampling is the greedy one (see sample.py), and its own rules
-    of stopping are off: end-of-sequence tokens are stop tokens like others."""
+    of stopping are off: end-of-sequence tokens are plain stop tokens."""
     return {
         "n": 1,
         "temperature": 0.0,
@@ -265,7 +265,7 @@ def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, 
 
 
 def require_vllm(key: str = "rollout.name") -> None:
-    """Raise MissingExtraError where vLLM is not installed, which `key` asks for. It is not imported."""
+    """Raise MissingExtraError if vLLM is not installed and `key` asks for it. It is not imported."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
             f"{full_key(key)}=vllm", "vllm", "vllm", f"set {full_key(key)}=native, the engine that comes with verl"
@@ -274,14 +274,14 @@ def require_vllm(key: str = "rollout.name") -> None:
 
 def check_version(version: str) -> None:
     """Warn of a version that is not known to work, and name the known versions."""
-    if not any(version == known or version.startswith(f"{known}.") for known in KNOWN):
+    if not any(version == release or version.startswith(f"{release}.") for release in KNOWN):
         log.warning("vLLM %s was not tried with this version of verl; %s.", version, WORKING)
 
 
 @contextlib.contextmanager
 def undisturbed(environment: dict[str, str]) -> Iterator[None]:
-    """With `environment` set; afterwards the environment, random generators and torch's thread setting are as they were,
-    which vLLM's start changes for the whole process."""
+    """With `environment` set; afterwards the environment, random generators and torch's thread setting are as they were:
+    vLLM's start changes them for the process."""
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     on_host = RandomState.of(torch.device("cpu"))
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None

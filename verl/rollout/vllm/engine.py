@@ -20,7 +20,7 @@ from verl.rollout.vllm.settings import longest_sequence, make_setup
 from verl.rollout.vllm.weights import Manifest
 from verl.rollout.weight_version import OwnWeights, checked
 
-_POLL_S = 1.0  # of a call of the process, which must answer well before its deadline
+_POLL_S = 1.0  # of a call of the process: it must answer well before its deadline
 
 
 @dataclass(eq=False)
@@ -133,10 +133,10 @@ class VLLMGeneration:
             self._is_closed = True
             try:
                 stats = self.core.close_generation()
-            except VerlError:  # the process is lost, which the call before has raised
+            except VerlError:  # the process is lost; the call before has raised that
                 stats = {}
-            known = self.samples.stats(
+            counted = self.samples.stats(
                 self.samples.num_prompt_tokens, self.samples.longest_response, self._num_requests
             )
-            self._stats = {**known, **stats}
+            self._stats = {**counted, **stats}
         return dict(self._stats)

@@ -1,4 +1,4 @@
-"""Everything that is taken from vLLM. Importing this file imports vLLM, which takes seconds, and fails where it is missing.
+"""Everything that is taken from vLLM. Importing this file imports vLLM: it takes seconds, and fails if vLLM is missing.
 
 The names are from the versions in `core.KNOWN`; another version may have moved them.
 """
@@ -65,7 +65,7 @@ class Sampler(LogitsProcessor, SlotProcessor):
         self._sampler: Any = BatchSampler() if is_pin_memory else SlotSampler(where)
 
     def is_argmax_invariant(self) -> bool:
-        """False: it decides which token is the maximum, and is called in greedy decoding."""
+        """False: it decides the token that is the maximum, and is called in greedy decoding."""
         return False
 
     def update_state(self, batch_update: object) -> None:
@@ -104,6 +104,6 @@ class Ranks(ExecutorWithExternalLauncher):
 
 
 def tensor_parallel_group() -> dist.ProcessGroup | None:
-    """The processes (not devices) that share this worker's model; None where there is one."""
+    """The processes (not devices) that share this worker's model; None if there is one."""
     group = get_tp_group()
     return group.cpu_group if group.world_size > 1 else None

@@ -3,10 +3,10 @@
 A request carries its key (verl.rollout.uniforms) and its sampling parameters in `SamplingParams.extra_args`. Of its logits
 only the sampled token stays, with its log-probability as its value. vLLM takes the maximum and, asked for processed logits,
 reports that value. So samples do not depend on vLLM's generators, batches, schedules or restarts. Log-probabilities come from
-softmax(logits / temperature) before top-k, top-p and min-p, which vLLM has no mode for.
+softmax(logits / temperature) before top-k, top-p and min-p; vLLM has no mode for that.
 
-vLLM's two model runners call processors differently. `BatchSampler` is for the first, whose batch has its requests in rows that
-move. `SlotSampler` is for the second, where a request keeps a slot, and positions are on the device.
+vLLM's two model runners call processors differently. `BatchSampler` is for the first; its batch has requests in rows that
+move. `SlotSampler` is for the second: a request keeps a slot, and positions are on the device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Rules:
         self._numbers: dict[Rule, int] = {}
 
     def read(self, params: Any) -> tuple[int, int, int]:
-        """(key, num_drawn, number of the rule) of a request with vLLM's `params`; no rule where it has no key."""
+        """(key, num_drawn, number of the rule) of a request with vLLM's `params`; no rule if it has no key."""
         entry = (params.extra_args or {}).get(_ENTRY) if params is not None else None
         if entry is None:
             return 0, 0, _NO_RULE
@@ -78,7 +78,7 @@ class _Rules:
 
 @dataclass(frozen=True)
 class _Row:
-    """A request in the batch. `output` is vLLM's own list of its tokens so far, which grows."""
+    """A request in the batch. `output` is vLLM's own, growing list of its tokens so far."""
 
     key: int
     num_drawn: int
@@ -107,14 +107,14 @@ class BatchSampler:
         for index, params, _, output in batch_update.added:
             self._rows[index] = _Row(*self._rules.read(params), output)
         for first, second, direction in batch_update.moved:
-            here, there = self._rows.pop(first, None), self._rows.pop(second, None)
-            if here is not None:
-                self._rows[second] = here
-            if there is not None and direction.name == "SWAP":
-                self._rows[first] = there
+            moved, replaced = self._rows.pop(first, None), self._rows.pop(second, None)
+            if moved is not None:
+                self._rows[second] = moved
+            if replaced is not None and direction.name == "SWAP":
+                self._rows[first] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Sample on logits [requests, vocab], which are written to; see _Rules.draw."""
+        """Sample on logits [requests, vocab] and write to them; see _Rules.draw."""
         rows = [self._rows.get(index, _EMPTY_ROW) for index in range(len(logits))]
         numbers = [row.rule for row in rows]
         table = [[row.key for row in rows], [row.num_drawn + len(row.output) for row in rows], numbers]
@@ -149,7 +149,7 @@ class SlotSampler:
             self._changed = False
 
     def apply(self, logits: torch.Tensor, context: Any) -> torch.Tensor:
-        """Sample on logits [rows, vocab], which are written to; see _Rules.draw. `context` is vLLM's LogitsContext."""
+        """Sample on logits [rows, vocab] and write to them; see _Rules.draw. `context` is vLLM's LogitsContext."""
         rows = self._on_device[:, context.expanded_idx_mapping]
         rows[1] += context.pos + 1  # the place of the new token in the sequence
         return self._rules.draw(logits, rows, self._slots[2, context.idx_mapping_np].tolist())

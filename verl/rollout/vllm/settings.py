@@ -32,7 +32,7 @@ def make_setup(
     eos_token_ids: tuple[int, ...],
     vocab_size: int,
 ) -> Setup:
-    """`skeleton` is a meta-device model. Entries of rollout.engine_kwargs.vllm go before all others."""
+    """`skeleton` is a meta-device model. Entries of rollout.engine_kwargs.vllm override all arguments made here."""
     on_cpu = transfer.device.type == "cpu"
     longest = longest_sequence(config, skeleton)
     arguments: dict[str, object] = {
@@ -98,7 +98,7 @@ def _environment(transfer: WeightTransfer, num_devices: int) -> dict[str, str]:
     elif transfer.in_process:  # CUDA has counted the devices of this process already
         visible = transfer.visible_devices or _own_devices(transfer.device, num_devices)
         wishes |= {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}
-    needs = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine is where we put it
+    needs = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine stays in its process
     always = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     return {**{k: v for k, v in wishes.items() if k in always or k not in os.environ}, **needs}
 
@@ -125,5 +125,5 @@ def _cache_bytes(rollout: RolloutConfig, longest: int, skeleton: Any, dtype: tor
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block = int(2 * config.num_hidden_layers * heads * size * dtype.itemsize * _BLOCK_TOKENS)
     one = (-(-longest // _BLOCK_TOKENS) + 1) * block
-    most = available_memory() // _MOST_OF_MEMORY // rollout.tensor_model_parallel_size
-    return max(2 * one, min(rollout.max_num_seqs * one, most // block * block))
+    limit = available_memory() // _MOST_OF_MEMORY // rollout.tensor_model_parallel_size
+    return max(2 * one, min(rollout.max_num_seqs * one, limit // block * block))

@@ -1,7 +1,7 @@
 """Checksums of the weights that vLLM's model holds against the sent weights, before they are packed for a processor.
 
     sent      q_proj  k_proj  v_proj       sums of integers do not depend on order: a fused parameter has the sum of its
-    held      ─────── qkv_proj ──────      parts, and all ranks of tensor parallelism together have the sum of the whole
+    held      ─────── qkv_proj ──────      parts, and all ranks of tensor parallelism together have the undivided sum
 
 vLLM fuses, divides and packs weights. A packed weight cannot be read any more, so each layer is read just before packing.
 """
@@ -51,7 +51,7 @@ class HeldWeights:
             self._sent.setdefault(".".join(path), {})[number] = word_sum(tensor)
 
     def any_worker(self, flag: bool) -> bool:
-        """Whether `flag` is set on one of the ranks of the group, all of which call this."""
+        """Whether `flag` is set on one of the ranks of the group; all of them call this."""
         flags = torch.tensor([int(flag)])
         if self._group is not None:
             dist.all_reduce(flags, group=self._group)
@@ -66,8 +66,8 @@ class HeldWeights:
         if self._group is not None:
             size = dist.get_world_size(self._group)
             dist.all_reduce(totals, group=self._group)
-        for name, own, total in zip(names, held, totals.tolist(), strict=True):
-            if not _explained([self._sent[name][at] for at in sorted(self._sent[name])], own, total, size):
+        for name, held_sum, total in zip(names, held, totals.tolist(), strict=True):
+            if not _explained([self._sent[name][at] for at in sorted(self._sent[name])], held_sum, total, size):
                 raise ModelError(
                     f"The rollout engine holds other values in {name} than it was sent. They must not be used: update again, "
                     "or use another version of vLLM."
@@ -94,12 +94,12 @@ class HeldWeights:
 
 
 def _process_and_pack(method: object, process: Callable[[object], None], layer: nn.Module) -> None:
-    """As vLLM does when it starts: in an update it leaves experts unpacked, which a processor then reads as packed (0.32)."""
+    """As vLLM does when it starts: in an update it leaves experts unpacked, and a processor reads them as packed (0.32)."""
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     if experts is None or next(layer.parameters()).device.type != "cpu":
         return process(layer)
     pack = getattr(experts, _HOOK)
-    setattr(experts, _HOOK, lambda layer: None)  # where another version packs, too
+    setattr(experts, _HOOK, lambda layer: None)  # another version packs here, too
     try:
         process(layer)
     finally:
@@ -114,7 +114,7 @@ def word_sum(tensor: torch.Tensor) -> int:
 
 
 def _explained(parts: list[int], own: int, total: int, size: int) -> bool:
-    """Whether a rank has all of it, or all ranks together, of which several may hold the same heads of keys and values."""
-    whole, first = sum(parts), parts[0]
-    possible = [own - whole, *(total - first - times * (whole - first) for times in range(1, size + 1))]
+    """Whether a rank has all of it, or all ranks together; several ranks may hold the same heads of keys and values."""
+    full, first = sum(parts), parts[0]
+    possible = [own - full, *(total - first - times * (full - first) for times in range(1, size + 1))]
     return any(gap & _WRAP == 0 for gap in possible)

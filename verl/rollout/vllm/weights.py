@@ -4,7 +4,7 @@
 
 `finish` succeeds only when the received tensors equal the sent tensors. Every parameter of the engine must have got a new
 value, and hold the sent value (weight_check.py). An output layer that shares its weight with the embedding must also compute
-with the new weight: on a CPU it multiplies by a packed copy, which vLLM's own reload leaves as it was.
+with the new weight: on a CPU it multiplies by a packed copy that vLLM's own reload leaves as it was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl.models.hf_module import HFModule
 from verl.registry import load_object
 from verl.rollout.vllm.weight_check import HeldWeights
 
-Description = dict[str, Any]  # of a bucket: JSON, whose "entries" begin with the names
+Description = dict[str, Any]  # of a bucket: JSON with "entries" that begin with the names
 
 # a message names one of them; over HTTP any client of the server can send one, so nothing else is called
 _READERS = ("verl.reshard.shared_memory:read_shared_bucket", "verl.reshard.weight_files:read_folder")
@@ -59,7 +59,7 @@ def _answers(method: Callable[..., None]) -> Callable[..., dict[str, str]]:
         try:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 method(self, *args)
-        except Exception as error:  # noqa: BLE001 - whatever it is, raised here it would end the engine
+        except Exception as error:  # noqa: BLE001 - any error raised here would end the engine
             return {"error": str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"}
         return {}
 
@@ -96,7 +96,7 @@ class WeightReceiver:
     def verl_load(self, message: str) -> None:
         """Load the bucket that the JSON `message` describes: {"reader": "module:function", "bucket": description}."""
         description = json.loads(message)
-        # copies: vLLM keeps them until a layer is whole, and the bucket is written over before
+        # copies: vLLM keeps them until a layer is complete, and the bucket is written over before
         tensors = [(name, _copied(tensor)) for name, tensor in self._verl_read(**description)]
         self._verl_manifest.add(description["bucket"])
         for name, tensor in tensors:
@@ -108,7 +108,7 @@ class WeightReceiver:
     def verl_finish(self, manifest: str) -> None:
         """The weights are complete, if `manifest` is the digest of what came."""
         problem = self._verl_problem(manifest)
-        # workers that share the model compare sums together: an absent worker would leave the others waiting
+        # workers that share the model compare sums together: an absent worker would leave its peers waiting
         if self._verl_held.any_worker(problem is not None):
             raise problem or ModelError(ELSEWHERE)
         self._verl_held.check()
@@ -186,5 +186,5 @@ def _renew_tied_heads(model: HFModule) -> None:
 def _tied(modules: Iterable[Any], head_class: type) -> list[Any]:
     """The output layers that share their weight with another module."""
     layers = list(modules)
-    others = {id(m.weight) for m in layers if not isinstance(m, head_class) and getattr(m, "weight", None) is not None}
-    return [m for m in layers if isinstance(m, head_class) and id(getattr(m, "weight", None)) in others]
+    further = {id(m.weight) for m in layers if not isinstance(m, head_class) and getattr(m, "weight", None) is not None}
+    return [m for m in layers if isinstance(m, head_class) and id(getattr(m, "weight", None)) in further]
