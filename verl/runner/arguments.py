@@ -66,7 +66,7 @@ _LOSS_FIELDS = {
     "loss": "loss_type", "f_divergence": "f_divergence_type", "f_alpha": "f_alpha_divergence_coef",
     **{n: n for n in ("loss_weights", "beta", "label_smoothing", "ld_alpha", "use_weighting", "discopop_tau")},
 }  # fmt: skip
-# the reference's log-probabilities are always computed once, which changes no result
+# the reference's log-probabilities are always computed once: this changes no result
 _DPO = {
     *_LOSS_FIELDS.values(), "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "precompute_ref_log_probs",
     "precompute_ref_batch_size", "pad_to_multiple_of",
@@ -74,14 +74,14 @@ _DPO = {
 _OF_ALGORITHM: dict[str, set[str]] = {"sft": {"loss_type", "dataset_text_field"}, "dpo": _DPO}
 
 
-# key -> the fields of args that give its value, which the runner itself counts with
+# key -> the fields of args that give its value, by which the runner counts too
 _COUNTS = {
     "actor_rollout_ref.rollout.n": ("num_generations",),
     "actor_rollout_ref.actor.ppo_mini_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
     "data.train_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
     "trainer.total_training_steps": ("max_steps", "num_train_epochs"),
 }
-# which args give only if their field is set, or which the runner reads itself
+# args give these only if their field is set, or the runner reads them itself
 _OF_SET_FIELDS = (
     "trainer.default_local_dir", "trainer.device", "engine.dtype", "actor_rollout_ref.actor.fsdp_config.dtype",
 )  # fmt: skip
@@ -120,10 +120,10 @@ class Arguments:
         self.max_steps = self._count("trainer.total_training_steps", math.ceil(steps))
         self._refuse()
 
-    def _count(self, key: str, of_args: int) -> int:
+    def _count(self, key: str, from_args: int) -> int:
         """The value of `key`, if no field of args was set that gives it."""
         value = self._keys.get(key, "")
-        return int(value) if value.isdecimal() and all(map(self._is_default, _COUNTS[key])) else of_args
+        return int(value) if value.isdecimal() and all(map(self._is_default, _COUNTS[key])) else from_args
 
     def _is_default(self, field: str) -> bool:
         return _same(getattr(self.args, field, None), getattr(self._default, field, None))
@@ -134,15 +134,15 @@ class Arguments:
             return all(map(self._is_default, _COUNTS[key]))
         if key in _OF_SET_FIELDS:
             return False
-        of_default = copy.copy(self)
-        of_default.args = self._default
-        return f"{key}={value}" in of_default.overrides()
+        defaults = copy.copy(self)
+        defaults.args = self._default
+        return f"{key}={value}" in defaults.overrides()
 
     def _refuse(self) -> None:
         """Raise ConfigError for the first field that was set to another value than its default and is not read."""
-        known = _READ | _WITHOUT_EFFECT | _OF_ALGORITHM.get(self.algorithm, _GRPO)
+        accepted = _READ | _WITHOUT_EFFECT | _OF_ALGORITHM.get(self.algorithm, _GRPO)
         for name in (field.name for field in fields(self.args)):
-            if name not in known and not name.startswith("_") and not self._is_default(name):
+            if name not in accepted and not name.startswith("_") and not self._is_default(name):
                 raise ConfigError(
                     f"{type(self.args).__name__}.{name}={getattr(self.args, name)!r} has no meaning for "
                     f"algorithm={self.algorithm!r} here, and would be left out. Remove it, or set what it is for by "
@@ -165,8 +165,8 @@ class Arguments:
 
     def overrides(self) -> list[str]:
         """The keys of the arguments, for load_config."""
-        of_program = {"sft": self._sft, "dpo": self._dpo}.get(self.algorithm, self._rl)()
-        return [f"{key}={value}" for key, value in {**self._host(), **of_program}.items() if value is not None]
+        program_keys = {"sft": self._sft, "dpo": self._dpo}.get(self.algorithm, self._rl)()
+        return [f"{key}={value}" for key, value in {**self._host(), **program_keys}.items() if value is not None]
 
     def _host(self) -> dict[str, object]:
         args = self.args
@@ -195,8 +195,8 @@ class Arguments:
         args = self.args
         kind, schedule = str(getattr(args.optim, "value", args.optim)), args.lr_scheduler_type
         schedule = str(getattr(schedule, "value", schedule))
-        for value, known, field in ((kind, _OPTIMIZERS, "optim"), (schedule, _SCHEDULES, "lr_scheduler_type")):
-            _choose(field, value, known)
+        for value, choices, field in ((kind, _OPTIMIZERS, "optim"), (schedule, _SCHEDULES, "lr_scheduler_type")):
+            _choose(field, value, choices)
         yield f"{prefix}.lr", args.learning_rate
         yield f"{prefix}.optimizer", _OPTIMIZERS[kind]
         yield f"{prefix}.weight_decay", args.weight_decay
@@ -213,7 +213,7 @@ class Arguments:
             name: math.ceil(value / self.num_updates) if name in counts and value else value
             for name, value in (self.args.lr_scheduler_kwargs or {}).items()
         }
-        if schedule in OWN_SCHEDULES:  # whose arguments are keys
+        if schedule in OWN_SCHEDULES:  # their arguments are keys
             yield from ((f"{prefix}.{name}", value) for name, value in arguments.items())
         elif arguments:
             yield f"{prefix}.lr_scheduler_kwargs", json.dumps(arguments)
@@ -248,7 +248,7 @@ class Arguments:
 
     def _dpo(self) -> dict[str, object]:
         args, loss, ref = self.args, PreferenceLossConfig(), ReferenceConfig()
-        settings = {ours: getattr(args, theirs, None) for ours, theirs in _LOSS_FIELDS.items()}
+        settings = {key: getattr(args, name, None) for key, name in _LOSS_FIELDS.items()}
         if isinstance(settings["loss"], list) and len(settings["loss"]) == 1:
             settings["loss"] = settings["loss"][0]
         keys = {f"preference.{name}": (value, getattr(loss, name)) for name, value in settings.items()}
@@ -289,7 +289,7 @@ class Arguments:
             f"{actor}.ppo_epochs": getattr(args, "num_iterations", 1),
             f"{actor}.clip_ratio_low": getattr(args, "epsilon", None),
             f"{actor}.clip_ratio_high": getattr(args, "epsilon_high", None) or getattr(args, "epsilon", None),
-            # TRL bounds a ratio where the advantage is negative only if it is asked to
+            # TRL bounds the ratio of a negative advantage only on request
             f"{actor}.clip_ratio_c": getattr(args, "delta", None) or (math.inf if loss else None),
             f"{actor}.policy_loss.loss_mode": _LEVELS[level],
             f"{actor}.loss_agg_mode": None if loss is None else _LOSS_TYPES[loss],
@@ -300,9 +300,9 @@ class Arguments:
         }
 
 
-def _choose(field: str, value: object, known: Iterable[object]) -> None:
-    if value not in known:
-        raise ConfigError(f"{field}={value} is not available here; there are {', '.join(map(str, known))}.")
+def _choose(field: str, value: object, choices: Iterable[object]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{field}={value} is not available here; there are {', '.join(map(str, choices))}.")
 
 
 def _same(one: object, other: object) -> bool:

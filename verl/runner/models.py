@@ -33,11 +33,11 @@ def with_adapters(model: Any, peft_config: object) -> object:
         raise ConfigError(
             "The model has adapters by add_adapter. RLRunner takes peft adapters: model = peft.get_peft_model(model, config)."
         )
-    (name, *others), config = model.active_adapters, model.peft_config[model.active_adapter]
+    (name, *more_names), config = model.active_adapters, model.peft_config[model.active_adapter]
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA" or others:
+    if kind != "LORA" or more_names:
         raise ConfigError(
-            f"The model has adapters of type {', '.join([kind, *others])}; RLRunner trains a single one of type LORA. "
+            f"The model has adapters of type {', '.join([kind, *more_names])}; RLRunner trains a single one of type LORA. "
             "Merge the others, or train with peft's own trainers."
         )
     fields = {field: value for field, value in vars(config).items() if not field.startswith("_")}
@@ -81,7 +81,7 @@ def write_script_model(module: Any, folder: Path) -> dict[str, Path]:
     if module.active_adapter != "default":  # peft makes a folder for it
         adapter = adapter / module.active_adapter
     file = adapter / CONFIG_FILE
-    # by their names, since peft has further rules which modules get an adapter
+    # by their names: peft has further rules for the modules that get an adapter
     adapted = [name for name, part in base.named_modules() if module.active_adapter in getattr(part, "lora_A", ())]
     # `folder` has the weights behind any initialization, as of PiSSA
     changes = {"target_modules": adapted, "base_model_name_or_path": str(folder), "init_lora_weights": True}
@@ -100,11 +100,11 @@ def take_weights(module: HFModule, role: Path) -> None:
     from safetensors.torch import load_file
 
     if is_peft(module):
-        mine, suffix = dict(module.named_parameters()), f".{module.active_adapter}.weight"
+        parameters, suffix = dict(module.named_parameters()), f".{module.active_adapter}.weight"
         trained = load_file(role / "lora_adapter" / WEIGHTS_FILE)
         with torch.no_grad():
             for name, value in trained.items():
-                mine[name.removesuffix(".weight") + suffix].copy_(value)
+                parameters[name.removesuffix(".weight") + suffix].copy_(value)
         return
     weights = {
         name: t for file in sorted((role / "huggingface").glob("*.safetensors")) for name, t in load_file(file).items()

@@ -55,11 +55,11 @@ class Script:
     current: ClassVar[Script | None] = None
 
     def call(self, event: str, **values: object) -> None:
-        """Call `event` of every callback; transformers' own callbacks decide which actions are due."""
+        """Call `event` of every callback; those of transformers decide the actions that are due."""
         self.control = getattr(self.events, event)(self.args, self.state, self.control, **values)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """on_log with `metrics`, which join the history."""
+        """on_log with `metrics`; they join the history."""
         logs = {**metrics, "epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.call("on_log", logs=logs)
@@ -87,7 +87,7 @@ class WithCallbacks(Program[Any]):
         if (step - 1) % script.steps_per_epoch == 0:
             script.call("on_epoch_begin")
         script.call("on_step_begin")
-        with run_settings():  # whatever callbacks have set
+        with run_settings():  # against settings of callbacks
             result = super().step(step)  # type: ignore[safe-super]
         state.global_step, state.epoch = step, step / script.steps_per_epoch
         script.call("on_step_end")
@@ -130,15 +130,15 @@ class WithCallbacks(Program[Any]):
 
 
 def refuse_other_checkpoints(folder: Path) -> None:
-    """Raises ConfigError where `folder` has a checkpoint-N of another trainer."""
-    others = []
+    """Raises ConfigError if `folder` has a checkpoint-N of another trainer."""
+    foreign = []
     for path in _checkpoints(folder):
         files = list(path.iterdir())
         if files and not any(file.is_symlink() for file in files):  # callbacks may have added files to ours
-            others.append(path.name)
-    if others:
+            foreign.append(path.name)
+    if foreign:
         raise ConfigError(
-            f"The output_dir {folder} has checkpoints of another trainer, such as {others[0]}. Choose another output_dir."
+            f"The output_dir {folder} has checkpoints of another trainer, such as {foreign[0]}. Choose another output_dir."
         )
 
 
@@ -199,7 +199,7 @@ def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) ->
 class ScriptRewards:
     """A reward manager that calls the functions of the script, in this process, with all samples that are collected together.
     TRL's functions get `completion_ids` and `trainer_state` too, if they take them. The sum of all, weighed by
-    `reward_weights`, is the score; a sample for which all return None has none. Raises RewardError for a function that fails or
+    `reward_weights`, is the score; a sample without a number from any has none. Raises RewardError for a function that fails or
     returns another count."""
 
     def __init__(self, pool: RewardPool, *, max_response_length: int):
@@ -223,15 +223,15 @@ class ScriptRewards:
         columns = {name_of(fn): _call(fn, requests) for fn in script.reward_functions}
         scores = []
         for request, *values in zip(requests, *columns.values(), strict=True):
-            known = [
+            weighted = [
                 w * v for w, v in zip(script.reward_weights, values, strict=True) if v is not None and not math.isnan(v)
             ]
             parts = {name: value for name, value in zip(columns, values, strict=True) if value is not None}
             error = (
-                None if known else f"No reward function returned a number for sample {request.key}; it has no score."
+                None if weighted else f"No reward function returned a number for sample {request.key}; it has no score."
             )
             self.num_defaulted += error is not None
-            scores.append(Score(request.key, float(sum(known)), parts if len(columns) > 1 else {}, error))
+            scores.append(Score(request.key, float(sum(weighted)), parts if len(columns) > 1 else {}, error))
         return scores
 
 
@@ -239,7 +239,7 @@ def _call(function: Callable[..., object], requests: Sequence[ScoreRequest]) -> 
     samples = [(r.data_source, r.solution_str, r.ground_truth, r.extra_info) for r in requests]
     state, ids = current_script().state, [list(r.response_ids) for r in requests]
     try:
-        with run_settings():  # which the function may change
+        with run_settings():  # the function may change them
             results = results_of(function, samples, {"trainer_state": state, "completion_ids": ids})
         scores = [result["score"] if isinstance(result, Mapping) else result for result in results]
         return [None if score is None else float(score) for score in scores]

@@ -44,13 +44,13 @@ class RLRunner:
     """Runner with the arguments of transformers.Trainer and of TRL's trainers, and:
 
     `reward_funcs`: functions `f(prompts, completions, **columns)` -> list of numbers (TRL), verl's compute_score, or the path
-    of a sequence classification model. `algorithm`: sft, dpo, grpo or ppo (default: grpo with `reward_funcs`, dpo where rows
+    of a sequence classification model. `algorithm`: sft, dpo, grpo or ppo (default: grpo with `reward_funcs`, dpo if rows
     have chosen and rejected, else sft). `ref_model`: another reference for dpo than the model at the start. `model` may be a
-    PeftModel with one LoRA adapter, in which only the adapter trains; `peft_config` makes a plain module a PeftModel.
-    `config`: keys of docs/config.md as `key=value` texts or a mapping, which must not contradict fields of `args` that are set.
+    PeftModel with one LoRA adapter: only the adapter trains; `peft_config` makes a plain module a PeftModel.
+    `config`: keys of docs/config.md as `key=value` texts or a mapping, without contradiction to the fields set in `args`.
 
     Rows for sft have input_ids (and labels), or the columns of docs/sft.md; `data_collator` is applied to each row by
-    itself. Rows for dpo have the columns of docs/preferences.md; rows for the others have `prompt`, a text or messages.
+    itself. Rows for dpo have the columns of docs/preferences.md; rows of other algorithms have `prompt`, a text or messages.
     `args` may be a TrainingArguments or a config of TRL; a field that is set and has no meaning here is refused. Raises
     ConfigError and DataError before anything is trained.
     """
@@ -103,10 +103,10 @@ class RLRunner:
         self._path = absolute_path(str(model if is_path else model.config._name_or_path), os.path.isdir)
         self._module: Any = None if is_path else model
         self._start: Path | None = None  # the model from before dpo
-        own = processing_class if processing_class is not None else tokenizer
-        self.processing_class = load_tokenizer(self._path) if own is None else own
+        given_tokenizer = processing_class if processing_class is not None else tokenizer
+        self.processing_class = load_tokenizer(self._path) if given_tokenizer is None else given_tokenizer
         self._init_arguments = init_arguments(self.args, is_path)
-        if is_path and (own is not None or self._init_arguments):
+        if is_path and (given_tokenizer is not None or self._init_arguments):
             self._module = self.model  # model and tokenizer are written into one folder
         self.rewards = _reward_list(reward_funcs)
         if self.algorithm not in GIVEN_ROWS and not self.rewards:
@@ -116,7 +116,7 @@ class RLRunner:
 
     @property
     def model(self) -> Any:
-        """The module; loaded on first use where a path was given."""
+        """The module; if `model` is a path, loaded on first use."""
         from transformers import AutoModelForCausalLM
 
         if self._module is None:
@@ -155,9 +155,9 @@ class RLRunner:
 
     @short_traceback
     def evaluate(self, eval_dataset: Iterable[Mapping[str, object]] | None = None) -> dict[str, float]:
-        """Metrics of the current weights on `eval_dataset` (default: the runner's dataset): eval_loss and others, and the
-        metrics of compute_metrics. The reference of dpo is ref_model, or the model at the start of training; raises
-        ConfigError where the reference has moved (sync_ref_model)."""
+        """Metrics of the current weights on `eval_dataset` (default: the runner's dataset): eval_loss, more of the program, and
+        those of compute_metrics. The reference of dpo is ref_model, or the model at the start of training; raises
+        ConfigError if the reference has moved (sync_ref_model)."""
         rows = self.eval_dataset if eval_dataset is None else list(eval_dataset)
         if not rows:
             raise ConfigError("RLRunner.evaluate needs eval_dataset.")
@@ -176,14 +176,14 @@ class RLRunner:
         metrics = {n: v for n, v in self.state.log_history[-1].items() if n.startswith("eval_")}
         if self.compute_metrics is None:
             return metrics
-        own: dict[str, float] = self.predict(rows).metrics
-        self.script.log(own)
-        return metrics | own
+        computed: dict[str, float] = self.predict(rows).metrics
+        self.script.log(computed)
+        return metrics | computed
 
     @torch.no_grad()
     def predict(self, test_dataset: Iterable[Mapping[str, object]]) -> Any:
         """transformers' PredictionOutput: logits [rows, tokens, vocabulary] and labels [rows, tokens], padded with -100.
-        Raises ConfigError for dpo, whose rows are pairs."""
+        Raises ConfigError for dpo: its rows are pairs."""
         from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
         if self.algorithm == "dpo":
@@ -263,14 +263,14 @@ class RLRunner:
     def _joined(self, mapped: Sequence[str]) -> list[str]:
         """The overrides of args and of config. Raises ConfigError for a key with two values, one of them of a field that was
         set."""
-        values, own = _values(mapped), _values(self.overrides)
-        for key in [key for key, value in own.items() if values.get(key, value) != value]:
+        values, configured = _values(mapped), _values(self.overrides)
+        for key in [key for key, value in configured.items() if values.get(key, value) != value]:
             is_set = key == "algorithm.adv_estimator" and self._algorithm_is_given
             if is_set or self._mapped is None or not self._mapped.gives_way(key, values[key]):
                 raise ConfigError(
-                    f"config gives {key}={own[key]}, and args or the data sets give {values[key]}. Change one of them."
+                    f"config gives {key}={configured[key]}, and args or the data sets give {values[key]}. Change one of them."
                 )
-        return [*(f"{key}={value}" for key, value in values.items() if key not in own), *self.overrides]
+        return [*(f"{key}={value}" for key, value in values.items() if key not in configured), *self.overrides]
 
     @property
     def _has_pairs(self) -> bool:
@@ -369,12 +369,12 @@ class RLRunner:
             take_weights(self._module, folder)
 
 
-def _resume(asked: str | bool | None) -> dict[str, Any]:
-    if not asked:
+def _resume(choice: str | bool | None) -> dict[str, Any]:
+    if not choice:
         return {"trainer.resume_mode": "disable"}
-    if asked is True:
+    if choice is True:
         return {"trainer.resume_mode": "auto"}
-    path = Path(asked)
+    path = Path(choice)
     path = path.with_name(path.name.replace("checkpoint-", "global_step_"))
     return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": path}
 
