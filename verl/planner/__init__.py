@@ -1,4 +1,4 @@
-"""Plans of runs: which placement, which layout, how long and how much memory, by one cost model. Without torch.
+"""Plans of runs: placement, layout, time and memory, by one cost model. Without torch.
 
 shape = ModelShape.from_config(json.load(open("config.json")))
 cluster = Cluster.of("h100_sxm", num_devices=64)

@@ -36,14 +36,14 @@ RESERVED_BYTES = 2_500_000_000  # of a GPU: the context, NCCL's buffers and what
 
 
 class DeviceGroup(NamedTuple):
-    """`size` devices of which `per_node` lie in one domain of fast links."""
+    """`size` devices; domains of fast links hold `per_node` of them each."""
 
     size: int
     per_node: int
 
     @classmethod
     def of(cls, size: int, stride: int, domain: int) -> DeviceGroup:
-        """Every `stride`-th device, `size` of them, where `domain` neighbours share fast links."""
+        """Every `stride`-th device, `size` of them; `domain` neighbours share fast links."""
         return cls(size, max(1, min(size, domain // stride)))
 
 
@@ -146,8 +146,8 @@ def cluster_facts(gpu: str) -> dict[str, Any]:
     """The row of clusters.yaml. Raises ConfigError for an unknown device."""
     rows = _rows("clusters.yaml")
     if gpu not in rows:
-        known = f"Known are: {', '.join(rows)}, and cpu, this machine's processor."
-        raise ConfigError(f"plan.cluster.gpu={gpu} is no known device{nearest(gpu, rows) or '.'} {known}")
+        names = f"Known are: {', '.join(rows)}, and cpu, this machine's processor."
+        raise ConfigError(f"plan.cluster.gpu={gpu} is no known device{nearest(gpu, rows) or '.'} {names}")
     return rows[gpu]
 
 
@@ -231,7 +231,7 @@ def _attention_flops(torch: Any) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Seconds of the fastest call after a warm-up. With one thread only the time on a core counts: others may use it."""
+    """Seconds of the fastest call after a warm-up. With one thread only the time on a core counts: it is shared."""
     import torch
 
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

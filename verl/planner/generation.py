@@ -34,7 +34,7 @@ _PREFILL_TOKENS = 8192  # of a forward over prompts
 
 @lru_cache(maxsize=1 << 16)
 def decode_step(shape: ModelShape, tensor: int, cluster: Cluster, active: float, context: float) -> Time:
-    """One token for each of `active` samples of a replica, whose KV caches have `context` tokens each on average."""
+    """One token for each of `active` samples of a replica; their KV caches have `context` tokens each on average."""
     rows = max(active, 1.0)
     device, t = cluster.device, tensor
     attention = _decode_attention(shape, t, cluster, rows, context)
@@ -67,7 +67,7 @@ def _decode_attention(shape: ModelShape, tensor: int, cluster: Cluster, rows: fl
 
 
 def _all_reduce(cluster: Cluster, num_bytes: float, tensor: int) -> float:
-    """Seconds by NCCL, or by one kernel that reads its neighbours' memory where that is faster."""
+    """Seconds by NCCL, or by one kernel that reads its neighbours' memory if that is faster."""
     group = cluster.group(tensor)
     usual = cluster.collective("all_reduce", num_bytes, group)
     small = cluster.device.kernels.collectives.get("small_all_reduce")
@@ -105,8 +105,8 @@ def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workloa
     """Memory of one rank: weights, keys and values of all slots at nine tenths of the lengths, and a forward over prompts."""
     slots = min(layout.slots, -(-workload.num_samples // layout.replicas))
     shared = workload.prompt_mean / workload.samples
-    own = (workload.response.mean + workload.response.quantile(0.9)) / 2
-    tokens = max(slots * (shared + own), workload.longest)
+    response = (workload.response.mean + workload.response.quantile(0.9)) / 2
+    tokens = max(slots * (shared + response), workload.longest)
     prompts = workload.num_prompts * workload.prompt_mean / layout.replicas
     each = ParallelLayout(tensor=layout.tensor, zero=0, expert=_experts(shape, layout), logit_chunk=1024)
     return Bytes(

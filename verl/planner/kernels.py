@@ -8,11 +8,11 @@ memory bandwidth B (bytes/s), a number of processors S, and a tile of 128 rows (
     prefill     latency + flops (causal half, blocks of `block` queries, `prologue` keys more) / (`compute` P d /
                 (d + `head_dim`)) * waves / w + bytes / (`memory` B)
     decode      latency + the larger of KV bytes / (`memory` B) and waves * blocks of 128 keys in a part * `block` +
-                rows * `row` + `combine` where sequences are read in parts: S / rows of them, so that all processors read
+                rows * `row` + `combine` if sequences are read in parts: S / rows of them, so that all processors read
     experts     latency + ((bytes of the experts in use / (`memory` B))^q + (flops / (`compute` P))^q)^(1/q)
                 + bytes of all rows / (`token` B);  an expert's rows fill tiles, of the rows of other ranks a share `others` is
                 computed too
-    collective  latency + bytes / bandwidth + `ramp` sqrt(bytes);  bytes = bytes on the wire + `own` of a rank's own part; where
+    collective  latency + bytes / bandwidth + `ramp` sqrt(bytes);  bytes = bytes on the wire + `own` of a rank's part; if
                 small messages have a separate protocol, the faster of: bytes / `small`, `bulk` + bytes / bandwidth
 
 The constants are in devices.yaml, with the error of each fit on kernels that it has not seen;
@@ -169,7 +169,7 @@ def experts_time(
     *,
     even: bool = False,
 ) -> Number:
-    """`tokens` tokens through `top_k` of `num` gated experts each, of which this device holds one of `ranks` parts and sorts
+    """`tokens` tokens through `top_k` of `num` gated experts each. This device holds one of `ranks` parts and sorts
     the rows of all. `even`: the router uses as many experts as it can; else it chooses them independently."""
     fit = device.kernels.experts
     rows = tokens * top_k / ranks
@@ -186,12 +186,12 @@ def experts_time(
 
 
 def wire_bytes(operation: str, num_bytes: Number, ranks: Number) -> Number:
-    """Bytes that a rank sends in a ring; `num_bytes` is the whole tensor (of an all-to-all: the tensor of a rank)."""
+    """Bytes that a rank sends in a ring; `num_bytes` is the full tensor (of an all-to-all: the tensor of a rank)."""
     return num_bytes * (ranks - 1) / ranks * (2 if operation == "all_reduce" else 1)
 
 
 def collective_time(fit: CollectiveFit, operation: str, num_bytes: Number, ranks: Number, scale: float = 1.0) -> Number:
-    """A collective among the devices of one node, whose links have `scale` times the bandwidth of the fit."""
+    """A collective among the devices of one node. Their links have `scale` times the bandwidth of the fit."""
     moved = (wire_bytes(operation, num_bytes, ranks) + fit.own * num_bytes / ranks) / scale
     latency = (fit.latency_us + fit.rank_us * (ranks - 2)) * 1e-6
     sent = fit.bulk_us * 1e-6 + moved / (fit.gb_per_s * 1e9) + fit.ramp_ns * 1e-9 * np.sqrt(num_bytes / scale)
@@ -210,5 +210,5 @@ def _waves(w: Number, wave: float, occupancy: float) -> Number:
 
 
 def _blend(a: Number, b: Number, power: float) -> Number:
-    most = np.maximum(a, b)
-    return most * ((a / most) ** power + (b / most) ** power) ** (1 / power)
+    longer = np.maximum(a, b)
+    return longer * ((a / longer) ** power + (b / longer) ** power) ** (1 / power)

@@ -31,7 +31,7 @@ from verl.planner.workload import Dataflow, SequenceBatch, Workload
 
 _GRID = 1.02
 _LOGIT_CHUNK = 1024
-_LONG = 16384  # tokens from which a sequence may be divided over devices
+_LONG = 16384  # tokens; a longer sequence may be divided over devices
 _SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -91,7 +91,7 @@ def front(options: Iterable[Option]) -> list[Option]:
 
 
 def _fronts(options: Iterable[Option], space: Space) -> list[Option]:
-    """The front; where roles need the same sizes, the front of each combination of sizes."""
+    """The front; if roles need the same sizes, the front of each combination of sizes."""
     if not space.same_sizes:
         return front(options)
     by_sizes: dict[tuple[int, ...], list[Option]] = {}
@@ -122,7 +122,7 @@ def round_up(value: float) -> float:
 def options(
     flow: Dataflow, role: str, cluster: Cluster, workload: Workload, space: Space, alone: bool
 ) -> tuple[Option, ...]:
-    """The front of `role` on all devices of `cluster` (a part of the whole one). The actor generates there too, unless the
+    """The front of `role` on all devices of `cluster` (a part of the full one). The actor generates there too, unless the
     rollout has separate devices (`alone`). The role "rollout" is such a rollout."""
     space = space.of(role)
     if role == "rollout":
@@ -235,39 +235,55 @@ def _together(
     """The actor's training with a rollout on the same devices: the state stays (or is on the host), and so do activations that
     the update reuses; all else takes turns."""
     shape = flow.shapes["actor"]
-    most = min(flow.reused_bytes, cluster.memory / REUSED_SHARE)
-    recorded = Bytes(activations=recorded_activations(shape, workload.batch.tokens, most))
-    for own in trained:
-        for other in rollouts:
-            assert own.layout is not None
-            assert other.rollout is not None
-            resident = own.resident + recorded.total
-            if resident + max(own.peak, other.peak) > cluster.memory:
+    reusable = min(flow.reused_bytes, cluster.memory / REUSED_SHARE)
+    recorded = Bytes(activations=recorded_activations(shape, workload.batch.tokens, reusable))
+    for training in trained:
+        for generating in rollouts:
+            assert training.layout is not None
+            assert generating.rollout is not None
+            resident = training.resident + recorded.total
+            if resident + max(training.peak, generating.peak) > cluster.memory:
                 continue
-            moved = time_transition(shape, own.layout, other.rollout, cluster, colocated=True)
-            generate = other.times["generate"] + Time.of(weight_sync=moved)
-            seconds = tuple(a + b for a, b in zip(own.seconds, other.seconds, strict=True))
-            stage = max(range(len(other.seconds)), key=lambda i: other.seconds[i])
+            moved = time_transition(shape, training.layout, generating.rollout, cluster, colocated=True)
+            generate = generating.times["generate"] + Time.of(weight_sync=moved)
+            seconds = tuple(a + b for a, b in zip(training.seconds, generating.seconds, strict=True))
+            stage = max(range(len(generating.seconds)), key=lambda i: generating.seconds[i])
             seconds = tuple(round_up(s + (moved if i == stage else 0.0)) for i, s in enumerate(seconds))
-            times = {**own.times, "generate": generate}
-            parts = {kind: part + recorded for kind, part in {**own.parts, **other.parts}.items()}
-            yield Option("actor", seconds, resident, max(own.peak, other.peak), own.layout, other.rollout, times, parts)
+            times = {**training.times, "generate": generate}
+            parts = {kind: part + recorded for kind, part in {**training.parts, **generating.parts}.items()}
+            yield Option(
+                "actor",
+                seconds,
+                resident,
+                max(training.peak, generating.peak),
+                training.layout,
+                generating.rollout,
+                times,
+                parts,
+            )
 
 
 def parallel_layouts(
     shape: ModelShape, cluster: Cluster, workload: Workload, space: Space, *, trains: bool
 ) -> Iterator[ParallelLayout]:
-    """Every layout of a role on all devices of `cluster` whose sizes divide."""
+    """Every layout of a role on all devices of `cluster` with sizes that divide."""
     n, batch = cluster.num_devices, workload.batch
-    most = max(1, int(batch.num / (workload.updates if trains else 1)))  # sequences that data parallel ranks can divide
+    max_ranks = max(
+        1, int(batch.num / (workload.updates if trains else 1))
+    )  # sequences that data parallel ranks can divide
     contexts = [c for c in space.contexts if c == 1 or workload.longest >= _LONG]
     for tensor in (t for t in space.tensors if t <= cluster.domain):
         for pipeline in space.pipelines:
             for context in contexts:
-                rest, left = divmod(n, tensor * pipeline * context)
-                if left or rest < 1 or rest > most or not (_divides(shape, tensor) and shape.has_stages(pipeline)):
+                data, remainder = divmod(n, tensor * pipeline * context)
+                if (
+                    remainder
+                    or data < 1
+                    or data > max_ranks
+                    or not (_divides(shape, tensor) and shape.has_stages(pipeline))
+                ):
                     continue
-                base = ParallelLayout(rest, tensor, pipeline, context, logit_chunk=_LOGIT_CHUNK)
+                base = ParallelLayout(data, tensor, pipeline, context, logit_chunk=_LOGIT_CHUNK)
                 yield from _variants(shape, base, batch, workload, space, trains)
 
 

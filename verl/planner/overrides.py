@@ -16,7 +16,7 @@ from verl.planner.workload import ROLLOUT
 _GROUP = "actor_rollout_ref"
 _ENGINE = {"actor": f"{_GROUP}.actor", "reference": f"{_GROUP}.ref", "critic": "critic"}
 _FSDP = {"actor": f"{_GROUP}.actor.fsdp_config", "reference": f"{_GROUP}.ref.fsdp_config", "critic": "critic.fsdp"}
-_ON_GIVEN_ROWS = ("sft", "preference", "rm")  # programs with one engine, whose keys are engine.* and data.*
+_ON_GIVEN_ROWS = ("sft", "preference", "rm")  # programs with one engine: their keys are engine.* and data.*
 
 
 def overrides(plan: RunPlan, engine: str, config: RunConfig | None = None) -> list[str]:

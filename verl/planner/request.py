@@ -158,47 +158,47 @@ def read_lengths(file: Path) -> list[float]:
     return lengths
 
 
-def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[RunConfig]) -> Cluster:
+def cluster_of(request: ClusterRequest, loaded: LoadedConfig[RunConfig]) -> Cluster:
     """The cluster of `plan.cluster`; numbers of nodes and devices that it does not give come from the config."""
-    if asked.gpu == "cpu":
-        if asked.gpus_per_node not in (None, 1) or asked.nodes not in (None, 1):
+    if request.gpu == "cpu":
+        if request.gpus_per_node not in (None, 1) or request.nodes not in (None, 1):
             raise ConfigError(
                 "plan.cluster.gpu=cpu is this machine's processor, one device. Leave out nodes and gpus_per_node."
             )
-        return measure_cpu(asked.hbm_gb * 1e9 if asked.hbm_gb else available_memory())
+        return measure_cpu(request.hbm_gb * 1e9 if request.hbm_gb else available_memory())
     trainer, settings = loaded.config.trainer, loaded.settings
-    per_node = asked.gpus_per_node
+    per_node = request.gpus_per_node
     if per_node is None:
         listed = "trainer.n_gpus_per_node" in settings and trainer.n_gpus_per_node
-        per_node = trainer.n_gpus_per_node if listed else int(cluster_facts(asked.gpu)["gpus_per_node"])
-    nodes = asked.nodes
+        per_node = trainer.n_gpus_per_node if listed else int(cluster_facts(request.gpu)["gpus_per_node"])
+    nodes = request.nodes
     if nodes is None:
         nodes = trainer.nnodes if "trainer.nnodes" in settings else 1
         if isinstance(loaded.config, PPOConfig):  # a pool of the rollout's own
             nodes += loaded.config.actor_rollout_ref.rollout.nnodes
     cluster = Cluster.of(
-        asked.gpu, nodes * per_node, gpus_per_node=per_node, hbm_gb=asked.hbm_gb, inter_gbps=asked.inter_gbps
+        request.gpu, nodes * per_node, gpus_per_node=per_node, hbm_gb=request.hbm_gb, inter_gbps=request.inter_gbps
     )
     return cluster.in_float32() if _dtype(loaded.config) in ("float32", "fp32") else cluster
 
 
 def _dtype(config: RunConfig) -> str:
-    """The compute dtype of the model that trains, in which frozen weights are held too."""
+    """The compute dtype of the model that trains; frozen weights are held in it too."""
     return config.actor_rollout_ref.actor.fsdp_config.dtype if isinstance(config, PPOConfig) else config.engine.dtype
 
 
-def engine_of(asked: PlanRequest, config: RunConfig) -> str:
+def engine_of(request: PlanRequest, config: RunConfig) -> str:
     """The family of layouts: `plan.engine`, else the family of the config's training engine."""
     strategy = config.actor_rollout_ref.actor.strategy if isinstance(config, PPOConfig) else config.engine.strategy
-    return asked.engine or ("megatron" if strategy == "megatron" else "fsdp")
+    return request.engine or ("megatron" if strategy == "megatron" else "fsdp")
 
 
-def rules_of(asked: PlanRequest, config: RunConfig, roles: tuple[str, ...]) -> Rules:
-    """The choices of a search. Programs that train on given rows run all roles on the same devices, and so does Megatron, whose
-    process groups span a run. Raises ConfigError where a rollout that runs ahead is asked of it."""
-    engine = engine_of(asked, config)
+def rules_of(request: PlanRequest, config: RunConfig, roles: tuple[str, ...]) -> Rules:
+    """The choices of a search. Programs that train on given rows run all roles on the same devices, and so does Megatron: its
+    process groups span a run. Raises ConfigError if a rollout is to run ahead there."""
+    engine = engine_of(request, config)
     alike = not isinstance(config, PPOConfig) or engine == "megatron"
-    if alike and asked.asynchronous == "on":
+    if alike and request.asynchronous == "on":
         raise ConfigError(
             "plan.async=on needs separate devices for the rollout. strategy=megatron takes all devices of a run, and programs "
             "on given rows have no rollout. Set plan.async=off, or plan.engine=fsdp for a program that samples."
@@ -206,13 +206,13 @@ def rules_of(asked: PlanRequest, config: RunConfig, roles: tuple[str, ...]) -> R
     native = not isinstance(config, PPOConfig) or config.actor_rollout_ref.rollout.name == "native"
     space = replace(_SPACES[engine], repeats_kv=not native, replica_in_node=not native)
     return Rules(
-        asynchronous="off" if alike else asked.asynchronous,  # type: ignore[arg-type]
-        space=replace(space, offload=False) if asked.cluster.gpu == "cpu" else space,
+        asynchronous="off" if alike else request.asynchronous,  # type: ignore[arg-type]
+        space=replace(space, offload=False) if request.cluster.gpu == "cpu" else space,
         placements=((roles,),) if alike else None,
     )
 
 
-_UNLIMITED = 8192  # tokens of the longest row where data.max_length sets no limit
+_UNLIMITED = 8192  # tokens of the longest row if data.max_length sets no limit
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:
@@ -222,14 +222,14 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
 
 
 def dataflow_of(config: RunConfig, *, on_cpu: bool = False) -> Dataflow:
-    """The roles and calls of the config of a program. Raises ConfigError for a model whose shape is not known."""
+    """The roles and calls of the config of a program. Raises ConfigError for a model of unknown shape."""
     if isinstance(config, PPOConfig):
         return replace(_ppo(config), reused_bytes=reused_bytes(config) if on_cpu else 0.0)
     shape, rank = shape_of(config.model.path), config.model.lora_rank
     trainable = lora_parameters(shape, rank) if rank else None
     if isinstance(config, PreferenceConfig):
-        own = has_reference_role(config) and bool(config.ref.model_path or not config.model.lends_its_base)
-        reference = shape_of(config.ref.model_path or config.model.path) if own else None
+        has_reference = has_reference_role(config) and bool(config.ref.model_path or not config.model.lends_its_base)
+        reference = shape_of(config.ref.model_path or config.model.path) if has_reference else None
         return Dataflow.preference(shape, reference, trainable)
     return Dataflow.sft(shape, trainable, name="rm" if isinstance(config, RMConfig) else "sft")
 
@@ -258,13 +258,13 @@ def _ppo(config: PPOConfig) -> Dataflow:
     )
 
 
-def workload_of(config: RunConfig, asked: WorkloadRequest) -> Workload:
+def workload_of(config: RunConfig, request: WorkloadRequest) -> Workload:
     """The step of a config. Lengths that are not given are half the limits, with a wide distribution. Programs that train on
-    given rows have the lengths of whole rows, less the prompt where `prompt_mean` is given."""
+    given rows have the lengths of complete rows, less the prompt if `prompt_mean` is given."""
     if isinstance(config, PPOConfig):
-        return _sampled(config, asked)
+        return _sampled(config, request)
     longest = float(config.data.max_length or _UNLIMITED)
-    prompt = asked.prompt_mean or 0.0
+    prompt = request.prompt_mean or 0.0
     pairs = (isinstance(config, PreferenceConfig) and not set(config.preference.losses) & set(LABELLED_LOSSES)) or (
         isinstance(config, RMConfig) and config.rm.loss in PAIR_LOSSES
     )
@@ -272,33 +272,33 @@ def workload_of(config: RunConfig, asked: WorkloadRequest) -> Workload:
         config.data.train_batch_size,
         2 if pairs else 1,
         prompt,
-        _lengths(asked, max(longest - prompt, 1.0)),
+        _lengths(request, max(longest - prompt, 1.0)),
         shares_prompts=True,
-        image_tokens=asked.image_tokens or 0.0,
+        image_tokens=request.image_tokens or 0.0,
     )
 
 
-def _sampled(config: PPOConfig, asked: WorkloadRequest) -> Workload:
+def _sampled(config: PPOConfig, request: WorkloadRequest) -> Workload:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     prompts = config.data.train_batch_size
     updates = max(1, -(-prompts // actor.ppo_mini_batch_size))
     return Workload(
         prompts,
         rollout.n,
-        asked.prompt_mean or rollout.prompt_length / 2,
-        _lengths(asked, rollout.response_length),
+        request.prompt_mean or rollout.prompt_length / 2,
+        _lengths(request, rollout.response_length),
         updates=updates,
         epochs=actor.ppo_epochs,
         prompt_longest=rollout.prompt_length,
         # a shuffled pass parts the samples of a prompt
         shares_prompts=not (actor.shuffle and updates > 1),
-        image_tokens=asked.image_tokens or 0.0,
+        image_tokens=request.image_tokens or 0.0,
     )
 
 
-def _lengths(asked: WorkloadRequest, limit: float) -> Lengths:
-    if asked.samples is not None:
-        return Lengths.from_samples(read_lengths(Path(asked.samples).expanduser()))
-    if asked.response is not None:
-        return Lengths.through(*asked.response)
+def _lengths(request: WorkloadRequest, limit: float) -> Lengths:
+    if request.samples is not None:
+        return Lengths.from_samples(read_lengths(Path(request.samples).expanduser()))
+    if request.response is not None:
+        return Lengths.through(*request.response)
     return Lengths.of(limit / 2, limit)

@@ -7,7 +7,7 @@ own, and then run ahead of training. Layouts cover context and expert parallelis
 offload and the rollout engine. And a placement is dropped as soon as the sum of its fastest calls is slower than the best
 plan so far.
 
-The time of a placement: each stage lasts as long as the group whose calls take longest. Fronts of options (options.py) of roles
+The time of a placement: each stage lasts as long as the group with the longest calls. Fronts of options (options.py) of roles
 that share devices are combined under the memory limit, once for each (roles, number of devices).
 """
 
@@ -131,11 +131,11 @@ def partitions(roles: Sequence[str]) -> Iterator[Groups]:
     if not roles:
         yield ()
         return
-    first, others = roles[0], roles[1:]
-    for size in range(len(others) + 1):
-        for beside in itertools.combinations(others, size):
-            rest = [role for role in others if role not in beside]
-            for tail in partitions(rest):
+    first, later = roles[0], roles[1:]
+    for size in range(len(later) + 1):
+        for beside in itertools.combinations(later, size):
+            apart = [role for role in later if role not in beside]
+            for tail in partitions(apart):
                 yield ((first, *beside), *tail)
 
 
@@ -185,8 +185,8 @@ def _lower_bound(fronts: Sequence[Sequence[Shared]], groups: Groups) -> float:
     least = [[min(s.seconds[i] for s in front) for i in range(len(front[0].seconds))] for front in fronts]
     if (ROLLOUT,) in groups:
         ahead = sum(least[groups.index((ROLLOUT,))])
-        others = [row for row, roles in zip(least, groups, strict=True) if roles != (ROLLOUT,)]
-        return max(ahead, float(sum(max(column) for column in zip(*others, strict=True))))
+        training = [row for row, roles in zip(least, groups, strict=True) if roles != (ROLLOUT,)]
+        return max(ahead, float(sum(max(column) for column in zip(*training, strict=True))))
     return float(sum(max(column) for column in zip(*least, strict=True)))
 
 
@@ -216,9 +216,9 @@ def _combine(
 
 def _step(chosen: Sequence[Shared], ahead: int | None) -> float:
     """Seconds of a step; `ahead` is the group that generates the next one meanwhile."""
-    others = [c.seconds for i, c in enumerate(chosen) if i != ahead]
-    rest = float(sum(max(column) for column in zip(*others, strict=True)))
-    return rest if ahead is None else max(rest, float(sum(chosen[ahead].seconds)))
+    training = [c.seconds for i, c in enumerate(chosen) if i != ahead]
+    trained_s = float(sum(max(column) for column in zip(*training, strict=True)))
+    return trained_s if ahead is None else max(trained_s, float(sum(chosen[ahead].seconds)))
 
 
 def _sync(
@@ -258,18 +258,18 @@ def _partial(every: Sequence[Sequence[Option]], cluster: Cluster, num_stages: in
         extended = []
         for option in role_options:
             for seconds, resident, peak, chosen in partial:
-                total_resident, most = resident + option.resident, max(peak, option.peak)
-                if total_resident + most <= cluster.memory:
+                total_resident, highest = resident + option.resident, max(peak, option.peak)
+                if total_resident + highest <= cluster.memory:
                     summed = tuple(a + b for a, b in zip(seconds, option.seconds, strict=True))
-                    extended.append((summed, total_resident, most, (*chosen, option)))
+                    extended.append((summed, total_resident, highest, (*chosen, option)))
         extended.sort(key=_order)
         partial = [extended[i] for i in undominated([(*r[0], r[1], r[2]) for r in extended])]
     return partial
 
 
 def _order(choice: Partial) -> tuple[float, int, float]:
-    seconds, resident, most, chosen = choice
-    return sum(seconds), sum(option.offloads for option in chosen), resident + most
+    seconds, resident, peak, chosen = choice
+    return sum(seconds), sum(option.offloads for option in chosen), resident + peak
 
 
 def _fewer(cluster: Cluster, workload: Workload) -> list[int]:
@@ -283,10 +283,10 @@ def _fewer(cluster: Cluster, workload: Workload) -> list[int]:
 def nothing_fits(flow: Dataflow, cluster: Cluster, workload: Workload, rules: Rules) -> str:
     """The sentence for a search without a plan: the nearest number of devices, or device memory, that would do."""
     shape: ModelShape = flow.shapes["actor"]
-    asked = f"{cluster.num_devices} x {cluster.device.name} ({cluster.device.memory / 1e9:.0f} GB)"
-    where = f"{shape.name or 'The model'} ({shape.num_parameters / 1e9:.1f}B parameters) does not fit on {asked}"
+    size = f"{cluster.num_devices} x {cluster.device.name} ({cluster.device.memory / 1e9:.0f} GB)"
+    where = f"{shape.name or 'The model'} ({shape.num_parameters / 1e9:.1f}B parameters) does not fit on {size}"
     colocated = Rules(placements=((flow.roles,),), space=rules.space)
-    if not cluster.device.kernels.collectives:  # a processor, which is one device
+    if not cluster.device.kernels.collectives:  # a processor: it is one device
         return f"{where}. Take a smaller model, or shorten the responses (now {workload.longest:.0f} tokens with the prompt)."
     change = "set plan.cluster.nodes or plan.cluster.gpus_per_node"
     for fewer in _fewer(cluster, workload):

@@ -2,7 +2,7 @@
 
     run = simulate(plan, Conditions(steps=100, jitter=0.02), seed=0)
     run.write(folder)                 timeline.jsonl and metrics.jsonl in the format of a real run, for `verl show`
-    run.write_plan(folder)            planned.jsonl in the folder of a real run, which its page shows next to the measured steps
+    run.write_plan(folder)            planned.jsonl in the folder of a real run, shown by its page next to the measured steps
 
 The trainer takes a batch, runs the stages of a step, and syncs the weights. A rollout with separate devices makes the batches,
 one ahead of the step that trains. A call on a group ends when the slowest of its devices does: each has jitter in each call.

@@ -112,10 +112,10 @@ def _layer(
     computed = matmul + attention + elementwise + experts.seconds
     launched = (_KERNELS + (_MIXTURE_KERNELS if mixture else 0)) * (2 if backward else 1)
     waiting = max(0.0, launched * cluster.device.kernels.launch_us * 1e-6 - computed)
-    own = Time.of(
+    dense = Time.of(
         matmul=matmul, attention=attention, elementwise=elementwise, launches=waiting, tensor_parallel=messages
     )
-    return own + experts
+    return dense + experts
 
 
 def _attention(
@@ -124,7 +124,7 @@ def _attention(
     heads = shape.heads / layout.tensor
     if not layout.keeps_scores:
         kv = max(shape.kv_heads / layout.tensor, 1)
-        # context parallel ranks hold a part of every sequence: the work equals as many whole sequences
+        # context parallel ranks hold a part of every sequence: the work equals as many complete sequences
         batch = tokens / length
         once = float(kernels.prefill_time(cluster.device, batch, length, heads, kv, shape.head_dim))
         return once * (_ATTENTION_BACKWARD if backward else 1.0)
@@ -143,9 +143,9 @@ def _moved_bytes(shape: ModelShape, layout: ParallelLayout, mixture: bool) -> fl
         if mixture
         else shape.intermediate
     )
-    whole = 20 * shape.hidden + (10 * shape.hidden if layout.dropout else 0)
+    complete = 20 * shape.hidden + (10 * shape.hidden if layout.dropout else 0)
     return (
-        whole / divided
+        complete / divided
         + (4 * (shape.query_size + shape.kv_heads * shape.head_dim) + 2 * (shape.num_in + 1) * inner) / layout.tensor
     )
 
@@ -174,7 +174,7 @@ def _tensor_messages(
     shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens: float, backward: bool
 ) -> float:
     """Two all-reduces of the hidden vectors, or as many pairs of gather and scatter; a backward pass gathers the inputs of both
-    blocks again, which each rank has kept in part (arXiv:2205.05198, section 4.2.2)."""
+    blocks again, kept by each rank in part (arXiv:2205.05198, section 4.2.2)."""
     group, size = cluster.group(layout.tensor), cluster.device.width * tokens * shape.hidden
     if not layout.sequence_parallel:
         return 2 * cluster.collective("all_reduce", size, group)
@@ -228,7 +228,7 @@ def time_pass(
     shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch, *, backward: bool
 ) -> Time:
     """Kernels of all micro-batches of one pass, with the pipeline's bubble and messages."""
-    # sequences are whole: 128 of them on 96 ranks take as long as 192
+    # sequences are not cut: 128 of them on 96 ranks take as long as 192
     number, tokens = _micro_batches(layout, math.ceil(batch.num / layout.data - 1e-9) * batch.mean)
     rows = tokens / layout.context
     length = min(batch.attended, tokens)
@@ -253,19 +253,19 @@ def time_pass(
 def _tower_time(
     tower: Tower, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch, *, backward: bool
 ) -> float:
-    """Seconds of the tower, which every data parallel rank has whole. Its attention sees an image in both directions."""
+    """Seconds of the tower: every data parallel rank has all of it. Its attention sees an image in both directions."""
     patches = batch.image_tokens * tower.patches
     number, tokens = _micro_batches(layout, math.ceil(batch.num / layout.data - 1e-9) * batch.mean)
-    own, length = ParallelLayout(zero=0, recompute=layout.recompute), 2 * tower.attended(patches)
+    alone, length = ParallelLayout(zero=0, recompute=layout.recompute), 2 * tower.attended(patches)
     rows = tokens * patches / batch.mean
-    once = _stage(tower.shape, own, cluster, rows, length, False).seconds
-    return number * (once + (_stage(tower.shape, own, cluster, rows, length, True).seconds if backward else 0.0))
+    once = _stage(tower.shape, alone, cluster, rows, length, False).seconds
+    return number * (once + (_stage(tower.shape, alone, cluster, rows, length, True).seconds if backward else 0.0))
 
 
 def _gathers(
     shape: ModelShape, layout: ParallelLayout, cluster: Cluster, computed: float, number: float, times: int
 ) -> Time:
-    """Time that gathering the weights for each micro-batch adds to its computation, which runs meanwhile."""
+    """Time that gathering the weights for each micro-batch adds to the computation beside it."""
     dense, experts = parameters_per_device(shape, layout)
     each = cluster.collective("all_gather", WEIGHT * dense, _data_group(layout, cluster))
     each += cluster.collective("all_gather", WEIGHT * experts, _expert_group(layout, cluster))
@@ -290,8 +290,8 @@ def _update(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> Time
         else:
             seconds += cluster.collective("reduce_scatter", GRAD * size, group)
             seconds += cluster.collective("all_gather", WEIGHT * size, group) if layout.zero < 3 else 0.0
-    own = dense / layout.data_ranks + experts / layout.expert_data_ranks if layout.zero else dense + experts
-    step = float(kernels.elementwise_time(cluster.device, _OPTIMIZER_BYTES[cluster.device.width] * own))
+    updated = dense / layout.data_ranks + experts / layout.expert_data_ranks if layout.zero else dense + experts
+    step = float(kernels.elementwise_time(cluster.device, _OPTIMIZER_BYTES[cluster.device.width] * updated))
     return Time.of(data_parallel=seconds, optimizer=step)
 
 

@@ -104,7 +104,7 @@ class Dataflow:
 
 
 _POINTS = 200  # quantiles of a distribution
-_SIGMA = 0.7  # of the logarithm of lengths, where only mean and limit are known: a wide, right-skewed distribution
+_SIGMA = 0.7  # of the logarithm of lengths, if only mean and limit are known: a wide, right-skewed distribution
 _SEGMENTS = 24
 
 
@@ -145,8 +145,8 @@ class Lengths:
                 f"plan.workload.response=[{p10:g},{p50:g},{p90:g},{longest:g}] does not ascend; give the lengths in tokens "
                 "that 10%, 50% and 90% of the responses have at most, and the longest."
             )
-        known = ((0.0, max(1.0, 2 * p10 - p50)), (0.1, p10), (0.5, p50), (0.9, p90), (1.0, longest))
-        return cls(tuple(_between(known, (i + 0.5) / _POINTS) for i in range(_POINTS)))
+        points = ((0.0, max(1.0, 2 * p10 - p50)), (0.1, p10), (0.5, p50), (0.9, p90), (1.0, longest))
+        return cls(tuple(_between(points, (i + 0.5) / _POINTS) for i in range(_POINTS)))
 
     @classmethod
     def from_samples(cls, lengths: Sequence[float]) -> Lengths:
@@ -183,11 +183,11 @@ def _cut_normal(mu: float, longest: float) -> Lengths:
     return Lengths(tuple(min(math.exp(normal.inv_cdf((i + 0.5) / _POINTS)), longest) for i in range(_POINTS)))
 
 
-def _between(known: Sequence[tuple[float, float]], share: float) -> float:
-    for (a, low), (b, high) in itertools.pairwise(known):
+def _between(points: Sequence[tuple[float, float]], share: float) -> float:
+    for (a, low), (b, high) in itertools.pairwise(points):
         if share <= b:
             return low + (high - low) * (share - a) / (b - a)
-    return known[-1][1]
+    return points[-1][1]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -266,7 +266,7 @@ class Workload:
 
     @property
     def batch(self) -> SequenceBatch:
-        """All sequences of the step; where prompts are shared, each is computed once."""
+        """All sequences of the step; if prompts are shared, each is computed once."""
         return self._batch(self.samples if self.shares_prompts else 1)
 
     def computed(self, data: int, micro_batch: float, updates: int = 1) -> SequenceBatch:
@@ -282,14 +282,14 @@ class Workload:
         return self._batch(sharing)
 
     def _batch(self, sharing: float) -> SequenceBatch:
-        """All sequences, where `sharing` samples have the prompt of one."""
+        """All sequences; `sharing` samples have the prompt of one."""
         p, r, share = self.prompt_mean, self.response, 1 / sharing
         square = share * p * p + 2 * p * r.mean + r.mean_square
         return SequenceBatch(self.num_samples, share * p + r.mean, square, share * self.image_tokens)
 
 
 class SequenceBatch(NamedTuple):
-    """`num` sequences of `mean` tokens, whose squares have the mean `square`, and with `image_tokens` computed by a tower."""
+    """`num` sequences of `mean` tokens. Their squares have the mean `square`; a tower computes `image_tokens` of each."""
 
     num: float
     mean: float
