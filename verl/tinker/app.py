@@ -1,7 +1,7 @@
 """The application: the routes that the official SDK calls, below /api/v1/. Built on Starlette; messages are the SDK's.
 
 A request that takes time is answered with a future at once; `retrieve_future` waits for its result and answers 408 after
-POLL_S seconds, which the client repeats. Every 4xx has a JSON `detail`, and so has a route that does not exist (404).
+POLL_S seconds; the client then repeats it. Every 4xx has a JSON `detail`, and so has a route that does not exist (404).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
         headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
         if error.status == 401 and route == _PAGE:
             headers["WWW-Authenticate"] = 'Basic realm="verl: any name, and the API key as the password"'
-        if error.status == 413:  # else the rest of the body would be read, and discarded
+        if error.status == 413:  # the server would read what is still to come, and discard it
             headers["Connection"] = "close"
         return JSONResponse({"detail": error.sentence}, error.status, headers)
     except ClientDisconnect:
@@ -156,7 +156,7 @@ def _is_foreign(request: Request) -> bool:
 
 
 async def _body(request: Request) -> bytes:
-    """The body, refused before it is read where it is too large."""
+    """The body; one that is too large is refused before it is read."""
     sentence = f"The body has more than {MAX_BYTES >> 20} MiB. Send fewer rows in a request."
     length = request.headers.get("content-length", "0")
     if not length.isdigit() or int(length) > MAX_BYTES:

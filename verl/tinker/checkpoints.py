@@ -5,7 +5,7 @@
       {adapter_model.safetensors, adapter_config.json}
       optimizer.safetensors                                     of weights
       state.json                                                rank, optimizer steps, times, the request that saved it
-      expires                                                   time when it is removed, where it has one; with its digest
+      expires                                                   time when it is removed, if it has one; with its digest
     models/MODEL/states/SEQ/                                    the same, of the model after request SEQ, for a restart
       manifest.json                                             size and digest of every file; written last
 
@@ -72,7 +72,7 @@ class SavedAdapter:
 
     @property
     def expires(self) -> float | None:
-        """The time when it is removed, if ever; None too where it cannot be read."""
+        """The time when it is removed, if ever; None also if it cannot be read."""
         return _expiry(self.folder)
 
     def num_bytes(self) -> int:
@@ -88,8 +88,8 @@ class Checkpoints:
         make_folder(self.root)
         for folder in self.root.glob("*/*/.*.tmp-*"):  # of a save that a kill ended
             shutil.rmtree(folder, ignore_errors=True)
-        there = [folder.name for folder in self.root.iterdir() if folder.is_dir()]
-        self._facts = {name: facts for name in there if (facts := self._read_facts(name)) is not None}
+        saved = [folder.name for folder in self.root.iterdir() if folder.is_dir()]
+        self._facts = {name: facts for name in saved if (facts := self._read_facts(name)) is not None}
 
     def register(self, model_id: str, facts: Mapping[str, object]) -> None:
         """Write down a model as it was created, once."""
@@ -179,7 +179,7 @@ class Checkpoints:
         self._write(self.run_folder(model_id) / _STATES / str(seq_id), adapter, {}, optimizer=True)
 
     def newest_state(self, model_id: str) -> int | None:
-        """The request after which the newest complete state of a model was saved; None without one."""
+        """The newest complete saved state of a model, as the number of the request before it; None without one."""
         folders = [f for f in (self.run_folder(model_id) / _STATES).glob("[0-9]*") if f.name.isdigit()]
         for folder in sorted(folders, key=lambda folder: int(folder.name), reverse=True):
             if (damage := find_damage(folder)) is None:
@@ -197,7 +197,7 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def find(self, uri: str) -> SavedAdapter:
-        """The checkpoint at an address, of which nothing is read."""
+        """The checkpoint at an address; nothing of it is read."""
         parts = uri.removeprefix("tinker://").split("/")
         if not uri.startswith("tinker://") or len(parts) != 3:
             raise RefusedRequest(f"{uri[:200]!r} is no address of the form tinker://MODEL/KIND/NAME.")
@@ -208,7 +208,7 @@ class Checkpoints:
         return SavedAdapter(model_id, kind, name, folder, {})
 
     def read(self, saved: SavedAdapter, max_bytes: float = 0) -> SavedAdapter:
-        """With the content of state.json. Raises RefusedRequest where a file has changed since it was saved; tensors of more
+        """With the content of state.json. Raises RefusedRequest if a file has changed since it was saved; tensors of more
         than `max_bytes` are left to `load`."""
         if damage := find_damage(saved.folder, max_bytes=max_bytes):
             raise RefusedRequest(f"The checkpoint {saved.uri} is damaged: {damage}. Load another one.")
@@ -266,7 +266,7 @@ class Checkpoints:
                 shutil.rmtree(file.parent, ignore_errors=True)
 
     def stored_bytes(self, tenant: str) -> int:
-        """Bytes of the checkpoints of a tenant, whose files alone are looked at."""
+        """Bytes of the checkpoints of a tenant; only its files are looked at."""
         models = self.models(lambda owner: owner == tenant)
         return sum(_num_bytes(folder) for name in models for folder in self._folders(name))
 
@@ -309,7 +309,7 @@ def _warn(sentence: str) -> None:
 
 
 def _expiry(folder: Path) -> float | None:
-    """The time when a checkpoint is removed; None for one without, and, with a warning, where it cannot be read."""
+    """The time when a checkpoint is removed; None for one without, and, with a warning, if it cannot be read."""
     file = folder / _EXPIRES
     if not file.exists():
         return None
@@ -323,7 +323,7 @@ def _expiry(folder: Path) -> float | None:
 
 class Snapshots:
     """Weights of samplers below `root`, in files named by the digest of their content. A sampler of a checkpoint has a hard
-    link to its file, which outlives the checkpoint. Hold `lock` from `write` or `link` until a sampler names the digest, and
+    link to its file and outlives the checkpoint. Hold `lock` from `write` or `link` until a sampler names the digest, and
     while unused files are removed."""
 
     def __init__(self, root: Path):
@@ -343,7 +343,7 @@ class Snapshots:
         return digest
 
     def link(self, file: Path, digest: str) -> None:
-        """Share the adapter file of a checkpoint, whose content has this digest."""
+        """Share the adapter file of a checkpoint; `digest` is that of its content."""
         if not self._file(digest).exists():
             try:
                 os.link(file, self._file(digest))
@@ -353,7 +353,7 @@ class Snapshots:
             sync_folder(self.root)
 
     def load(self, digest: str) -> AdapterWeights:
-        """The weights with this digest. Raises RefusedRequest where the file is gone or damaged."""
+        """The weights with this digest. Raises RefusedRequest if the file is gone or damaged."""
         file = self._file(digest)
         if not file.is_file():
             raise RefusedRequest("The weights of this sampler are not on the server's disk any more.", 404)

@@ -22,7 +22,7 @@ from verl.tinker.worker import Bench
 
 log = logging.getLogger(__name__)
 
-STATE_S = 20.0  # of computing between two states of a model on the disk, which is what a kill repeats
+STATE_S = 20.0  # of computing between two states of a model on the disk: a kill repeats as much
 STATE_SHARE = 20.0  # the least computing time between two, in times that writing one took
 RETRY_S = 1.0
 _CLOSE_S = 60.0
@@ -73,7 +73,7 @@ class Computer:
             answer = next(work.steps)
         except _LOST:
             raise
-        except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its request)
+        except Exception as error:  # noqa: BLE001  (any failure is the answer of its request)
             answer = _failed(error)
             if work.failed is not None:
                 work.failed(answer.failure or "")
@@ -132,13 +132,13 @@ class Computer:
             self.checkpoints.drop_states(model.model_id, before=seq_id)
 
     def _sample(self, jobs: list[QueuedJob]) -> None:
-        """Compute the samples of `jobs` in one batch; where it fails, in one for each request, so that one fails no other."""
+        """Compute the samples of `jobs` in one batch; if it fails, in one for each request, so that one fails no other."""
         start, tokens = time.perf_counter(), sum(job.cost for job in jobs)
         try:
             answers = [WireAnswer(sample_result(output), PROTOBUF) for output in self._sampled(jobs)]
         except _LOST:
             raise
-        except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its requests)
+        except Exception as error:  # noqa: BLE001  (any failure is the answer of its requests)
             if len(jobs) > 1:
                 for job in jobs:
                     self._sample([job])

@@ -6,7 +6,7 @@ samplers   sampling sessions, with the digest of their weights
 requests   a request in the order of acceptance, its body while it may have to run again, and its answer
 
 Changes are gathered in memory and written by `flush`, all in one transaction, before an answer leaves. The next start
-repeats the requests whose effect is in no saved state of their model; whatever has an answer retains it.
+repeats the requests with an effect that no saved state of their model has; a request with an answer retains it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from verl.tinker.records import RefusedRequest
 log = logging.getLogger(__name__)
 
 NAME = "journal.sqlite"
-REFUSED = "refused"  # in place of its route: a request of a model that never runs, whose number is used
-COVERED = "covered"  # a request of a model whose effect is in a saved state
-BUSY_S = 20.0  # wait for another service in the folder, which may be about to end
+REFUSED = "refused"  # in place of its route: a request of a model that never runs, though its number is used
+COVERED = "covered"  # a request of a model; a saved state has its effect
+BUSY_S = 20.0  # wait for another service in the folder: it may be about to end
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, tenant TEXT NOT NULL);
@@ -50,7 +50,7 @@ _WAL_MAGIC = (0x377F0682, 0x377F0683)
 
 @dataclass(frozen=True)
 class AcceptedRequest:
-    """A request of a model or a sampler, its `owner`. Its `body` is None where it need not run again."""
+    """A request of a model or a sampler, its `owner`. Its `body` is None if it need not run again."""
 
     request_id: str
     session_id: str

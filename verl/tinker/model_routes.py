@@ -33,9 +33,9 @@ class ModelRoutes:
         self.service = service
 
     async def create_model(self, call: ClientCall) -> RequestFuture:
-        asked = call.read(types.CreateModelRequest)
-        self.service.touch(call, asked.session_id)
-        lora = asked.lora_config
+        message = call.read(types.CreateModelRequest)
+        self.service.touch(call, message.session_id)
+        lora = message.lora_config
         if lora is None:
             raise RefusedRequest("Full fine-tuning is not available in this version. Create a LoRA training client.")
         parts = [
@@ -43,38 +43,38 @@ class ModelRoutes:
             for part, trains in zip(PARTS, (lora.train_attn, lora.train_mlp, lora.train_unembed), strict=True)
             if trains
         ]
-        most = self.service.bench.facts.most_rank
-        if not 1 <= lora.rank <= most or not parts:
-            raise RefusedRequest(f"A LoRA model has a rank from 1 to {most} and trains at least one kind of layer.")
-        model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
+        max_rank = self.service.bench.facts.most_rank
+        if not 1 <= lora.rank <= max_rank or not parts:
+            raise RefusedRequest(f"A LoRA model has a rank from 1 to {max_rank} and trains at least one kind of layer.")
+        model_id = f"{message.session_id}:train:{message.model_seq_id}"
         seed = _seed(model_id) if lora.seed is None else lora.seed
         make = partial(self.service.bench.training.create, rank=lora.rank, seed=seed, parts=parts)
         answer = types.CreateModelResponse(model_id=model_id)
-        return self._new_model(call, asked, asked.base_model, lora.rank, parts, make, answer)
+        return self._new_model(call, message, message.base_model, lora.rank, parts, make, answer)
 
     def _new_model(
         self,
         call: ClientCall,
-        asked: Any,
+        message: Any,
         base: str,
         rank: int,
         parts: list[str],
         make: Callable[[str], int],
         answer: types.CreateModelResponse | types.LoadWeightsResponse,
     ) -> RequestFuture:
-        model_id, models = f"{asked.session_id}:train:{asked.model_seq_id}", self.service.models
-        tenant = self.service.sessions[asked.session_id].tenant
+        model_id, models = f"{message.session_id}:train:{message.model_seq_id}", self.service.models
+        tenant = self.service.sessions[message.session_id].tenant
         if model_id not in models:
             check_room(call, "models", models)
         if rank > tenant.limits.rank and call.stored is None:
             raise RefusedRequest(f"The limit of this API key is a rank of {tenant.limits.rank}; the model has {rank}.")
         base = self.service.base_model(base)
-        metadata = {str(k): str(v) for k, v in (asked.user_metadata or {}).items()} or None
+        metadata = {str(k): str(v) for k, v in (message.user_metadata or {}).items()} or None
         facts = {"model_id": model_id, "base_model": base, "rank": rank, "parts": parts, "tenant": tenant.name}
         self.service.checkpoints.register(model_id, {**facts, "created": time.time(), "user_metadata": metadata})
         run = ModelRun(self.service.checkpoints.run_folder(model_id), self.service.bench.tokenizer)
-        model = ServedModel(model_id, asked.session_id, tenant, base, rank, run, self.service.bench.training)
-        model.unsaved_s = float("inf") if isinstance(asked, types.LoadWeightsRequest) else 0.0
+        model = ServedModel(model_id, message.session_id, tenant, base, rank, run, self.service.bench.training)
+        model.unsaved_s = float("inf") if isinstance(message, types.LoadWeightsRequest) else 0.0
         return self.service.add_model(call, model, make, WireAnswer.of(answer))
 
     async def get_info(self, call: ClientCall) -> object:
@@ -100,7 +100,7 @@ class ModelRoutes:
         return self.service.queue(call, model, message.seq_id, prepare)
 
     def _in_slices(self, model: ServedModel, request: TrainingRequest) -> Iterator[WireAnswer | None]:
-        """Compute the rows in slices, which depend on the request only, so that other models need not wait for all of them."""
+        """Compute the rows in slices, so that a model waits for one of them only. They depend on the request alone."""
         log_probs, metrics, rows, tokens = list[np.ndarray](), dict[str, float](), list[Datum](), 0
         model.num_tokens += 0 if request.forward_only else sum(len(datum.tokens) for datum in request.data)
         for number, datum in enumerate(request.data, 1):
@@ -119,14 +119,14 @@ class ModelRoutes:
         yield WireAnswer(training_result(TrainingOutput(log_probs, metrics)), PROTOBUF)
 
     async def optim_step(self, call: ClientCall) -> RequestFuture:
-        asked = call.read(types.OptimStepRequest)
-        model, values = self.service.model(call, asked.model_id), asked.optim_params
+        message = call.read(types.OptimStepRequest)
+        model, values = self.service.model(call, message.model_id), message.optim_params
 
         def prepare() -> Work:
             steps = at_once(partial(self._step, model, _adam_step(values)))
             return Work(model, steps, changes=True, failed=model.drop_gradients)
 
-        return self.service.queue(call, model, asked.seq_id, prepare)
+        return self.service.queue(call, model, message.seq_id, prepare)
 
     def _step(self, model: ServedModel, values: AdamStep) -> WireAnswer:
         bench = model.created()
@@ -142,28 +142,29 @@ class ModelRoutes:
         return WireAnswer.of(types.OptimStepResponse(metrics=metrics))
 
     async def save_weights(self, call: ClientCall) -> RequestFuture:
-        asked = call.read(types.SaveWeightsRequest)
-        model = self.service.model(call, asked.model_id)
-        name = asked.path or f"step-{asked.seq_id}"
+        message = call.read(types.SaveWeightsRequest)
+        model = self.service.model(call, message.model_id)
+        name = message.path or f"step-{message.seq_id}"
 
         def work() -> WireAnswer:
-            saved = self._save(model, "weights", name, asked, overwrite=asked.overwrite)
+            saved = self._save(model, "weights", name, message, overwrite=message.overwrite)
             return WireAnswer.of(types.SaveWeightsResponse(path=saved.uri))
 
-        return self.service.queue(call, model, asked.seq_id, partial(self._saving, model, asked, work))
+        return self.service.queue(call, model, message.seq_id, partial(self._saving, model, message, work))
 
     async def save_weights_for_sampler(self, call: ClientCall) -> RequestFuture:
-        asked = call.read(types.SaveWeightsForSamplerRequest)
-        model = self.service.model(call, asked.model_id)
+        message = call.read(types.SaveWeightsForSamplerRequest)
+        model = self.service.model(call, message.model_id)
         # a repetition of the SDK has another number of the sampler
-        repeated = asked.model_copy(update={"sampling_session_seq_id": None}).model_dump_json()
+        repeated = message.model_copy(update={"sampling_session_seq_id": None}).model_dump_json()
         call = replace(call, digest=hashlib.sha256(repeated.encode()).hexdigest())
 
         def work() -> WireAnswer:
-            if asked.path is not None:
-                saved = self._save(model, "sampler_weights", asked.path, asked, overwrite=False)
+            if message.path is not None:
+                saved = self._save(model, "sampler_weights", message.path, message, overwrite=False)
                 return WireAnswer.of(types.SaveWeightsForSamplerResponseInternal(path=saved.uri))
-            sampler_id, snapshots = f"{model.session_id}:sample:{asked.sampling_session_seq_id}", self.service.snapshots
+            snapshots = self.service.snapshots
+            sampler_id = f"{model.session_id}:sample:{message.sampling_session_seq_id}"
             with model.run.spans("save"), snapshots.lock:
                 digest = snapshots.write(model.created().state(model.model_id, optimizer=False).weights)
                 sampler = ServedSampler(sampler_id, model.session_id, model.tenant, model.base_model, digest)
@@ -171,52 +172,52 @@ class ModelRoutes:
             return WireAnswer.of(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id))
 
         def prepare() -> Work:
-            if asked.kind != "snapshot":
+            if message.kind != "snapshot":
                 raise RefusedRequest("Samplers that follow the weights (inflight) are not available. Use snapshots.")
-            if asked.path is None:
+            if message.path is None:
                 check_room(call, "samplers", self.service.samplers)
-            return self._saving(model, asked, work)
+            return self._saving(model, message, work)
 
-        return self.service.queue(call, model, asked.seq_id, prepare)
+        return self.service.queue(call, model, message.seq_id, prepare)
 
-    def _saving(self, model: ServedModel, asked: SaveRequest, work: Callable[[], WireAnswer]) -> Work:
-        checked_ttl(asked.ttl_seconds)
+    def _saving(self, model: ServedModel, message: SaveRequest, work: Callable[[], WireAnswer]) -> Work:
+        checked_ttl(message.ttl_seconds)
         return Work(model, at_once(work))
 
-    def _save(self, model: ServedModel, kind: str, name: str, asked: SaveRequest, *, overwrite: bool) -> SavedAdapter:
-        checkpoints, most = self.service.checkpoints, model.tenant.limits.bytes
-        request = f"{model.model_id}/{asked.seq_id}"
-        notes = {"base_model": model.base_model, "user_metadata": asked.user_metadata, "request": request}
+    def _save(self, model: ServedModel, kind: str, name: str, message: SaveRequest, *, overwrite: bool) -> SavedAdapter:
+        checkpoints, max_bytes = self.service.checkpoints, model.tenant.limits.bytes
+        request = f"{model.model_id}/{message.seq_id}"
+        notes = {"base_model": model.base_model, "user_metadata": message.user_metadata, "request": request}
         adapter = model.created().state(model.model_id, optimizer=kind == "weights")
         num_bytes = adapter.weights.num_bytes() * (3 if kind == "weights" else 1)
         if overwrite:
             num_bytes -= checkpoints.replaced_bytes(model.model_id, kind, name)
-        if checkpoints.stored_bytes(model.tenant.name) + num_bytes > most:
+        if checkpoints.stored_bytes(model.tenant.name) + num_bytes > max_bytes:
             raise RefusedRequest(
-                f"The limit of this API key is {most} bytes of checkpoints. Delete some, and save again."
+                f"The limit of this API key is {max_bytes} bytes of checkpoints. Delete some, and save again."
             )
         with model.run.spans("save"):
             return checkpoints.save(
-                model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, ttl_s=asked.ttl_seconds
+                model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, ttl_s=message.ttl_seconds
             )
 
     async def load_weights(self, call: ClientCall) -> RequestFuture:
-        asked = call.read(types.LoadWeightsRequest)
-        checkpoints, answer = self.service.checkpoints, types.LoadWeightsResponse(path=asked.path)
+        message = call.read(types.LoadWeightsRequest)
+        checkpoints, answer = self.service.checkpoints, types.LoadWeightsResponse(path=message.path)
         bench = self.service.bench.training
 
         def load(model_id: str) -> int:
-            return bench.put(model_id, checkpoints.load(asked.path, optimizer=asked.optimizer))
+            return bench.put(model_id, checkpoints.load(message.path, optimizer=message.optimizer))
 
-        if asked.session_id is not None:
-            self.service.touch(call, asked.session_id)
+        if message.session_id is not None:
+            self.service.touch(call, message.session_id)
             if call.stored is not None:  # the checkpoint may be gone since then
                 facts = checkpoints.facts(call.stored.owner)
-                return self._new_model(call, asked, facts["base_model"], facts["rank"], facts["parts"], load, answer)
-            saved = self.service.saved(call, asked.path)
-            base, parts = asked.base_model or saved.state["base_model"], checkpoints.facts(saved.model_id)["parts"]
-            return self._new_model(call, asked, base, saved.state["rank"], parts, load, answer)
-        model = self.service.model(call, asked.model_id or "")
+                return self._new_model(call, message, facts["base_model"], facts["rank"], facts["parts"], load, answer)
+            saved = self.service.saved(call, message.path)
+            base, parts = message.base_model or saved.state["base_model"], checkpoints.facts(saved.model_id)["parts"]
+            return self._new_model(call, message, base, saved.state["rank"], parts, load, answer)
+        model = self.service.model(call, message.model_id or "")
 
         def work() -> WireAnswer:
             model.num_steps, model.unsaved_s = load(model.model_id), float("inf")
@@ -225,16 +226,18 @@ class ModelRoutes:
             return WireAnswer.of(answer)
 
         def prepare() -> Work:
-            saved = self.service.saved(call, asked.path)
-            parts, own = (", ".join(checkpoints.facts(name)["parts"]) for name in (saved.model_id, model.model_id))
-            if (rank := saved.state["rank"], parts) != (model.rank, own):
+            saved = self.service.saved(call, message.path)
+            parts, model_parts = (
+                ", ".join(checkpoints.facts(name)["parts"]) for name in (saved.model_id, model.model_id)
+            )
+            if (rank := saved.state["rank"], parts) != (model.rank, model_parts):
                 raise RefusedRequest(
-                    f"The state has rank {rank} on {parts}, and the model has rank {model.rank} on {own}. Create a training "
-                    "client from the state."
+                    f"The state has rank {rank} on {parts}, and the model has rank {model.rank} on {model_parts}. Create a "
+                    "training client from the state."
                 )
             return Work(model, at_once(work), changes=True)
 
-        return self.service.queue(call, model, asked.seq_id, prepare)
+        return self.service.queue(call, model, message.seq_id, prepare)
 
 
 def _adam_step(values: object) -> AdamStep:

@@ -56,7 +56,7 @@ class ModelRun:
             log.warning("Records of step %d in %s are lost: %s", step, self._folder.root, error)
 
     def rewind(self, step: int) -> None:
-        """Remove the records of steps after `step`, which the model takes again."""
+        """Remove the records of steps after `step`: the model takes these steps again."""
         self._folder.truncate_after(step)
 
     def _row(self, loss: str, datum: Datum, log_probs: np.ndarray) -> dict[str, object]:

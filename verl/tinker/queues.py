@@ -1,4 +1,4 @@
-"""Requests in the order in which they are computed, and their answers.
+"""Requests in the order of their computation, and their answers.
 
 Requests of one model run strictly by `seq_id`; an early request waits for the requests before it. Models and samplers take
 turns. A repeated request gets the first one's future, so nothing is computed twice.
@@ -74,7 +74,7 @@ class QueuedJob:
 
 
 class SampleLane(NamedTuple):
-    """Samples with equal rules, which are computed in one batch."""
+    """Samples with equal rules: one batch computes them."""
 
     params: Hashable
 
@@ -135,7 +135,7 @@ class Lanes:
                 del self._turns[tenant]
 
     def _remove(self, tenant: str, lane: Hashable, most_tokens: int) -> list[QueuedJob]:
-        """The first job of a lane, and more until `most_tokens`; the lane moves behind the tenant's others. Jobs of other
+        """The first job of a lane, and more until `most_tokens`; the lane moves behind those of its tenant. Jobs of other
         tenants join a batch of less than a slice."""
         taken = list[QueuedJob]()
         for name in [tenant, *(name for name in self._turns if name != tenant)]:
@@ -162,14 +162,14 @@ class Lanes:
 
 @dataclass
 class Ordered:
-    """The requests of one model by seq_id. A number whose request was refused counts as used."""
+    """The requests of one model by seq_id. The number of a refused request counts as used."""
 
     next_seq: int = 1
     _waiting: dict[int, QueuedJob | None] = field(default_factory=dict)
 
     @property
     def missing(self) -> str:
-        """The reason why requests wait that have come early; "" where none have."""
+        """The reason why requests wait that have come early; "" if there are none."""
         return (
             f"Request {self.next_seq} of this model has not come, and later ones wait for it." if self._waiting else ""
         )

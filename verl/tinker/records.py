@@ -22,7 +22,7 @@ class RefusedRequest(Exception):
 @record
 @dataclass(frozen=True)
 class Datum:
-    """A sequence `tokens` int64 [N] with the inputs of its loss: target_tokens and others, each [N] or [N, K]. Position i
+    """A sequence `tokens` int64 [N] with the inputs of its loss, such as target_tokens, each [N] or [N, K]. Position i
     predicts target_tokens[i]."""
 
     tokens: np.ndarray
@@ -79,7 +79,7 @@ class TopTokens:
 @record
 @dataclass(frozen=True)
 class SampleOutput:
-    """Samples of one request. `prompt_log_probs` is float32 [prompt], NaN where nothing was scored."""
+    """Samples of one request. `prompt_log_probs` is float32 [prompt], NaN for tokens without a score."""
 
     completions: list[Completion]
     prompt_log_probs: np.ndarray | None = None

@@ -136,19 +136,21 @@ class Routes:
         )  # fmt: skip
 
     async def create_sampling_session(self, call: ClientCall) -> object:
-        asked = call.read(types.CreateSamplingSessionRequest)
-        self.service.touch(call, asked.session_id)
-        service, sampler_id = self.service, f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        tenant = service.sessions[asked.session_id].tenant
+        message = call.read(types.CreateSamplingSessionRequest)
+        self.service.touch(call, message.session_id)
+        service, sampler_id = self.service, f"{message.session_id}:sample:{message.sampling_session_seq_id}"
+        tenant = service.sessions[message.session_id].tenant
         if sampler_id not in service.samplers:  # a repeated request gets the first one's sampler
             check_room(call, "samplers", service.samplers)
-            saved = None if asked.model_path is None else service.saved(call, asked.model_path)
-            base = service.base_model(asked.base_model if saved is None else saved.state["base_model"])
+            saved = None if message.model_path is None else service.saved(call, message.model_path)
+            base = service.base_model(message.base_model if saved is None else saved.state["base_model"])
             digest = None if saved is None else saved.digest
             with service.snapshots.lock:
                 if saved is not None:
                     service.snapshots.link(saved.folder / WEIGHTS_FILE, saved.digest)
-                service.add_sampler(ServedSampler(sampler_id, asked.session_id, tenant, base, digest, asked.model_path))
+                service.add_sampler(
+                    ServedSampler(sampler_id, message.session_id, tenant, base, digest, message.model_path)
+                )
         return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
     async def get_sampler(self, call: ClientCall) -> object:
@@ -158,20 +160,20 @@ class Routes:
         )
 
     async def sample(self, call: ClientCall) -> object:
-        asked = call.read(types.SampleRequest)
-        sampler = self.service.sampler(call, asked.sampling_session_id or "")
+        message = call.read(types.SampleRequest)
+        sampler = self.service.sampler(call, message.sampling_session_id or "")
         facts = self.service.bench.facts
-        checked = sampling_request(asked, facts.vocabulary, facts.longest)
-        future = self.service.queue_sample(call, sampler, asked.seq_id, checked)
+        checked = sampling_request(message, facts.vocabulary, facts.longest)
+        future = self.service.queue_sample(call, sampler, message.seq_id, checked)
         ids = [f"{future.request_id}:{number}" for number in range(checked.num_samples)]
         return types.UntypedAPIFuture(request_id=future.request_id, sample_sequence_ids=ids)
 
     async def retrieve_future(self, call: ClientCall) -> object:
-        asked = call.read(types.FutureRetrieveRequest)
-        future = self.service.future(call, asked.request_id)
+        message = call.read(types.FutureRetrieveRequest)
+        future = self.service.future(call, message.request_id)
         answer = await future.wait(POLL_S)
         if answer is None:
-            pending = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
+            pending = {"type": "try_again", "request_id": message.request_id, "queue_state": "active"}
             model = self.service.models.get(future.owner)
             if paused := self.service.paused or (model.order.missing if model else ""):
                 pending |= {"queue_state": "paused_capacity", "queue_state_reason": paused}
@@ -187,10 +189,10 @@ def checked_ttl(ttl_s: int | None) -> int | None:
 
 
 def check_room(call: ClientCall, name: str, held: Mapping[str, ClientSession | ServedModel | ServedSampler]) -> None:
-    """Raise RefusedRequest where the tenant holds as many `name` as its limit says."""
-    most = getattr(call.tenant.limits, name)
-    if call.stored is None and sum(one.tenant.name == call.tenant.name for one in list(held.values())) >= most:
-        raise RefusedRequest(f"The limit of this API key is {most} {name}, which are in use. End a session first.")
+    """Raise RefusedRequest if the tenant holds as many `name` as its limit says."""
+    limit = getattr(call.tenant.limits, name)
+    if call.stored is None and sum(one.tenant.name == call.tenant.name for one in list(held.values())) >= limit:
+        raise RefusedRequest(f"The limit of this API key is {limit} {name}, which are in use. End a session first.")
 
 
 def _time(seconds: float) -> datetime:
@@ -259,14 +261,14 @@ def status(service: Service, tenant: Tenant) -> dict[str, Any]:
     for owner, kind, count in sorted(listed):
         tenants.setdefault(owner, dict.fromkeys(_COUNTED, 0))[kind] += count
     queues, epoch = Counter(f.owner for f in waiting), time.time() - time.monotonic()
-    of_models = [
+    model_rows = [
         {
             "model_id": m.model_id, "tenant": m.tenant.name, "rank": m.rank, "num_steps": m.num_steps or 0,
             "waiting_requests": queues[m.model_id], "last_request": m.last_request,
         }
         for m in sorted(models, key=lambda m: -m.last_request)[:_SHOWN]
     ]  # fmt: skip
-    of_samplers = [
+    sampler_rows = [
         {
             "sampler_id": s.sampler_id, "tenant": s.tenant.name, "weights": s.digest, "model_path": s.model_path,
             "waiting_requests": queues[s.sampler_id], "last_request": s.last_use + epoch,
@@ -276,8 +278,8 @@ def status(service: Service, tenant: Tenant) -> dict[str, Any]:
     apart = service.bench.is_apart
     return {
         "tenants": tenants,
-        "models": of_models,
-        "samplers": of_samplers,
+        "models": model_rows,
+        "samplers": sampler_rows,
         "is_apart": apart,
         "paused": service.paused,
     }

@@ -1,7 +1,7 @@
 """Rows of a training request as columns of a packed forward, and their log-probs back in the form of the request.
 
 Rows that are equal up to their first token that counts, as the samples of one prompt are, share the computation of these
-tokens. The predictions inside the shared tokens are read there for one row, and each row has its rest.
+tokens. The predictions inside the shared tokens are read there for one row; a row of each datum has the tokens that follow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.trajectory import token_columns
 from verl.tinker.records import Datum
 
-_COUNTS = {  # loss -> its input that is 0 where a token has no part in the sum; dro has none
+_COUNTS = {  # loss -> its input that is 0 for tokens without a part in the sum; dro has none
     "cross_entropy": "weights",
     "importance_sampling": "advantages",
     "ppo": "advantages",
@@ -26,7 +26,7 @@ _COUNTS = {  # loss -> its input that is 0 where a token has no part in the sum;
 
 @dataclass(frozen=True)
 class ComputedRow:
-    """The predictions of `response` after `prompt`, or of the end of `prompt` where it `is_inside`, which all data `members`
+    """The predictions of `response` after `prompt`, or if it `is_inside`, of the end of `prompt`; all data `members`
     have from position `first` on."""
 
     members: list[int]
@@ -60,7 +60,7 @@ def computed_rows(data: Sequence[Datum], loss: str) -> list[ComputedRow]:
 
 
 def prompt_length(datum: Datum, loss: str) -> int:
-    """Tokens up to the first that counts; 1 where none does."""
+    """Tokens up to the first that counts; 1 if none does."""
     if loss not in _COUNTS:
         return 1
     counts = datum.inputs[_COUNTS[loss]]
@@ -68,7 +68,7 @@ def prompt_length(datum: Datum, loss: str) -> int:
 
 
 def training_columns(data: Sequence[Datum], rows: Sequence[ComputedRow]) -> DataProto:
-    """Columns of `rows`. Targets are candidate_ids [rows, response, K], which exist where target_mask does; the other inputs
+    """Columns of `rows`. Targets are candidate_ids [rows, response, K], present under target_mask; every further input
     are float32 of that shape. `number` counts the rows."""
     columns = token_columns([(row.prompt, row.response, np.ones(len(row.response), dtype=bool)) for row in rows])
     for name in data[0].inputs:

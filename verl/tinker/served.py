@@ -46,12 +46,12 @@ class ServedModel:
     loss: float = 0.0
     num_tokens: int = 0
     unsaved_s: float = 0.0
-    state_seq: int = -1  # the last request whose effect that state has
+    state_seq: int = -1  # the last request with an effect in that state
     last_request: float = field(default_factory=time.time)
     order: Ordered = field(default_factory=Ordered)
 
     def created(self) -> BenchWorker:
-        """The worker that has the adapter. Raises RefusedRequest where creating it has failed."""
+        """The worker that has the adapter. Raises RefusedRequest if creating it has failed."""
         if self.num_steps is None:
             raise RefusedRequest(f"The model {self.model_id} was not created, so it cannot be used.", 404)
         return self.bench
@@ -112,7 +112,7 @@ def failing(reason: str) -> Iterator[WireAnswer | None]:
 
 
 def _integers(message: pydantic.BaseModel) -> Iterator[tuple[str, int]]:
-    """The whole numbers of a message and of the messages in it, by their names. Lists of tokens have checks of their own."""
+    """The integers of a message and of the messages in it, by their names. Lists of tokens have checks of their own."""
     for name, value in message:
         if isinstance(value, pydantic.BaseModel):
             yield from _integers(value)
@@ -122,7 +122,7 @@ def _integers(message: pydantic.BaseModel) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class ClientCall:
-    """A request as routes read it: from a client, or after a kill from the journal, whose entry is `stored`. `path` and `query`
+    """A request as routes read it: from a client, or after a kill from the journal; `stored` is its entry. `path` and `query`
     are parameters of the URL, `digest` the SHA-256 of `body`."""
 
     route: str

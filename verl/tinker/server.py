@@ -28,7 +28,7 @@ _END_S = 2  # for requests that wait for a result when the server ends
 
 
 def uvicorn_config(app: Starlette, certificate: tuple[str, str] | None = None) -> uvicorn.Config:
-    """The settings of uvicorn, with TLS where there are files of a certificate and its key."""
+    """The settings of uvicorn, with TLS if there are files of a certificate and its key."""
     cert, key = certificate or (None, None)
     return uvicorn.Config(
         app, http=PatientProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_END_S,
@@ -58,7 +58,7 @@ def serve_tinker(
         host, port = listening.getsockname()[:2]
         if is_first:
             say(f"http{'s' if certificate else ''}://{f'[{host}]' if ':' in host else host}:{port}")
-        await server.serve(sockets=[listening.dup()])  # which it closes
+        await server.serve(sockets=[listening.dup()])  # it closes the copy
         with contextlib.suppress(sqlite3.Error):
             service.close()  # the application does so unless its start has failed
         return service.lost

@@ -1,6 +1,6 @@
 """The state of the service: sessions, models, samplers and futures, for requests that come on the event loop.
 
-Requests are checked, entered in the journal and queued. Threads of `Computer` take them: one, or where processes of their own
+Requests are checked, entered in the journal and queued. Threads of `Computer` take them: one, or if processes of their own
 train and sample, one for each. After a kill, `recover` takes the requests of the journal as if they came again.
 """
 
@@ -96,8 +96,8 @@ class Service:
         self._drop_samplers([n for n, sampler in list(self.samplers.items()) if sampler.session_id == session_id])
 
     def sweep(self) -> None:
-        """Forget sessions without a heartbeat, idle samplers, old answers, and checkpoints whose time is over. What fails is
-        logged, and the rest is done."""
+        """Forget sessions without a heartbeat, idle samplers, old answers, and checkpoints after their time. A failure is
+        logged, and the next parts are done."""
         now = time.monotonic()
         silent = [s for s, session in self.sessions.items() if now - session.last_sign > SESSION_S]
         idle = [n for n, sampler in list(self.samplers.items()) if now - sampler.last_use > IDLE_SAMPLER_S]
@@ -110,7 +110,7 @@ class Service:
         for part in (*ends, *parts):
             try:
                 part()
-            except Exception:  # of one session or one file, which the others do not wait for
+            except Exception:  # of one session or one file; the next ones do not wait for it
                 log.exception("A part of the regular clean-up has failed.")
 
     def _end_silent(self, session_id: str) -> None:
@@ -174,7 +174,7 @@ class Service:
         return self.checkpoints.read(self.addressed(call, uri))
 
     def addressed(self, call: ClientCall, uri: str) -> SavedAdapter:
-        """A checkpoint of the tenant, which may be damaged."""
+        """A checkpoint of the tenant; it may be damaged."""
         saved = self.checkpoints.find(uri)
         self.facts(call, saved.model_id)
         return saved
@@ -190,11 +190,11 @@ class Service:
     def add_model(
         self, call: ClientCall, model: ServedModel, make: Callable[[str], int], answer: WireAnswer
     ) -> RequestFuture:
-        """Create a model, which `make` does on the computing thread, and after a kill its last state; each returns the
+        """Create a model: `make` does so on the computing thread; after a kill its last state does. Each returns the
         optimizer steps of the model."""
-        known = self._known(call, model.model_id, 0)
-        if known is not None:
-            return known
+        earlier = self._earlier(call, model.model_id, 0)
+        if earlier is not None:
+            return earlier
         future = self._future(call, model.model_id, model.session_id, 0)
         self.models[model.model_id] = model
         state = self.checkpoints.newest_state(model.model_id)
@@ -215,9 +215,9 @@ class Service:
     ) -> RequestFuture:
         """Queue a request of a model under its number. `prepare` checks it, and returns what to compute; when it raises, the
         number is used all the same."""
-        known = self._known(call, model.model_id, seq_id)
-        if known is not None:
-            return known
+        earlier = self._earlier(call, model.model_id, seq_id)
+        if earlier is not None:
+            return earlier
         seq_id = model.order.require_free(seq_id)
         try:
             work = prepare()
@@ -235,9 +235,9 @@ class Service:
         self, call: ClientCall, sampler: ServedSampler, seq_id: int | None, request: SamplingRequest
     ) -> RequestFuture:
         """Queue a sample request; a repeated one gets the same future."""
-        known = self._known(call, sampler.sampler_id, seq_id)
-        if known is not None:
-            return known
+        earlier = self._earlier(call, sampler.sampler_id, seq_id)
+        if earlier is not None:
+            return earlier
         if seq_id is None or seq_id < 0:
             raise RefusedRequest("A request of a sampler needs a seq_id from 0 on.")
         tokens = len(request.tokens) + request.num_samples * request.max_tokens
@@ -252,16 +252,16 @@ class Service:
 
     def _admit(self, call: ClientCall, tokens: int, *, is_next: bool = False) -> None:
         """Raise RefusedRequest for a request that is too large, or comes while too many of the tenant wait and not for it."""
-        most = call.tenant.limits.tokens
+        limit = call.tenant.limits.tokens
         if call.stored is not None:
             return
-        if tokens > most:
+        if tokens > limit:
             raise RefusedRequest(
-                f"The request has {tokens} tokens, and one may have {most}. Send fewer rows at a time."
+                f"The request has {tokens} tokens, and one may have {limit}. Send fewer rows at a time."
             )
         waiting = sum(f.tokens for f in self.futures.values() if f.answer is None and f.tenant == call.tenant.name)
-        if waiting and waiting + tokens > most and not is_next:
-            raise RefusedRequest(f"Requests with {waiting} tokens wait already, and {most} may.", 429, RETRY_S)
+        if waiting and waiting + tokens > limit and not is_next:
+            raise RefusedRequest(f"Requests with {waiting} tokens wait already, and {limit} may.", 429, RETRY_S)
 
     def _job(self, seq_id: int, future: RequestFuture, work: Work) -> QueuedJob:
         work.seq_id = seq_id
@@ -273,12 +273,12 @@ class Service:
         for ready in model.order.add(seq_id, job):
             self._lanes.put(model.model_id, ready)
 
-    def _known(self, call: ClientCall, owner: str, seq_id: int | None) -> RequestFuture | None:
+    def _earlier(self, call: ClientCall, owner: str, seq_id: int | None) -> RequestFuture | None:
         """The future of a request that came before. Raises RefusedRequest for another request under its number."""
-        known = self.futures.get(self._request_id(owner, seq_id))
-        if known is not None and known.digest != call.digest:
+        earlier = self.futures.get(self._request_id(owner, seq_id))
+        if earlier is not None and earlier.digest != call.digest:
             raise RefusedRequest(f"The number {seq_id} belongs to another request.")
-        return known
+        return earlier
 
     def _future(self, call: ClientCall, owner: str, session_id: str, seq_id: int, tokens: int = 1) -> RequestFuture:
         request_id = self._request_id(owner, seq_id)
@@ -302,7 +302,7 @@ class Service:
     # -- after a kill -----------------------------------------------------------------------------------------------------
 
     async def recover(self, handlers: Mapping[str, Callable[[ClientCall], Awaitable[object]]]) -> None:
-        """Take the requests of the journal, in order. A request with an answer retains it, and is computed again only where its
+        """Take the requests of the journal, in order. A request with an answer retains it, and is computed again only if its
         effect on the model is in no saved state."""
         for session_id, tenant in self.journal.sessions():
             self.sessions[session_id] = ClientSession(self.tenants.named(tenant))
@@ -323,7 +323,7 @@ class Service:
                     self._restore(call, request)
             except RefusedRequest as error:
                 log.warning("A request of %s is not repeated: %s", request.owner, error.sentence)
-            except Exception:  # of one tenant, whom the others do not wait for
+            except Exception:  # of one tenant; the next ones do not wait for it
                 log.exception("A request of %s is not repeated.", request.owner)
         for model_id in set(self.checkpoints.models()) - set(self.models):
             self.checkpoints.drop_states(model_id)

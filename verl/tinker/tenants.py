@@ -62,7 +62,7 @@ class Tenants:
         if not self._keys:
             return Tenant()
         digest = hashlib.sha256(key.encode()).hexdigest()
-        matches = [tenant for known, tenant in self._keys.items() if hmac.compare_digest(digest, known)]
+        matches = [tenant for key_digest, tenant in self._keys.items() if hmac.compare_digest(digest, key_digest)]
         if not matches:
             raise RefusedRequest("This API key is not one of the server's. Set TINKER_API_KEY.", 401)
         return matches[0]
@@ -90,9 +90,9 @@ def read_tenants(path: str) -> Tenants:
 def _tenant(name: str, settings: list[str], place: str) -> Tenant:
     values = dict(setting.partition("=")[::2] for setting in settings)
     name, role = values.pop("tenant", name), values.pop("role", "user")
-    known = [field.name for field in fields(TenantLimits)]
+    names = [field.name for field in fields(TenantLimits)]
     if not _NAME.fullmatch(name) or role not in ("user", "admin"):
         raise ConfigError(f"{place} needs a tenant of letters, digits and . _ -, and the role user or admin.")
-    if bad := [key for key, value in values.items() if key not in known or not value.isdigit()]:
-        raise ConfigError(f"{place} has {bad[0]!r}; its numbers are {', '.join(known)}.")
+    if bad := [key for key, value in values.items() if key not in names or not value.isdigit()]:
+        raise ConfigError(f"{place} has {bad[0]!r}; its numbers are {', '.join(names)}.")
     return Tenant(name, role == "admin", TenantLimits(**{key: int(value) for key, value in values.items()}))

@@ -1,6 +1,6 @@
 """The computation behind the service: passes, optimizer steps and samples of many adapters on one base model.
 
-Training, sampling and scoring compute on one module. Samples of several adapters share decode steps where the hand-written
+Training, sampling and scoring compute on one module. Samples of several adapters share decode steps if the hand-written
 decoders read the model. Only one thread may call it.
 """
 
@@ -36,7 +36,7 @@ _LOG_PROBS = "candidate_log_probs"
 
 
 class Workbench:
-    """The base model of `config` (actor_rollout_ref.model.path), whose `lora_rank` is the largest rank of an adapter."""
+    """The base model of `config` (actor_rollout_ref.model.path); `lora_rank` there is the largest rank of an adapter."""
 
     def __init__(self, config: PPOConfig, device: torch.device | None = None):
         sections = config.actor_rollout_ref
@@ -88,7 +88,7 @@ class Workbench:
         return TrainingOutput(log_probs_of(request.data, rows, collected), {"loss:sum": value})
 
     def optim_step(self, adapter: Adapter, values: AdamStep) -> dict[str, float]:
-        """One step on the adapter's gradients, which it forgets. Raises NumericsError for gradients that are not finite, which
+        """One step on the adapter's gradients, and forget them. Raises NumericsError for gradients that are not finite: they
         leave the weights as they were, and ConfigError without gradients."""
         with self.engine.using(adapter):
             metrics = self.engine.optim_step(values)
@@ -112,8 +112,8 @@ class Workbench:
         return [self._output(*pair, samples) for pair, samples in zip(requests, completions, strict=True)]
 
     def _completions(self, requests: Sequence[tuple[AdapterWeights | None, SamplingRequest]]) -> list[list[Completion]]:
-        """The samples of each request, all of which decode together."""
-        most = max(request.max_tokens for _, request in requests)
+        """The samples of each request; all decode together."""
+        max_tokens = max(request.max_tokens for _, request in requests)
         names = {weights: str(number) for number, (weights, _) in enumerate(requests) if weights is not None}
         prompts = [
             PromptRequest(
@@ -123,7 +123,7 @@ class Workbench:
             for place, (weights, r) in enumerate(requests)
         ]  # fmt: skip
         self._rollout.adapters = {name: weights for weights, name in names.items()}
-        params = replace(requests[0][1].params, max_new_tokens=most)
+        params = replace(requests[0][1].params, max_new_tokens=max_tokens)
         completions = iter(self._rollout.generate(prompts, params, step=0))
         self._rollout.adapters = {}  # their arranged copies go with them
         return [[next(completions) for _ in range(r.num_samples)] for _, r in requests]

@@ -83,7 +83,7 @@ class BenchWorker:
 
     @register(**_ON_FIRST)
     def discard(self, model_id: str) -> None:
-        """Forget the gradients of a model, where it exists."""
+        """Forget the gradients of a model, if it exists."""
         if model_id in self.adapters:
             self.adapters[model_id].discard()
 
@@ -102,7 +102,7 @@ class BenchWorker:
 
     @register(**_ON_FIRST)
     def missing(self, digests: Sequence[str]) -> list[str]:
-        """The digests whose weights `sample` needs to be given."""
+        """The digests of weights that `sample` needs to be given."""
         return [digest for digest in digests if digest not in self._held]
 
     @register(**_ON_FIRST)
@@ -141,7 +141,7 @@ class ServiceRoles:
 
 @dataclass(frozen=True)
 class Bench:
-    """Handles of the workers that train and that sample, which are `is_apart` or one, and the tokenizer."""
+    """Handles of the workers that train and that sample (one worker, unless they are `is_apart`), and the tokenizer."""
 
     training: BenchWorker
     sampling: BenchWorker
@@ -152,7 +152,7 @@ class Bench:
 
 @contextmanager
 def open_bench(config: PPOConfig) -> Iterator[Bench]:
-    """The workers of a service in their processes, which end on leaving. Raises ConfigError for a placement that the service
+    """The workers of a service in their processes; these end on leaving. Raises ConfigError for a placement that the service
     cannot have."""
     name, source = config.actor_rollout_ref.rollout.name, ProgramSpecs(ServiceRoles, config)
     if name != "native":
