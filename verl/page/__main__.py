@@ -33,7 +33,7 @@ def main() -> None:
 
     with contextlib.suppress(OSError):  # the run comes first
         os.nice(19)
-        # where Linux shares time by session, nice has no effect beyond one
+        # if Linux shares time by session, nice has no effect beyond one
         Path("/proc/self/autogroup").write_text("19")
     logging.basicConfig(level=logging.ERROR)
     serve_page(arguments.folders, listening, os.environ.pop("VERL_PAGE_TOKEN"), json.loads(arguments.labels))

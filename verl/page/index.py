@@ -195,19 +195,19 @@ class SampleIndex:
         """Index files that are new or were replaced: all of them, the newest first, or `only` one. Stops early when
         `deadline()` is true. Returns whether anything changed."""
         files = self.files()
-        known = {
+        indexed = {
             (row["split"], row["step"]): row for row in self.rows("SELECT id, split, step, stamp, complete FROM files")
         }
         changed, num_unchanged = False, 0
-        for key in known.keys() - files.keys():
+        for key in indexed.keys() - files.keys():
             with self._writing() as db:
-                self._forget(db, known[key]["id"])
+                self._forget(db, indexed[key]["id"])
             changed = True
         to_read = [only] if only in files else sorted(files, key=lambda key: -key[1]) if only is None else []
         for key in to_read:
             if deadline is not None and deadline():
                 break
-            row = known.get(key)
+            row = indexed.get(key)
             if row is not None and row["complete"]:
                 if num_unchanged >= _NEWEST_STEPS or row["stamp"] == _stamp(files[key]):
                     num_unchanged += 1
@@ -223,7 +223,7 @@ class SampleIndex:
         steps: dict[str, list[int]] = {}
         for split, step in files:
             steps.setdefault(split, []).append(step)
-        rows = [(split, len(own), max(own)) for split, own in steps.items()]
+        rows = [(split, len(numbers), max(numbers)) for split, numbers in steps.items()]
         with self._writing() as db:
             db.executemany("INSERT OR REPLACE INTO listed VALUES (?, ?, ?)", rows)
 
@@ -266,7 +266,7 @@ class SampleIndex:
         return True
 
     def containing(self, text: str) -> Iterator[set[int]]:
-        """The ids of the samples whose prompt or response has `text`, whatever its case: one samples file at a time, the
+        """The ids of the samples with `text` in prompt or response, in any case of letters: one samples file at a time, the
         newest first."""
         needle = fold(text)
         for file in self.rows("SELECT id FROM files ORDER BY step DESC, split"):
@@ -279,16 +279,16 @@ class SampleIndex:
     # -- samples -----------------------------------------------------------------------------------------------------------
 
     def row(self, split: str, step: int, line: int) -> Row | None:
-        """The whole row in line `line` (from 0) of a samples file; None when there is none."""
+        """The full row in line `line` (from 0) of a samples file; None when there is none."""
         path = self.file(split, step)
         if path is None:
             return None
-        known = self.rows(
+        places = self.rows(
             "SELECT start, size FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? AND line = ? "
             "AND stamp = ?", split, step, line, _stamp(path),
         )  # fmt: skip
-        if known:
-            return self.read(path, known[0]["start"], known[0]["size"])
+        if places:
+            return self.read(path, places[0]["start"], places[0]["size"])
         with suppress(OSError):
             for number, _, content in _lines(path):
                 if number == line:
@@ -337,10 +337,10 @@ class SampleIndex:
         state = (
             *self.rows("PRAGMA data_version")[0],
             self.db.total_changes,
-        )  # changes of others, and of this connection
-        known: tuple[object, dict[str, list[sqlite3.Row]]] = getattr(self._local, "statistics", (None, {}))
-        if known[0] == state:
-            return known[1]
+        )  # changes of other connections, and of this one
+        cached: tuple[object, dict[str, list[sqlite3.Row]]] = getattr(self._local, "statistics", (None, {}))
+        if cached[0] == state:
+            return cached[1]
         by_split: dict[str, list[sqlite3.Row]] = {}
         num, newest = self.rows("SELECT count(*), max(step) FROM files")[0]
         every = 1 + num // _SHOWN_FILES
@@ -357,15 +357,15 @@ def _insert(db: sqlite3.Connection, file: int, batch: Sequence[_Line]) -> int:
     first = 1 + (db.execute("SELECT max(id) FROM samples").fetchone()[0] or 0)
     # prompt -> its hash and what lists show of it; the samples of a group share it
     ends: dict[str, tuple[str, str]] = {}
-    rows, shown = [], []
+    rows, displayed = [], []
     for number, (line, start, size, summary) in enumerate(batch, first):
         if summary.prompt not in ends:
             ends[summary.prompt] = (hash_of(summary.prompt), last_message(summary.prompt[-1500:])[:_SHOWN])
         prompt_hash, prompt = ends[summary.prompt]
         rows.append((number, file, line, start, size, prompt_hash, *summary[: len(_COLUMNS)]))
-        shown.append((number, prompt, summary.response[:_SHOWN]))
+        displayed.append((number, prompt, summary.response[:_SHOWN]))
     db.executemany(_INSERT, rows)
-    db.executemany("INSERT INTO shown VALUES (?, ?, ?)", shown)
+    db.executemany("INSERT INTO shown VALUES (?, ?, ?)", displayed)
     for which in ("prompt", "response"):
         packed = pack_texts((number, getattr(summary, which)) for number, (*_, summary) in enumerate(batch, first))
         db.execute("INSERT INTO texts (file, owners, ends, folded) VALUES (?, ?, ?, ?)", (file, *packed))
@@ -389,7 +389,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def parsed_row(content: bytes | str) -> dict[str, object] | None:
-    """The row in a line of a samples file; None where there is none."""
+    """The row in a line of a samples file; None if there is none."""
     try:
         row = json.loads(content)
     except (ValueError, RecursionError):

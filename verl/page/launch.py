@@ -43,7 +43,7 @@ def missing_package() -> str | None:
 
 
 def start_page(folder: Path, host: str, port: int, labels: Mapping[str, str] | None = None) -> Page:
-    """Start the page about `folder`, which need not exist yet. Raises MissingExtraError, and ConfigError when the address is
+    """Start the page about `folder`; it need not exist yet. Raises MissingExtraError, and ConfigError when the address is
     taken."""
     missing = missing_package()
     if missing is not None:

@@ -16,7 +16,7 @@ from verl.tracking.ledger.file import NAME, connect_read_only
 
 
 def life_of(folder: Path, row: Mapping[str, object], split: str, step: int) -> dict[str, object] | None:
-    """{events: [(step, text)], problem} of the sample in a row of samples/train; None where the ledger has nothing to say:
+    """{events: [(step, text)], problem} of the sample in a row of samples/train; None if the ledger has nothing to say:
     validation samples are not in it, and other programs than PPO have none."""
     ordinal, sample = row.get("ordinal"), row.get("sample_index")
     if split != "train" or not is_count(ordinal) or not is_count(sample) or not (folder / NAME).is_file():
@@ -67,7 +67,7 @@ def _events(attempt: sqlite3.Row, segments: list[sqlite3.Row]) -> list[tuple[int
 
 def episode_of(folder: Path, row: Mapping[str, object], split: str, step: int) -> Row | None:
     """{messages, calls, error} of the episode that a sample of an agent is: `calls` are the results of its tools, with
-    name, arguments, seconds and error. None where the run has no journal (`episodes/`), or the sample is not in it.
+    name, arguments, seconds and error. None if the run has no journal (`episodes/`), or the sample is not in it.
 
     The journal names an episode train/7/0: split, prompt and sample.
     """

@@ -41,7 +41,7 @@ class Run(TrainedRun):
         self._reader = RunReader(self.folder, self.folder.resolve().name)
 
     def metrics(self) -> pd.DataFrame:
-        """One row per step (the index) and one column per metric; NaN where a step lacks one."""
+        """One row per step (the index) and one column per metric; NaN if a step lacks one."""
         self._reader.refresh(0)
         rows = self._reader.metric_rows()
         return _pandas().DataFrame(rows).set_index("step") if rows else _pandas().DataFrame()

@@ -35,7 +35,7 @@ class Notes:
             text = read_text(self._file, MAX_BYTES).strip("\ufeff\n\r\t ")
         except FileNotFoundError:
             return ""
-        if "\0" in text:  # which no form can send
+        if "\0" in text:  # no form can send it
             raise ValueError("it has a NUL")
         return text
 
@@ -50,7 +50,7 @@ class Notes:
         return _digest(self.text)
 
     def replace(self, text: str, digest: str) -> str:
-        """Replace the text whose digest was `digest`; "" or a sentence where it was not replaced."""
+        """Replace the text with the digest `digest`; "" or a sentence if it was not replaced."""
         text = text.replace("\r\n", "\n").strip()
         if len(text.encode()) >= MAX_BYTES:
             return "Notes have at most 64 KiB. They were not saved."

@@ -39,7 +39,7 @@ class NotFound(Exception):
 
 
 class View:
-    """A run on the site: its records and the index of its samples, which a thread keeps up to date once it is `watched`."""
+    """A run on the site: its records and the index of its samples; once it is `watched` a thread keeps that up to date."""
 
     def __init__(self, folder: Path, key: str, cache: Path | None = None):
         self.run = RunReader(folder, key)
@@ -120,7 +120,7 @@ class Site:
         try:
             return self._of_run(view, parts[2:], path, query)
         finally:
-            if not self.static:  # after the page, which would wait for its turns
+            if not self.static:  # after the page: it would wait for the turns of the index
                 view.watch()
 
     def view(self, key: str) -> View:
@@ -184,8 +184,8 @@ class Site:
 
         def link(target: str, **query: object) -> str:
             if not self.static:
-                left = {name: value for name, value in query.items() if value not in (None, "")}
-                return target + (f"?{urlencode(left)}" if left else "")
+                given = {name: value for name, value in query.items() if value not in (None, "")}
+                return target + (f"?{urlencode(given)}" if given else "")
             return relative(target, max(depth - 1, 0))
 
         base = {"link": link, "static": self.static, "site": self, "views": self.views, "segment": segment}

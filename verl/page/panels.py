@@ -1,4 +1,4 @@
-"""Charts: which metrics share a panel, their points for the browser, and the curves of several runs over each other."""
+"""Charts: the metrics of each panel, their points for the browser, and the curves of several runs over each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ChartLine:
     steps: Sequence[int]
     values: Sequence[float]
     style: str = "line"  # line, dots, band (the values between two of them), stack
-    run: int | None = None  # on a page of several runs, which one: it decides the colour
+    run: int | None = None  # the number of the run, on a page of several: it decides the colour
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,17 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     files = index.statistics().get("train", [])
     reward = [_reward(run, files)] if run.kind == "rl" else []
     specs = [spec for spec in declared if not (reward and "critic/score/mean" in spec.metrics)]
-    ours = {name for spec in _SPECS for name in spec.metrics}
+    builtin = {name for spec in _SPECS for name in spec.metrics}
     # our panel shows more than a panel that the program declares for the same metrics
-    specs = [spec for spec in specs if not set(spec.metrics) <= ours]
-    shown = (
+    specs = [spec for spec in specs if not set(spec.metrics) <= builtin]
+    found = (
         reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [*_signal(run, files), _plan(run), _phases(run)]
     )
-    return [p for p in shown if p.lines]
+    return [p for p in found if p.lines]
 
 
 def _declared(title: str, metrics: Mapping[str, str]) -> _Spec:
-    """The panel of a program, whose title may end with a unit."""
+    """The panel of a program; its title may end with a unit."""
     match = _TITLE.fullmatch(title)
     name, unit = match.groups("") if match else (title, "")
     return _Spec(name[:1].upper() + name[1:], metrics, unit or _unit(metrics))
@@ -129,13 +129,13 @@ def _unit(metrics: Iterable[str]) -> str:
 
 
 def _panel(run: RunReader, spec: _Spec) -> Panel:
-    known = {name: run.metrics[name] for name in spec.metrics if name in run.metrics}
+    written = {name: run.metrics[name] for name in spec.metrics if name in run.metrics}
     lines = [
         ChartLine(spec.metrics[name], series.steps, series.values, "dots" if _is_sparse(run, series) else "line")
-        for name, series in known.items()
+        for name, series in written.items()
         if not says_nothing(name, series.values)
     ]
-    if spec.band is not None and known and all(name in run.metrics for name in spec.band):
+    if spec.band is not None and written and all(name in run.metrics for name in spec.band):
         for name in spec.band:
             lines.append(
                 ChartLine(name.rpartition("/")[2], run.metrics[name].steps, run.metrics[name].values, style="band")
@@ -148,9 +148,9 @@ def _is_sparse(run: RunReader, series: Series) -> bool:
 
 
 def _reward(run: RunReader, files: Sequence[sqlite3.Row]) -> Panel:
-    known = {"critic/score/mean": "training", "val/reward": "held-out", "val/greedy": "held-out, greedy"}
+    defaults = {"critic/score/mean": "training", "val/reward": "held-out", "val/greedy": "held-out, greedy"}
     labels = {name: label for panel in run.curves.values() for name, label in panel.items()}
-    names = {name: labels[name] for name in known if name in labels} or known
+    names = {name: labels[name] for name in defaults if name in labels} or defaults
     base = _panel(run, _Spec("Reward", names))
     rows = [row for row in files if row["low"] is not None]
     steps = [row["step"] for row in rows]
@@ -173,7 +173,7 @@ def _signal(run: RunReader, files: Sequence[sqlite3.Row]) -> list[Panel]:
 
 def _phases(run: RunReader) -> Panel:
     points = thin([row["step"] for row in run.timeline], [row["seconds"] for row in run.timeline])
-    rows = [row for row in run.timeline if row["step"] in points]  # the same steps of all phases, which add up
+    rows = [row for row in run.timeline if row["step"] in points]  # the same steps of all phases: they add up
     names = list(dict.fromkeys(name for row in rows for name in row["phases"]))
     steps = [row["step"] for row in rows]
     lines = [ChartLine(n, steps, [row["phases"].get(n, 0.0) for row in rows], "stack") for n in names]
@@ -203,7 +203,7 @@ def all_metrics(run: RunReader) -> list[Panel]:
 
 
 def charts_json(charts: Iterable[Panel], marks: Sequence[Mapping[str, object]] = ()) -> dict[str, object]:
-    """The panels for the browser: one axis of steps and aligned columns each, with null where a line has no point."""
+    """The panels for the browser: one axis of steps and aligned columns each, with null if a line has no point."""
     return {"panels": [_aligned(panel) for panel in charts], "marks": list(marks)}
 
 
@@ -219,8 +219,8 @@ def _aligned(panel: Panel) -> dict[str, object]:
         }
         for line, points in zip(panel.lines, thinned, strict=True)
     ]
-    shown = {"title": panel.title, "unit": panel.unit, "help": panel.help, "group": panel.group}
-    return {**shown, "x": x, "series": series}
+    facts = {"title": panel.title, "unit": panel.unit, "help": panel.help, "group": panel.group}
+    return {**facts, "x": x, "series": series}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -260,8 +260,8 @@ def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict
         view.run.refresh()
         view.watch()
     steps = sorted(set(_steps(pair[0])) & set(_steps(pair[1])))
-    asked = whole_number(query.get("step", ""))
-    step = asked if asked in steps else (steps[-1] if steps else None)
+    number = whole_number(query.get("step", ""))
+    step = number if number in steps else (steps[-1] if steps else None)
     return {
         "overlaid": [view.run.key for view in overlaid], "a": a, "b": b, "pair": [view.run for view in pair],
         "charts": charts(*overlaid), **different_keys(*pair), "steps": steps, "step": step,
@@ -276,10 +276,10 @@ def _steps(view: View) -> list[int]:
 
 def different_keys(one: View, other: View) -> dict[str, list[tuple[str, str, str]]]:
     """(key, value here, value there) of the keys that differ: `keys` that one of the runs was given, and `other_keys`."""
-    here, there = ({row.key: row for row in RunFolder(view.run.folder).read_keys()} for view in (one, other))
+    first, second = ({row.key: row for row in RunFolder(view.run.folder).read_keys()} for view in (one, other))
     rows: dict[str, list[tuple[str, str, str]]] = {"keys": [], "other_keys": []}
-    for key in sorted(here.keys() | there.keys()):
-        pair = [run[key] if key in run else None for run in (here, there)]
+    for key in sorted(first.keys() | second.keys()):
+        pair = [run[key] if key in run else None for run in (first, second)]
         values = [row.value if row else "–" for row in pair]
         if values[0] != values[1] and key not in HIDDEN_KEYS:
             rows["keys" if any(row and row.origin for row in pair) else "other_keys"].append(
@@ -299,8 +299,8 @@ def charts(*views: View) -> dict[str, object]:
                 if line.style in ("line", "dots")
             ]
             if lines:
-                known = merged.get(panel.title)
-                merged[panel.title] = Panel(panel.title, (known.lines if known else []) + lines, panel.unit, panel.help)
+                base = merged.get(panel.title)
+                merged[panel.title] = Panel(panel.title, (base.lines if base else []) + lines, panel.unit, panel.help)
     return charts_json(merged.values())
 
 

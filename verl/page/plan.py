@@ -1,4 +1,4 @@
-"""The plan of a run on its page: plan.json, which `verl plan --beside` and `--simulate` write into a run folder."""
+"""The plan of a run on its page: plan.json, written into a run folder by `verl plan --beside` and `--simulate`."""
 
 from __future__ import annotations
 

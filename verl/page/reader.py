@@ -50,7 +50,7 @@ class Follower:
         self._identity: tuple[int, int] | None = None
 
     def read(self, limit: int = sys.maxsize) -> list[files.Row]:
-        """The rows since the last call; where these have more than `limit` bytes, rows at evenly spaced places. None when the
+        """The rows since the last call; if these have more than `limit` bytes, rows at evenly spaced places. None when the
         file is missing or cannot be read."""
         rows: list[dict[str, object]] = []
         self.is_replaced = False
@@ -75,7 +75,7 @@ class Follower:
 
 
 def rows_of_step(path: Path, step: int, check: files.Check) -> list[files.Row]:
-    """The rows of `step` in a file whose rows have growing steps; none when it is missing. The place is bisected, so a file of
+    """The rows of `step` in a file of rows with growing steps; none when it is missing. The place is bisected, so a file of
     any length costs a few reads."""
     rows: list[dict[str, object]] = []
     with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as file:
@@ -98,11 +98,11 @@ _SPAN = files.has(name=files.is_text, start=files.is_number, seconds=files.is_nu
 _RESUME_GAP_S = 0.5  # the timeline has no gaps within one process
 # section that only one kind of run has -> that kind; the first one counts
 KINDS = {"algorithm": "rl", "sft": "sft", "rm": "rm", "preference": "preference"}
-_LOSS_NAMES = {"sigmoid": "dpo"}  # preference.loss -> the name by which the run is known, where it differs
+_LOSS_NAMES = {"sigmoid": "dpo"}  # preference.loss -> the usual name of such a run, if it is another
 
 
 class Series:
-    """One metric: int64 steps and float64 values, in the order in which they were written."""
+    """One metric: int64 steps and float64 values, in the order of writing."""
 
     def __init__(self) -> None:
         self.steps = array("q")
@@ -135,12 +135,12 @@ class RunReader:
         self._events_file = Follower(self.folder / EVENTS, EVENT)
         self._tokens_file = Follower(self.folder / TOKENS, TOKEN)
         self.metrics: dict[str, Series] = {}
-        self._series: dict[str, Series] = {}  # by the name in the file, which is cleaned once
+        self._series: dict[str, Series] = {}  # by the name in the file; it is cleaned once
         self.timeline: list[files.Row] = []
         self.planned: list[files.Row] = []  # steps as `verl plan` has simulated them
         self.events: list[files.Row] = []
         self.tokens: dict[int, tuple[str, bool]] = {}  # id -> its text, and whether it is a special token
-        self.times: dict[int, float] = {}  # step -> seconds since 1970 at which its row was written
+        self.times: dict[int, float] = {}  # step -> seconds since 1970 when its row was written
 
     def refresh(self, at_most_every_s: float = 0.2) -> int:
         """Read the records that the run has written since the last call; returns the version."""

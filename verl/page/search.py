@@ -40,7 +40,7 @@ QUESTIONS = [  # label, query
     ("largest sampler/trainer difference", {"sort": "gap"}),
     ("longest", {"sort": "longest"}),
 ]
-# samples of one group whose final answers are equal and whose scores are not
+# samples of one group with equal final answers and different scores
 _CONFLICTS = """WITH conflicting AS (SELECT s.id FROM samples s JOIN (
   SELECT file, unit, answer FROM samples WHERE answer != '' AND score IS NOT NULL
   GROUP BY file, unit, answer HAVING max(score) > min(score)) c USING (file, unit, answer)) """
@@ -52,9 +52,9 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, ob
     flags = [name for name in _FLAGS if query.get(name)]
     tags = [row["tag"] for row in index.rows("SELECT DISTINCT tag FROM samples WHERE tag != '' LIMIT 50")]
     splits = [row["split"] for row in index.rows("SELECT DISTINCT split FROM files ORDER BY split")]
-    for name, known in (("tag", tags), ("split", splits)):  # the address has the displayed form of their values
-        shown = query.get(name, "")
-        query = {**query, name: next((value for value in known if visible(value) == shown), shown)}
+    for name, choices in (("tag", tags), ("split", splits)):  # the address has the displayed form of their values
+        chosen = query.get(name, "")
+        query = {**query, name: next((value for value in choices if visible(value) == chosen), chosen)}
     page = whole_number(query.get("page", "")) or 0
     problem, rows, more = "", [], False
     try:
@@ -96,8 +96,8 @@ def _newest_ids(index: SampleIndex, query: Mapping[str, str], text: str, count: 
     """The newest samples with `text` that the filters let through; older files than they are in are not read."""
     ids: list[int] = []
     matches: set[int] = set()
-    for of_file in index.containing(text):
-        matches |= of_file
+    for found in index.containing(text):
+        matches |= found
         if len(matches) >= count - len(ids):
             ids += _ids(index, query, matches, count - len(ids), 0)
             matches = set()
@@ -113,7 +113,7 @@ def _ids(index: SampleIndex, query: Mapping[str, str], among: Set[int] | None, l
     if among is not None and len(among) <= _FEW:  # found by their ids
         tables = "json_each(?) CROSS JOIN samples ON samples.id = value JOIN files ON files.id = samples.file"
         values.insert(0, json.dumps(list(among)))
-    elif among is not None:  # all are read, which is faster then
+    elif among is not None:  # all are read: this is faster then
         index.db.create_function("is_among", 1, among.__contains__)
         conditions.append("is_among(samples.id)")
     order = _SORTS.get(query.get("sort", ""), _SORTS["newest"])
@@ -133,14 +133,14 @@ def _with_excerpts(index: SampleIndex, rows: Sequence[sqlite3.Row], text: str) -
     for row in rows:
         excerpt = _first_excerpt((row["response"], row["prompt"]), text)
         if not excerpt:  # beyond what lists show
-            whole = index.read(index.file(row["split"], row["step"]), row["start"], row["size"]) or {}
-            excerpt = _first_excerpt((text_of(whole, "response"), text_of(whole, "prompt")), text)
+            full = index.read(index.file(row["split"], row["step"]), row["start"], row["size"]) or {}
+            excerpt = _first_excerpt((text_of(full, "response"), text_of(full, "prompt")), text)
         excerpted.append({**dict(row), "excerpt": excerpt})
     return excerpted
 
 
 def _first_excerpt(texts: Sequence[str], text: str) -> list[tuple[str, bool]]:
-    return next(filter(None, (excerpt_of(whole, text) for whole in texts)), [])
+    return next(filter(None, (excerpt_of(candidate, text) for candidate in texts)), [])
 
 
 def excerpt_of(whole: str, text: str) -> list[tuple[str, bool]]:

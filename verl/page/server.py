@@ -102,7 +102,7 @@ except ImportError as error:
 
 STATIC = Path(__file__).parent / "static"
 _FORM = re.compile(r"/run/[^/]+/(?:notes|stop)")
-_POLL_S = 0.4  # between two looks at a run whose page is open
+_POLL_S = 0.4  # between two looks at a run with an open page
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -131,11 +131,11 @@ class Gate:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                known = {name.lower() for name, _ in message["headers"]}
+                present = {name.lower() for name, _ in message["headers"]}
                 extra = [
-                    (n.lower().encode(), v.encode()) for n, v in HEADERS.items() if n.lower().encode() not in known
+                    (n.lower().encode(), v.encode()) for n, v in HEADERS.items() if n.lower().encode() not in present
                 ]
-                caching = [] if b"cache-control" in known else [(b"cache-control", b"no-store")]
+                caching = [] if b"cache-control" in present else [(b"cache-control", b"no-store")]
                 message["headers"] = [*message["headers"], *extra, *caching]
             await send(message)
 
@@ -150,8 +150,8 @@ class Gate:
             return PlainTextResponse("This address is only read.", 405, {"Allow": "GET, HEAD"})
         token = request.query_params.get("token")
         if token is not None and self._is_token(token):
-            left = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
-            target = "/" + request.url.path.lstrip("/") + (f"?{urlencode(left)}" if left else "")
+            parameters = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+            target = "/" + request.url.path.lstrip("/") + (f"?{urlencode(parameters)}" if parameters else "")
             response = RedirectResponse(target, 303)
             response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", max_age=30 * 86400)
             return response
@@ -186,7 +186,7 @@ def make_app(
 
     async def page(request: Request) -> Response:
         try:
-            # values of one name are joined by commas, which no key of a run has
+            # values of one name are joined by commas: no key of a run has one
             query = {name: ",".join(request.query_params.getlist(name)) for name in request.query_params}
             html = await run_in_threadpool(site.page, request.url.path, query)
         except NotFound as error:
@@ -205,8 +205,8 @@ def make_app(
         except NotFound as error:
             return JSONResponse({"error": str(error)}, 404)
         every = panels.all_metrics(view.run) if "all" in request.query_params else None
-        shown = await run_in_threadpool(lambda: every if every is not None else panels.panels(view.run, view.index))
-        return JSONResponse(panels.charts_json(shown, view.run.marks()))
+        listed = await run_in_threadpool(lambda: every if every is not None else panels.panels(view.run, view.index))
+        return JSONResponse(panels.charts_json(listed, view.run.marks()))
 
     async def live(request: Request) -> Response:
         return EventSourceResponse(_changes(site, request), ping=15)
@@ -230,7 +230,7 @@ def _stop(run: RunReader) -> str:
     return "" if stop_holder(run.folder) else "No process of this machine runs in this folder, so nothing was stopped."
 
 
-# the forms of a run: what each does with its fields; the result is "", or a sentence where it did nothing
+# the forms of a run, as functions of their fields; the result is "", or a sentence if nothing was done
 _FORMS: dict[str, Callable[[RunReader, Mapping[str, str]], str]] = {
     "stop": lambda run, fields: _stop(run),
     "notes": lambda run, fields: run.notes.replace(fields.get("notes", ""), fields.get("digest", "")),

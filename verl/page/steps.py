@@ -20,7 +20,7 @@ from verl.tracking.pictures import stored_images
 PER_PAGE = 60  # groups
 _LEVELS = 10
 _HEAD = 240  # samples shown of a file that is not indexed yet
-PHASES = {  # span -> phase whose colour its bar has
+PHASES = {  # span -> phase; a bar has its colour
     "gen": "rollout", "gen_max": "rollout", "rollout_wait": "rollout", "reward": "reward", "old_log_prob": "training",
     "update_actor": "training", "ref": "training", "teacher": "training", "values": "training", "update_critic": "training",
     "adv": "training", "update": "training", "reference": "training", "update_weights": "communication",
@@ -70,8 +70,8 @@ class Place:
 
     def others(self) -> list[Place]:
         """The places of the same step in other splits."""
-        others = (split for split in self.index.splits() if split != self.split)
-        return [replace(self, split=split) for split in others if self.index.file(split, self.step) is not None]
+        splits = (split for split in self.index.splits() if split != self.split)
+        return [replace(self, split=split) for split in splits if self.index.file(split, self.step) is not None]
 
     def file_row(self) -> sqlite3.Row | None:
         rows = self.index.rows("SELECT * FROM files WHERE split = ? AND step = ?", self.split, self.step)
@@ -125,15 +125,15 @@ def step_context(at: Place, query: Mapping[str, str]) -> Row | None:
     if query.get("only") == "signal":
         groups = [group for group in groups if group["spread"] > 0]
     page = whole_number(query.get("page", "")) or 0
-    shown = groups[page * PER_PAGE : (page + 1) * PER_PAGE]
-    for group in shown:
+    displayed = groups[page * PER_PAGE : (page + 1) * PER_PAGE]
+    for group in displayed:
         group["prompt"], group["response"] = at.texts(group["rows"][0])
     before, after = at.neighbours()
     names = ("actor/", "critic/", "training/", "rollout/", "train/", "val/", "response", "perf/")
     metrics = {name: value for name, value in values.items() if name.startswith(names)}
     return {
         "file": file,
-        "groups": shown,
+        "groups": displayed,
         "num_groups": len(groups),
         "num_samples": sum(group["count"] for group in groups),
         "num_errors": sum(group["errors"] for group in groups),
@@ -223,7 +223,7 @@ def group_context(at: Place, unit: str, query: Mapping[str, str]) -> Row | None:
     if not rows:
         return None
     group = _group(unit, rows)
-    whole = [at.index.row(at.split, at.step, row["line"]) or {} for row in rows[:64]]
+    full_rows = [at.index.row(at.split, at.step, row["line"]) or {} for row in rows[:64]]
     units = at.units()
     place = units.index(unit) if unit in units else 0
     low, high = min(group["scores"], default=0.0), max(group["scores"], default=1.0)
@@ -231,13 +231,13 @@ def group_context(at: Place, unit: str, query: Mapping[str, str]) -> Row | None:
         "group": group,
         "samples": [
             {"summary": row, "row": full, "level": level_of(row["score"], low, high)}
-            for row, full in zip(rows, whole, strict=False)
+            for row, full in zip(rows, full_rows, strict=False)
         ],
-        "prompt": text_of(whole[0], "prompt"),
-        "images": _images(at, whole[0]),
-        "truth": whole[0].get("ground_truth"),
-        "parts": list(dict.fromkeys(name for full in whole for name in _parts(full))),
-        "diff": _diff(whole, rows, query),
+        "prompt": text_of(full_rows[0], "prompt"),
+        "images": _images(at, full_rows[0]),
+        "truth": full_rows[0].get("ground_truth"),
+        "parts": list(dict.fromkeys(name for full in full_rows for name in _parts(full))),
+        "diff": _diff(full_rows, rows, query),
         "before": f"{at.path}/u/{units[place - 1]}" if place else None,
         "after": f"{at.path}/u/{units[place + 1]}" if place + 1 < len(units) else None,
         "elsewhere": _elsewhere(at, rows[0]),
@@ -245,7 +245,7 @@ def group_context(at: Place, unit: str, query: Mapping[str, str]) -> Row | None:
 
 
 def _images(at: Place, row: Mapping[str, object]) -> list[str] | None:
-    """Data URLs of the images of a sample, "" for one that cannot be shown; None where Pillow is not installed."""
+    """Data URLs of the images of a sample, "" for one that cannot be shown; None if Pillow is not installed."""
     try:
         return stored_images(row, at.run.folder / "samples" / IMAGES)
     except ImportError:
@@ -257,21 +257,21 @@ def _parts(row: Mapping[str, object]) -> dict[str, object]:
     return {str(name): value for name, value in parts.items()} if isinstance(parts, Mapping) else {}
 
 
-def _diff(whole: Sequence[Mapping[str, object]], rows: Sequence[IndexedSample], query: Mapping[str, str]) -> object:
-    """The two samples that the query names; else the best against the worst, where they differ."""
+def _diff(full_rows: Sequence[Mapping[str, object]], rows: Sequence[IndexedSample], query: Mapping[str, str]) -> object:
+    """The two samples that the query names; else the best against the worst, if they differ."""
     lines = [row["line"] for row in rows]
-    asked = [whole_number(query.get(name, "")) for name in ("a", "b")]
-    if all(line in lines for line in asked):
-        one, other = map(lines.index, asked)
+    named = [whole_number(query.get(name, "")) for name in ("a", "b")]
+    if all(line in lines for line in named):
+        one, other = map(lines.index, named)
     else:
-        scored = [i for i, row in enumerate(rows) if row["score"] is not None and i < len(whole)]
+        scored = [i for i, row in enumerate(rows) if row["score"] is not None and i < len(full_rows)]
         if len(scored) < 2:
             return None
         one = max(scored, key=lambda i: rows[i]["score"])
         other = min(scored, key=lambda i: rows[i]["score"])
-    if one == other or max(one, other) >= len(whole):
+    if one == other or max(one, other) >= len(full_rows):
         return None
-    left, right = diff_words(text_of(whole[one], "response"), text_of(whole[other], "response"))
+    left, right = diff_words(text_of(full_rows[one], "response"), text_of(full_rows[other], "response"))
     return {"left": left, "right": right, "a": rows[one], "b": rows[other]}
 
 
@@ -287,7 +287,7 @@ def _elsewhere(at: Place, row: IndexedSample) -> list[sqlite3.Row]:
 
 
 def sample_context(at: Place, line: int) -> Row | None:
-    """One sample: tokens, turns, reward, life, the rest of its row."""
+    """One sample: tokens, turns, reward, life, and further fields of its row."""
     row = at.index.row(at.split, at.step, line)
     if row is None:
         return None
@@ -332,8 +332,8 @@ def _facts(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def gantt(spans: Sequence[Json], timeline: Json | None) -> Row | None:
-    """Bars of a step in thousandths of its time: `rows` of (name, [(start, width, seconds)]), which are measured;
-    `roles` has their busy seconds, whose time of day is not known."""
+    """Bars of a step in thousandths of its time: `rows` of (name, [(start, width, seconds)]), as measured;
+    `roles` has their busy seconds, without a time of day."""
     if not spans or timeline is None or not timeline.get("seconds"):
         return None
     start = timeline.get("start") or min(span["start"] for span in spans)

@@ -23,7 +23,7 @@ _END = b"\0"
 
 
 class PackedTexts(NamedTuple):
-    """`folded`: the texts, each with an end mark; `owners` (int64): samples; `ends` (int64): where the text of each ends.
+    """`folded`: the texts, each with an end mark; `owners` (int64): samples; `ends` (int64): the end of each text.
 
     Neighbours with the same text share it: the samples of a group have one prompt.
     """
@@ -52,7 +52,7 @@ def pack_texts(texts: Iterable[tuple[int, str]]) -> PackedTexts:
 
 
 def owners_with(needle: bytes, packed: PackedTexts) -> list[int]:
-    """The samples whose text has the folded `needle`."""
+    """The samples with the folded `needle` in their text."""
     find = packed.folded.find
     at = find(needle)
     if at < 0:
@@ -71,7 +71,7 @@ _MAX_ANSWER = 200
 _BOXED = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _MARKED = re.compile(r"(?:####|[Aa]nswer(?: is)?:?)\s*([^\n]+)")
 _NAME = re.compile(r"[\w-]{1,60}", re.ASCII)  # part of a path
-# the first one stands for the trainer's log-probs where a row has no others
+# the first one stands for the trainer's log-probs if a row has no second
 _UNUSED_ARRAYS = [
     f'"{name}": ['.encode() for name in ("old_log_probs", "prompt_ids", "entropy", "ref_log_probs", "token_versions")
 ]
@@ -126,8 +126,8 @@ def without_arrays(content: bytes) -> bytes:
     """The JSON of a row with the arrays of numbers empty that no summary needs: most of the time of reading a row is the
     conversion of its numbers.
 
-    A key is never found within a text, where quotes are escaped. Arrays within an array leave no JSON: then the caller
-    reads the whole row.
+    A key is never found within a text: quotes are escaped there. Arrays within an array leave no JSON: then the caller
+    reads the complete row.
     """
     parts, at = [], 0
     for name in _UNUSED_ARRAYS if b'"train_log_probs": [' in content else _UNUSED_ARRAYS[1:]:
@@ -177,7 +177,7 @@ def text_of(row: Mapping[str, object], name: str) -> str:
 
 
 def _first(values: object) -> float | None:
-    """The first of the advantages that is not 0; they are equal over a response where no critic is."""
+    """The first of the advantages that is not 0; without a critic they are equal over a response."""
     if not isinstance(values, list):
         return None
     first = next((float(value) for value in values if value and is_number(value)), None)
@@ -185,7 +185,7 @@ def _first(values: object) -> float | None:
 
 
 def trainer_log_probs(row: Json) -> Sequence[Any]:
-    """The trainer's log-probs of the response tokens; [] where the row has none."""
+    """The trainer's log-probs of the response tokens; [] if the row has none."""
     for name in ("train_log_probs", "old_log_probs"):
         if isinstance(row.get(name), list):
             return cast("Sequence[Any]", row[name])
@@ -193,12 +193,12 @@ def trainer_log_probs(row: Json) -> Sequence[Any]:
 
 
 def probability(log_prob: float) -> float:
-    """exp of a log-prob; 1 for numbers above 0, which damaged files have."""
+    """exp of a log-prob; 1 for numbers above 0, as damaged files have."""
     return math.exp(min(log_prob, 0.0))
 
 
 def largest_gap(row: Mapping[str, object]) -> float | None:
-    """Largest |trainer - sampler probability|, as training/rollout_probs_diff_max; None where one of the two is missing."""
+    """Largest |trainer - sampler probability|, as training/rollout_probs_diff_max; None if one of the two is missing."""
     sampled, trained, mask = row.get("log_probs"), trainer_log_probs(row), row.get("response_mask")
     if not isinstance(sampled, list):
         return None

@@ -1,4 +1,4 @@
-"""Context of the pages of a whole run: header, where the time goes, config, log; and formats of numbers."""
+"""Context of the pages of a run: header, time by phase, config, log; and formats of numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl.tracking.run_folder import RunFolder
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NUM_RECORDS = 500
-_STEPS = "steps"  # where their lines stand in the log
+_STEPS = "steps"  # the source of their lines in the log
 _READ_BYTES = 2 << 20  # of the end of each rank's log
 _RECORD = re.compile(rf"(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) ({'|'.join(_LEVELS)}) \d+ (.*)")
 
@@ -65,9 +65,9 @@ def _step_lines(run: RunReader) -> list[LogLine]:
     for row in run.metric_rows(max(run.step - _NUM_RECORDS, 0) + 1):
         step = int(row["step"])
         if (written := run.times.get(step)) is not None:
-            shown = [f"{_SHORT[name]} {number(row[name], 3)}" for name in _HEADLINES[run.kind] if name in row]
+            figures = [f"{_SHORT[name]} {number(row[name], 3)}" for name in _HEADLINES[run.kind] if name in row]
             time_ms = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)) + f",{int(written % 1 * 1000):03d}"
-            lines.append(LogLine(time_ms, _STEPS, "INFO", " · ".join([f"step {step}{of}", *shown])))
+            lines.append(LogLine(time_ms, _STEPS, "INFO", " · ".join([f"step {step}{of}", *figures])))
     return lines
 
 
@@ -146,13 +146,13 @@ def _headline(run: RunReader) -> list[dict[str, object]]:
 
 def _recent(run: RunReader, files: Sequence[sqlite3.Row]) -> list[dict[str, object]]:
     """The newest steps, with their rows in the index."""
-    known = {row["step"]: row for row in files}
+    by_step = {row["step"]: row for row in files}
     columns = _COLUMNS[run.kind]
     values = {name: dict(zip(run.metrics[name].steps, run.metrics[name].values, strict=True))
               for name in columns.values() if name in run.metrics}  # fmt: skip
     steps: list[dict[str, object]] = []
     for step in sorted(set(run.times) - {0}, reverse=True)[:6]:
-        row = known.get(step)
+        row = by_step.get(step)
         columns_of_row = dict(row) if row else {}
         cells = [values[n].get(step) if n in values else columns_of_row.get(n) for n in columns.values()]
         steps.append({"step": step, "file": row, "time": run.times.get(step), "cells": cells})
@@ -170,7 +170,7 @@ def polyline(values: Sequence[float]) -> str:
     )
 
 
-HIDDEN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name")  # which no two runs share
+HIDDEN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name")  # no two runs share them
 _GROUPINGS: Mapping[str, Callable[[RunReader], str]] = {
     "kind": lambda run: run.program, "model": lambda run: run.model,
     "tags": lambda run: " ".join(f"#{tag}" for tag in run.notes.tags),
@@ -179,7 +179,7 @@ _GROUPINGS: Mapping[str, Callable[[RunReader], str]] = {
 
 def final_context(runs: Sequence[RunReader], by: str) -> dict[str, object]:
     """The newest headline metrics of `runs` as columns, with a row for each run; or for each value of `by` (kind, model, tags,
-    or a given key in which they differ), with mean and standard deviation over its runs."""
+    or a given key with different values), with mean and standard deviation over its runs."""
     keys = {run.key: {row.key: row for row in RunFolder(run.folder).read_keys()} for run in runs}
     keys_set = sorted({row.key for rows in keys.values() for row in rows.values() if row.origin} - {*HIDDEN_KEYS})
 

@@ -34,18 +34,18 @@ def is_visible(character: str) -> bool:
 
 def shown(text: object, limit: int = MAX_TEXT) -> Markup:
     """`text` as HTML: escaped, with control characters and marks of direction as their visible code points."""
-    whole = valid_utf8(text if isinstance(text, str) else "" if text is None else str(text))
+    content = valid_utf8(text if isinstance(text, str) else "" if text is None else str(text))
     parts: list[Any] = []
     waiting: list[str] = []
-    for character in whole[:limit]:
+    for character in content[:limit]:
         if is_visible(character):
             waiting.append(character)
         else:
             parts += [escape("".join(waiting)), Markup('<span class="ctl">U+{:04X}</span>').format(ord(character))]
             waiting.clear()
     parts.append(escape("".join(waiting)))
-    if len(whole) > limit:
-        parts.append(Markup('<span class="cut">… {:,} more characters</span>').format(len(whole) - limit))
+    if len(content) > limit:
+        parts.append(Markup('<span class="cut">… {:,} more characters</span>').format(len(content) - limit))
     return Markup("").join(parts)
 
 
@@ -55,9 +55,9 @@ def breakable(key: object) -> Markup:
 
 
 def collapsed(text: object) -> str:
-    """A prompt in which a mark that repeats, as of an image, stands once with its count: "<|image_pad|> × 96"."""
-    whole = text if isinstance(text, str) else ""
-    return _REPEATED.sub(lambda match: f"{match[1]} × {len(match[0]) // len(match[1]):,} ", whole)
+    """A prompt; a mark that repeats, as of an image, stands once with its count: "<|image_pad|> × 96"."""
+    content = text if isinstance(text, str) else ""
+    return _REPEATED.sub(lambda match: f"{match[1]} × {len(match[0]) // len(match[1]):,} ", content)
 
 
 @dataclass(frozen=True)

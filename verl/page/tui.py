@@ -30,7 +30,7 @@ except ImportError as error:
 _REFRESH_S = 1.0
 _INDEX_S = 10.0  # at most, before the samples of a step are shown as far as they are indexed
 _LIMIT = 200  # rows of a search
-_MODES = {  # mode of the tokens -> column, and the value from which a token is marked, weakly and strongly
+_MODES = {  # mode of the tokens -> column, and the value at which marks begin, weak and strong
     "log-prob": ("log_prob", (1.0, 3.0)),
     "trainer − sampler": ("gap", (0.05, 0.1)),
     "entropy": ("entropy", (1.0, 3.0)),
@@ -58,7 +58,7 @@ class TableScreen(Screen[None]):
         Binding("k", "move(-1)", "Up", show=False),
         Binding("q", "app.quit", "Quit"),
     ]
-    AUTO_FOCUS = ""  # each screen says itself which of its parts gets the keys
+    AUTO_FOCUS = ""  # each screen gives the keys to one of its parts
     app: RunApp
     columns: tuple[str, ...] = ()
     first_focus: type[object] = DataTable
@@ -75,7 +75,7 @@ class TableScreen(Screen[None]):
         self.set_focus(self.query_one(self.first_focus))
 
     def prepare(self) -> None:
-        """Work before the first `fill`; not `on_mount`, which textual calls of each class on its own."""
+        """Work before the first `fill`; not `on_mount`: textual calls it of each class by itself."""
 
     def fill(self) -> None:
         """Write head and table again; the cursor stays in its row."""
@@ -144,11 +144,11 @@ class RunScreen(TableScreen):
         return Text(printable("\n".join([*lines, *run.problems])))
 
     def rows(self) -> Rows:
-        known = {row["step"]: row for row in self.app.index.statistics().get("train", [])}
+        indexed = {row["step"]: row for row in self.app.index.statistics().get("train", [])}
         times = self.app.reader.times
         rows: Rows = []
-        for step in sorted({*known, *times} - {0}, reverse=True):
-            row = known.get(step)
+        for step in sorted({*indexed, *times} - {0}, reverse=True):
+            row = indexed.get(step)
             figures = ["", "", "", ""]
             if row is not None:
                 silent = row["without_signal"]
@@ -356,9 +356,9 @@ def _colored(tokens: Tokens, mode: str) -> Text:
         size = sizes[i] if sizes else 0.0
         text.append(printable(part), style=_SHADES[(size >= weak) + (size >= strong)] if sizes else "")
     if any(sizes):
-        most = max(range(len(sizes)), key=sizes.__getitem__)
+        peak = max(range(len(sizes)), key=sizes.__getitem__)
         text.append(
-            f"\nlargest: {values[most]:+.3g} at token {most + 1} of {tokens.num_all}, {tokens.texts[most]!r}", "dim"
+            f"\nlargest: {values[peak]:+.3g} at token {peak + 1} of {tokens.num_all}, {tokens.texts[peak]!r}", "dim"
         )
     return text
 
@@ -382,6 +382,6 @@ class RunApp(App[None]):
         self.run_worker(self._index_all, thread=True)
 
     def _index_all(self) -> None:
-        """Index the rest in a separate thread; the screens show the samples indexed so far."""
+        """Index all in a separate thread; the screens show the samples indexed so far."""
         if self.index.update(deadline=lambda: not self.is_running):
             self.reader.version += 1
