@@ -35,7 +35,7 @@ class AgentLoopWorker(AgentLoopManager):
 class SandboxFusionTool(BaseTool):
     """Python programs as calls of a model, in processes of this machine with limits (verl/rewards/programs.py). Of `config`,
     default_timeout (seconds), default_language and memory_limit_mb (MiB) act. Subclasses call `await
-    self.execution_pool.execute.remote(function, *arguments)`, which runs it in a thread."""
+    self.execution_pool.execute.remote(function, *arguments)`; a thread runs it."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
         about = "Runs a Python program and returns what it prints."

@@ -1,4 +1,4 @@
-"""Functions over a whole batch: response mask, KL in the reward, advantages, rollout correction, token balancing
+"""Functions over a complete batch: response mask, KL in the reward, advantages, rollout correction, token balancing
 (`verl.trainer.ppo.ray_trainer`, `verl.trainer.ppo.rollout_corr_helper`, `verl.utils.seqlen_balancing`)."""
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def compute_rollout_correction_and_rejection_mask(
 def compute_rollout_correction_and_add_to_batch(
     batch: DataProto, rollout_corr_config: object
 ) -> tuple[DataProto, dict[str, float]]:
-    """Put `rollout_is_weights` (with `rollout_is`) and the `response_mask` without rejected tokens into the batch, which has
+    """Put `rollout_is_weights` (with `rollout_is`) and the `response_mask` without rejected tokens into the batch; it has
     old_log_probs, rollout_log_probs and response_mask. Returns the batch and metrics rollout_corr/*."""
     section, columns = ConfigView(rollout_corr_config, {}), batch.batch
     settings = {name: section.get(name) for name in _SETTINGS if section.get(name) is not None}
@@ -160,7 +160,7 @@ def rearrange_micro_batches(
     num_batches_divided_by: int | None = None,
     min_num_micro_batch: int | None = None,
 ) -> tuple[list[TensorDict], list[list[int]]]:
-    """(micro-batches, rows of each) of `batch`, whose column attention_mask [batch, sequence] counts the tokens. Unlike in
+    """(micro-batches, rows of each) of `batch`. Its column attention_mask [batch, sequence] counts the tokens. Unlike in
     other releases no micro-batch exceeds `max_token_len`: raises ValueError when a single row does."""
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     if max(lengths) > max_token_len:

@@ -135,7 +135,7 @@ class Arguments:
         self.texts.setdefault(key, str(value))
 
     def drop_config_flags(self, config_names: Iterable[str] | None = None) -> None:
-        """Remove --config-path, --config-name and their short forms; with `config_names` only where they name one."""
+        """Remove --config-path, --config-name and their short forms; with `config_names` only if they name one."""
         if config_names is None or self.flag("--config-name", "-cn").removesuffix(".yaml") in config_names:
             self.flags = [flag for flag in self.flags if flag[0].partition("=")[0] not in _CONFIG_FLAGS]
 

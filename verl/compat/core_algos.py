@@ -98,7 +98,7 @@ def older_advantage(name: str, *order: str) -> Callable[..., tuple[Tensor, Tenso
         return compute_advantage(name, columns, config=config, estimator=built_in, **settings)
 
     estimator.__name__ = estimator.__qualname__ = f"compute_{name}"
-    # a run asks a function's signature which columns it needs, also where this one is registered under another name
+    # a run reads a function's signature for the columns it needs, also if this one is registered under another name
     estimator.__wrapped__ = built_in  # type: ignore[attr-defined]
     return estimator
 
@@ -120,7 +120,7 @@ def compute_value_loss(
     return loss, loss.new_tensor(metrics["vf_clipfrac"].value)
 
 
-# order of the positional arguments, where it differs from `older_advantage`
+# order of the positional arguments, if it differs from `older_advantage`
 _GROUP_ORDER = ("token_level_rewards", "response_mask", "index", "epsilon", "norm_adv_by_std_in_grpo")
 _ORDERS = {
     "gae": ("token_level_rewards", "values", "response_mask", "gamma", "lam"),
@@ -132,7 +132,7 @@ _LOSSES = {name: older_policy_loss(name) for name in POLICY_LOSSES.built_in}
 ADV_ESTIMATOR_REGISTRY = RegistryMapping(ADVANTAGES, _ESTIMATORS)
 POLICY_LOSS_REGISTRY = RegistryMapping(POLICY_LOSSES, _LOSSES)
 
-# name in scripts, where it is not compute_{estimator}_outcome_advantage
+# name in scripts, if it is not compute_{estimator}_outcome_advantage
 _ESTIMATOR_FUNCTIONS = {
     "gae": "compute_gae_advantage_return",
     "optimal_token_baseline": "compute_optimal_token_baseline_advantage",

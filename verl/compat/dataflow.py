@@ -11,7 +11,7 @@
         .sync()
     )
 
-Nothing runs before `sync`. A stage is a function, or the name of a method of the group. Which devices a group has is the run's
+Nothing runs before `sync`. A stage is a function, or the name of a method of the group. The devices of a group are the run's
 placement (verl/parallel/placement.py), so the chain is the same in one process, under torchrun and on Ray.
 """
 
@@ -44,7 +44,7 @@ class Flow:
         return self._then(lambda _: value() if callable(value) else value)
 
     def scatter(self, stage: Stage, worker_group: str) -> Flow:
-        """A call on a group, whose rows are divided over its ranks; its result, or a future of it, is passed on. Raises
+        """A call on a group: its ranks divide the rows; its result, or a future of it, is passed on. Raises
         ConfigError for a group that the run does not have."""
         group = self._group(worker_group)
         if isinstance(stage, str):
@@ -57,7 +57,7 @@ class Flow:
         return self._then(lambda value: stage(resolve(value)))
 
     def all_reduce(self, stage: Callable[[object], object] | str) -> Flow:
-        """Reduce the values of all ranks to one, which every rank that runs the program gets. A function is applied to all rows
+        """Reduce the values of all ranks to one for every rank that runs the program. A function is applied to all rows
         (advantages); "sum", "mean", "min" or "max" reduces the results of a call on every rank: numbers, tensors, or mappings
         of these, element by element. Raises ConfigError for another name."""
         if not isinstance(stage, str):
@@ -80,8 +80,8 @@ class Flow:
     def _group(self, name: str) -> object:
         group = self.groups.get(name)
         if group is None:
-            there = [n for n, handle in self.groups.items() if handle is not None]
-            hint = nearest(name, there) or f"; there are {', '.join(there)}"
+            present = [n for n, handle in self.groups.items() if handle is not None]
+            hint = nearest(name, present) or f"; there are {', '.join(present)}"
             raise ConfigError(f"The run has no worker group {name!r}{hint}")
         return group
 

@@ -29,7 +29,7 @@ def create_rl_dataset(
 def create_rl_sampler(data_config: Any, dataset: Sized) -> Any:
     """The sampler of a script's own loop over `dataset`: `data.sampler`, else with `data.shuffle` a random one seeded by
     `data.seed`, else a sequential one. Raises ConfigError for a class that is no sampler, and for a curriculum with
-    loader workers, which read ahead of it."""
+    loader workers: they read ahead of it."""
     import torch
     from torch.utils.data import RandomSampler, SequentialSampler
 

@@ -24,7 +24,7 @@ is_npu_available: bool = False  # no engine here computes on one
 
 
 def get_device_name() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
+    """ "cuda" if there is a GPU, else "cpu"."""
     return "cuda" if is_cuda_available else "cpu"
 
 
@@ -97,7 +97,7 @@ class ProfilerConfig:
 
 
 class DistProfiler:
-    """A trace of this rank between `start` and `stop`: `save_path`/{role}_rank_{rank}.json, which Perfetto and Chrome open."""
+    """A trace of this rank between `start` and `stop`: `save_path`/{role}_rank_{rank}.json, for Perfetto and Chrome."""
 
     def __init__(self, rank: int, config: ProfilerConfig | None = None, tool_config: object = None, **_: object):
         self.rank, self.config = rank, config or ProfilerConfig()

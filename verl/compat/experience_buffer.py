@@ -27,7 +27,7 @@ class ExperienceBuffer:
     """At most `max_groups` groups of rows (None: no limit), with the version of the weights that made each. The oldest groups
     leave first, and no sampled group is more than `max_age` versions old.
 
-    `by` is the object column whose equal values make a group; without that column every row is a group. `place` is "driver"
+    `by` is an object column: rows with equal values make a group; without that column every row is a group. `place` is "driver"
     (this process) or "process" (a separate process that ends with this one); calls to it have `timeout_s` seconds. Random
     choices depend only on `seed` and on the calls. For one thread. Raises ConfigError for settings that make no sense.
     """
@@ -85,7 +85,7 @@ class ExperienceBuffer:
         """The rows of `count` groups, none older than `max_age` versions at weights `version`; older ones leave the buffer.
 
         `order`: the oldest or newest first, "uniform", or "priority", with chances in proportion to it (Schaul et al. 2016,
-        arXiv:1511.05952, alpha=1), without repetition. `remove=False` keeps them for a replay. Raises DataError where there are
+        arXiv:1511.05952, alpha=1), without repetition. `remove=False` keeps them for a replay. Raises DataError if there are
         fewer, ConfigError for another order.
         """
         if order not in ORDERS:
@@ -141,8 +141,8 @@ class StoredGroups:
         chosen = self._chosen(count, order)
         batch = DataProto.concat([self._groups[i][2] for i in chosen])
         if remove:
-            left = set(chosen)
-            self._groups = [group for i, group in enumerate(self._groups) if i not in left]
+            removed = set(chosen)
+            self._groups = [group for i, group in enumerate(self._groups) if i not in removed]
         return batch
 
     def _chosen(self, count: int, order: Order) -> list[int]:

@@ -47,7 +47,7 @@ def copy_to_local(
     use_shm: bool = False,
 ) -> str:
     """The local path of `src`: `src` itself with `~` expanded, or a hub name unchanged. With `use_shm` its copy in shared
-    memory, made once or with `always_recopy` again; `src` where it does not fit. Other arguments concern downloads. Raises
+    memory, made once or with `always_recopy` again; `src` if it does not fit. Other arguments concern downloads. Raises
     ConfigError for a remote path."""
     src = _local(src)
     path = os.path.expanduser(src)
@@ -146,7 +146,7 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
     """Whether the reserved time of this machine ends before another step and another save fit, all in seconds. False
-    where the environment names no end, and before the first step (`max_steps_duration` 0)."""
+    if the environment names no end, and before the first step (`max_steps_duration` 0)."""
     for name in _EXPIRATIONS:
         try:
             remaining = float(os.environ.get(name, "")) - time.time()

@@ -74,16 +74,16 @@ def names_of(module: str) -> dict[str, tuple[str, str]]:
     origins = {}
     for source, names in IMPORT_PATHS.get(module, {}).items():
         for entry in names.split():
-            name, _, here = entry.partition("=")
-            origins[name] = (source, here or name)
+            name, _, target = entry.partition("=")
+            origins[name] = (source, target or name)
     return origins
 
 
 def resolve(module: str, name: str, names: dict[str, tuple[str, str]]) -> Any:
     """The object or submodule `name` of a listed module. Raises AttributeError for any other name."""
     if name in names:
-        source, here = names[name]
-        return getattr(imported(source), here)
+        source, target = names[name]
+        return getattr(imported(source), target)
     if f"{module}.{name}" in IS_PACKAGE:
         return imported(f"{module}.{name}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

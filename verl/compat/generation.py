@@ -18,7 +18,7 @@ from verl.errors import ConfigError, DataError, RewardError, nearest
 
 _HERE = "verl.compat.generation"
 _ROLLOUT = "actor_rollout_ref.rollout"
-# defaults of the older form, which has data.path; the newer form is the training config
+# defaults of the older form, the one with data.path; the newer form is the training config
 _OLDER = {
     f"{_ROLLOUT}.n": 5,
     f"{_ROLLOUT}.temperature": 1.0,
@@ -79,7 +79,7 @@ def translate(argv: Sequence[str]) -> list[str]:
 
 
 class Prompts(RLHFDataset):
-    """Rows of which only the prompt is read."""
+    """Rows, read for their prompts only."""
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         return {
@@ -119,10 +119,10 @@ def main_eval(argv: Sequence[str]) -> int:
 def _score_and_show(argv: list[str]) -> int:
     arguments = Arguments(argv)
     arguments.drop_config_flags()
-    known = [f"data.{name}" for name in _DATA]
+    names = [f"data.{name}" for name in _DATA]
     for key in arguments.texts:
-        if key not in known and not key.startswith(_SCORING):
-            raise ConfigError(f"main_eval has no key {key!r}{nearest(key, known) or '; it has ' + ', '.join(known)}")
+        if key not in names and not key.startswith(_SCORING):
+            raise ConfigError(f"main_eval has no key {key!r}{nearest(key, names) or '; it has ' + ', '.join(names)}")
     data = {name: arguments.take(f"data.{name}", default) for name, default in _DATA.items()}
     metrics = score_file(data, arguments.argv())
     sys.stdout.write(f"{metrics}\n")
@@ -131,7 +131,7 @@ def _score_and_show(argv: list[str]) -> int:
 
 def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, float]:
     """test_score/{data source}: the mean over its rows of the mean score of a row's responses. `data` names the file (`path`)
-    and its columns, `overrides` are keys of rewards. A response whose call fails gets `reward.default_score`, or without a
+    and its columns, `overrides` are keys of rewards. A response with a failed call gets `reward.default_score`, or without a
     default counts in no mean. Raises ConfigError, DataError or RewardError."""
     from verl.config import load_config
     from verl.data.files import read_rows
@@ -140,10 +140,10 @@ def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str,
     rows = read_rows(data["path"])
     requests, row_of, sources = [], [], []
     for number in range(len(rows)):
-        of_row = _requests(rows[number], rows.place(number), number, data)
-        requests += of_row
-        row_of += [number] * len(of_row)
-        sources.append(of_row[0].data_source)
+        added = _requests(rows[number], rows.place(number), number, data)
+        requests += added
+        row_of += [number] * len(added)
+        sources.append(added[0].data_source)
     pool = build_pool(load_config(overrides).config.reward, by_position=True)
     with pool:
         pool.start(sorted(set(sources)))

@@ -58,20 +58,20 @@ class ActorRolloutRefWorker:
         self.config = load_config(settings, check=False).config
         everything = placement_of(self.config)
         if everything.num_devices > 1 or (tensor_parallel_size > 1 and rollout_backend in ("native", "hf")):
-            asked = f"tensor_parallel_size={tensor_parallel_size} with {rollout_backend}"
+            choice = f"tensor_parallel_size={tensor_parallel_size} with {rollout_backend}"
             fix = "Leave that out, take rollout_backend='vllm' for an engine over several devices"
             if everything.num_devices > 1:
-                asked = f"a placement on {everything.num_devices} devices (set_device_map, trainer.*)"
+                choice = f"a placement on {everything.num_devices} devices (set_device_map, trainer.*)"
                 fix = "Take the placement back by set_device_map(None)"
             raise ConfigError(
-                f"ActorRolloutRefWorker is one process, whose roles share one device, and was given {asked}. {fix}, or train "
+                f"ActorRolloutRefWorker is one process, whose roles share one device, and was given {choice}. {fix}, or train "
                 "with verl train, which places roles."
             )
         # scores are the script's business
         specs = replace(ppo_roles(self.config), reward=None)
         if type(self)._build_model_optimizer is not ActorRolloutRefWorker._build_model_optimizer:
-            own = [replace(s, build=partial(self._build, s)) if s.head == "lm" else s for s in specs.models]
-            specs = replace(specs, models=tuple(own))
+            built = [replace(s, build=partial(self._build, s)) if s.head == "lm" else s for s in specs.models]
+            specs = replace(specs, models=tuple(built))
         placement = replace(everything, devices={**everything.devices, "reward": ()})
         device = resolve_device(self.config.trainer.device)
         num_steps = self.config.trainer.total_training_steps or 0
@@ -130,7 +130,7 @@ class ActorRolloutRefWorker:
 
     def update_actor(self, batch: DataProto, step: int = 0) -> Updates:
         """Train on rows with advantages and the columns that the configured loss reads; generation follows. Raises DataError
-        where one is missing."""
+        if one is missing."""
         made_by = {"advantages": "Put [batch, response] advantages into it"}
         if self.config.actor_rollout_ref.actor.use_kl_loss:
             made_by["ref_log_prob"] = "Call compute_ref_log_prob first, and union its result with the batch"

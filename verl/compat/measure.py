@@ -26,7 +26,7 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class AllGatherTime:
-    """All-gathers of `num_bytes` over groups of `num_ranks` devices, each of which holds an equal shard. `seconds` is the time
+    """All-gathers of `num_bytes` over groups of `num_ranks` devices with equal shards. `seconds` is the time
     of one on the slowest device; `backend` is nccl or gloo."""
 
     backend: str
@@ -43,7 +43,7 @@ class AllGatherTime:
 def benchmark_nccl(
     model_path: str | None = None, *, num_ranks: int | None = None, num_repeats: int = 5, timeout_s: float = 300.0
 ) -> list[AllGatherTime]:
-    """Time of the all-gathers by which sharded training brings parameters together, for every number of devices that can share
+    """Time of the all-gathers of parameters in sharded training, for every number of devices that can share
     a copy of the model; printed as a table.
 
     Sizes are the bytes of a decoder layer and of the embedding of the model in `model_path`, in bfloat16, else 1, 16 and 128
@@ -112,12 +112,12 @@ def _seconds_of(group: object, shard: Any, count: int, num_repeats: int) -> floa
     import torch
     import torch.distributed as dist
 
-    whole = torch.empty(count * len(shard), dtype=shard.dtype, device=shard.device)
+    gathered = torch.empty(count * len(shard), dtype=shard.dtype, device=shard.device)
     for repeat in range(_WARM_UPS + num_repeats):
         if repeat == _WARM_UPS:
             dist.barrier()
             started = time.perf_counter()
-        dist.all_gather_into_tensor(whole, shard, group=group)
+        dist.all_gather_into_tensor(gathered, shard, group=group)
         if shard.is_cuda:
             torch.cuda.synchronize()
     slowest = torch.tensor([(time.perf_counter() - started) / num_repeats], dtype=torch.float64, device=shard.device)
@@ -156,7 +156,7 @@ def benchmark_throughput(
     with tempfile.TemporaryDirectory(prefix="verl-throughput-") as root:
         folder = Path(root) / "run"
         has_model = any("model.path=" in override for override in overrides)
-        own = [
+        measured = [
             "trainer.val_before_train=False",
             "trainer.test_freq=-1",
             "trainer.save_freq=-1",
@@ -165,7 +165,7 @@ def benchmark_throughput(
             f"trainer.default_local_dir={folder}",
             "trainer.max_restarts=0",
         ]
-        _output(["verl", "train", *([] if has_model else _tiny_task(Path(root))), *overrides, *own], timeout_s)
+        _output(["verl", "train", *([] if has_model else _tiny_task(Path(root))), *overrides, *measured], timeout_s)
         progress, rows = read_progress(folder), list(read_json_rows(folder / "metrics.jsonl"))
     assert progress.bottleneck is not None
     rates = sorted(row["perf/throughput"] for row in rows[len(rows) > 1 :])  # the first step includes warm-up

@@ -1,4 +1,4 @@
-"""Calls on users' workers whose ranks say themselves which rows they want (`Worker._register_dispatch_collect_info`)."""
+"""Calls on users' workers with ranks that choose their rows (`Worker._register_dispatch_collect_info`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.parallel.register import Mode
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
-    """A dispatch mode: DataProtos are cut into one chunk per data-parallel rank of the mesh `mesh_name`, padded where they do
+    """A dispatch mode: DataProtos are cut into one chunk per data-parallel rank of the mesh `mesh_name`, padded if they do
     not divide, and the results of the ranks that answer are joined without the padding. Other arguments go to all ranks."""
 
     def cut(value: object, info: list[tuple[int, bool]]) -> list[Any]:

@@ -196,7 +196,7 @@ class FlopsCounter:
         """(achieved, peak) in units of 10^12 operations per second, for one pass over sequences of `batch_seqlens` tokens in
         `delta_time` seconds."""
         shape = ModelShape.from_config(self.config)
-        of_token, of_square = shape.flops
-        of_token += 2 * shape.vocab * shape.hidden
-        total = 3 * sum(of_token * length + of_square * length * length for length in batch_seqlens)
+        per_token, per_square = shape.flops
+        per_token += 2 * shape.vocab * shape.hidden
+        total = 3 * sum(per_token * length + per_square * length * length for length in batch_seqlens)
         return total / delta_time / 1e12, get_device_flops("T")

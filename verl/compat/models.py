@@ -72,38 +72,38 @@ def check_model_consistency(
     padded or logits) and largest_difference. Raises ModelError naming what differs."""
     import transformers
 
-    ours = load_model(model_path, trust_remote_code=trust_remote_code) if module is None else module
-    settings = {"trust_remote_code": trust_remote_code, "attn_implementation": "eager", "dtype": ours.dtype}
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded = load_model(model_path, trust_remote_code=trust_remote_code) if module is None else module
+    settings = {"trust_remote_code": trust_remote_code, "attn_implementation": "eager", "dtype": loaded.dtype}
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
         locate(model_path), use_safetensors=True, **settings
     )
-    held = dict(ours.named_parameters())
-    for name, value in theirs.named_parameters():
+    held = dict(loaded.named_parameters())
+    for name, value in reference.named_parameters():
         if name not in held or not torch.equal(held[name].detach().cpu(), value.detach()):
             raise ModelError(
-                f"{name} of the loaded {type(ours).__name__} is not what {model_path} holds. Load it again."
+                f"{name} of the loaded {type(loaded).__name__} is not what {model_path} holds. Load it again."
             )
-    difference = largest_difference(ours, theirs.eval())
+    difference = largest_difference(loaded, reference.eval())
     if not difference <= tolerance:
         raise ModelError(
             f"The weights of {model_path} are loaded, but the log-probs of a forward pass differ from transformers' by "
             f"{difference:.2g}, more than {tolerance:.2g}. Look for changes of the module since it was loaded."
         )
     return {
-        "parameters": num_parameters(ours),
-        "forward": getattr(ours, "forward_kind", "packed"),
+        "parameters": num_parameters(loaded),
+        "forward": getattr(loaded, "forward_kind", "packed"),
         "largest_difference": difference,
     }
 
 
 def init_context() -> torch.device:
-    """The context in which a `_build_model_optimizer` of the user's makes its module: parameters lie in host memory, from
-    where the engine takes them to its devices."""
+    """The context in which a `_build_model_optimizer` of the user's makes its module: parameters lie in host memory; the
+    engine takes them from there to its devices."""
     return torch.device("cpu")
 
 
 def get_init_weight_context_manager(use_meta_tensor: bool = True, mesh: object = None) -> Any:
-    """`init_context`, as other releases make it; every rank builds whole tensors here, so that both arguments are ignored."""
+    """`init_context`, as other releases make it; every rank builds full tensors here, so that both arguments are ignored."""
     return init_context
 
 

@@ -34,7 +34,7 @@ _MASKS = ("attention_mask", "response_mask", "prompt_mask")  # integers for scri
 
 
 class FitRun:
-    """A run that is open from its first call to `close`. `step` is the number of the last step whose update has ended. Each
+    """A run that is open from its first call to `close`. `step` is the number of the last step with an ended update. Each
     sample is in the ledger, ends when the actor trains in its step, and is scored once. Weights are synced before the next
     generation."""
 
@@ -46,7 +46,7 @@ class FitRun:
                 "trainer.v1.trainer_mode=sync and algorithm.program=ppo."
             )
         self._stack = ExitStack()
-        # metrics come from the script's Tracking, which opens the trackers that trainer.logger names
+        # metrics come from the script's Tracking: that opens the trackers of trainer.logger
         quiet = replace(config, trainer=replace(config.trainer, logger=[]))
         self.loop, self._finish = self._stack.enter_context(open_run(replace(loaded, config=quiet)))
         assert isinstance(self.loop.program, PPO)
@@ -59,7 +59,7 @@ class FitRun:
         self._rollout_metrics: dict[str, float] = {}
         self.prompt_batch = DataProto()  # the newest of PromptBatches
         self.forward_s = 0.0  # of the last forward
-        self._open: tuple[StepBatch, int] | None = None  # batch and number of a step whose actor may be updated yet
+        self._open: tuple[StepBatch, int] | None = None  # batch and number of a step; its actor may be updated yet
         self._sampled_at = 0  # step of the newest samples
         self._sampled_by: dict[int, int] = {}  # its prompts -> version of the weights that sampled them
         self._stack.enter_context(tracking.followed_by(self._log))
@@ -110,11 +110,11 @@ class FitRun:
         for row, ordinal in enumerate(ordinals):
             rows_of.setdefault(ordinal, []).append(row)
         parts, places, seconds = [], [], 0.0
-        for count in sorted({len(rows) for rows in rows_of.values()}):  # several where the batch is padded to a divisor
+        for count in sorted({len(rows) for rows in rows_of.values()}):  # several if the batch is padded to a divisor
             rows = [rows for rows in rows_of.values() if len(rows) == count]
             samples, took = self._sampled(batch.select_idxs([first for first, *_ in rows]), step, count)
             parts.append(samples)
-            places += [row for of_prompt in rows for row in of_prompt]
+            places += [row for group in rows for row in group]
             seconds += took
         samples = DataProto.concat(parts).select_idxs(np.argsort(places))
         return _outward(samples, set(batch.non_tensor_batch) - {"media"}, seconds)
@@ -181,7 +181,7 @@ class FitRun:
 
     def update(self, role: str, batch: DataProto, step: int) -> dict[str, float]:
         """All optimizer steps of a role on `batch`; returns its metrics. Guards check the batch and the steps; a batch that
-        they leave out has training/skipped_batches. Raises NumericsError where a guard stops the run or would go back."""
+        they leave out has training/skipped_batches. Raises NumericsError if a guard stops the run or would go back."""
         _require_rows(batch)
         step = _number(step)
         if self._sampled_at != step or not self._sampled_by.keys() >= set(batch.batch["ordinal"].tolist()):
@@ -224,7 +224,7 @@ class FitRun:
         return dict(self.loop.validate()) if self.loop.data.has_validation else {}
 
     def save(self, step: int) -> None:
-        """A checkpoint of `step`, from which the same command resumes; nothing before the first step."""
+        """A checkpoint of `step` for the same command to resume from; nothing before the first step."""
         self._end_step()
         if step and self.loop.saved_step != step:
             self.loop.state.step = _number(step)
@@ -266,9 +266,9 @@ class FitRun:
 
 
 class PromptBatches:
-    """`for columns in batches`: the rest of an epoch, up to the last step, in batches of data.gen_batch_size prompts with a
+    """`for columns in batches`: the epoch from here on, up to the last step, in batches of data.gen_batch_size prompts with a
     group filter, else of data.train_batch_size. `columns` has ordinal, row_index, prompt_token_ids, the fields of the rows, and
-    input_ids, attention_mask, position_ids [batch, data.max_prompt_length] and raw_prompt_ids, which fits of earlier releases
+    input_ids, attention_mask, position_ids [batch, data.max_prompt_length] and raw_prompt_ids, as fits of earlier releases
     read."""
 
     def __init__(self, run: FitRun):
@@ -301,7 +301,7 @@ class PromptBatches:
 
 
 class PromptIds(list[int]):
-    """The tokens of a prompt, which know its number."""
+    """The tokens of a prompt, with its number."""
 
     def __init__(self, ids: Sequence[int], ordinal: int):
         super().__init__(ids)
@@ -326,7 +326,7 @@ def _outward(samples: DataProto, prompt_columns: set[str], seconds: float) -> Da
 
 
 def _inward(batch: DataProto) -> DataProto:
-    """The batch with the masks that roles read. Raises ConfigError where a script has changed only some of its tokens."""
+    """The batch with the masks that roles read. Raises ConfigError if a script has changed only some of its tokens."""
     columns = dict(batch.batch.items())
     is_whole = {"input_ids", "prompts", "responses"} <= columns.keys()
     if is_whole and not torch.equal(torch.cat([columns["prompts"], columns["responses"]], 1), columns["input_ids"]):

@@ -46,7 +46,7 @@ def union_two_dict(dict1: dict[str, object], dict2: Mapping[str, object]) -> dic
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this thread; a new one, set as current, where there is none or it is closed."""
+    """The event loop of this thread; a new one, set as current, if there is none or it is closed."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -114,7 +114,7 @@ class _ImportConfigError(ConfigError, RuntimeError):
 
 
 def load_extern_object(module_path: str, object_name: str) -> Any:
-    """`object_name` of a `.py` file, a dotted module or `pkg://module`. Raises ConfigError, which is also a FileNotFoundError,
+    """`object_name` of a `.py` file, a dotted module or `pkg://module`. Raises ConfigError; it is also a FileNotFoundError,
     an AttributeError for the name, or a RuntimeError for a file that cannot be imported."""
     try:
         return load_object(f"{module_path}:{object_name}")

@@ -33,9 +33,9 @@ _REWARD_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
 
 class RayPPOTrainer:
     """`fit()` trains by the config, on the runtime that it names. Raises ConfigError for worker classes, rewards or samplers of
-    the script, which would not be used, and for overridden methods that no `fit` of the script calls.
+    the script: they would not be used; and for overridden methods that no `fit` of the script calls.
 
-    config: the tree that was given, completed by the defaults. global_steps: the step in progress, which a `fit` counts.
+    config: the tree that was given, completed by the defaults. global_steps: the step in progress, counted by a `fit`.
     """
 
     async_rollout_mode = ref_in_actor = False  # either choice of a fit leads to the same calls
@@ -132,7 +132,7 @@ class RayPPOTrainer:
 
     @property
     def kl_ctrl_in_reward(self) -> Any:
-        """The controller of algorithm.kl_ctrl, whose state is in checkpoints."""
+        """The controller of algorithm.kl_ctrl; checkpoints have its state."""
         return self._run.program.kl_controller
 
     @property
@@ -193,7 +193,7 @@ class RayPPOTrainer:
         return self._run.generate(batch, self.global_steps)
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
-        """(old_log_probs and entropys, utilization of the devices, 0 for devices whose peak is unknown)."""
+        """(old_log_probs and entropys, utilization of the devices, 0 for devices of unknown peak)."""
         outputs = {"log_probs": "old_log_probs", "entropy": "entropys"}
         return self._run.forward("actor", batch, outputs, "old_log_prob"), self._utilization(batch)
 
@@ -256,9 +256,9 @@ class RayPPOTrainer:
         from verl.compat.reward_managers import NaiveRewardManager
 
         classes = map(undecorated, self.role_worker_mapping.values())
-        own = [cls for cls in classes if not getattr(cls, "__module__", "").startswith("verl.")]
-        if own:
-            raise ConfigError(f"The worker class {own[0].__name__} would not be used. {WORKERS}")
+        foreign = [cls for cls in classes if not getattr(cls, "__module__", "").startswith("verl.")]
+        if foreign:
+            raise ConfigError(f"The worker class {foreign[0].__name__} would not be used. {WORKERS}")
         for reward in rewards:
             if reward is not None and type(reward).__module__ != NaiveRewardManager.__module__:
                 raise ConfigError(f"The reward_fn {reward!r} would not be called. {INSTEAD}")
@@ -277,7 +277,7 @@ class RayPPOTrainer:
 
 
 def _closing(fit: Callable[..., object]) -> Callable[..., Any]:
-    """`fit` with its run open around it, once where subclasses call the fit of a base."""
+    """`fit` with its run open around it, once if subclasses call the fit of a base."""
 
     @functools.wraps(fit)
     def run(self: RayPPOTrainer, *arguments: Any, **keywords: Any) -> Any:
@@ -288,8 +288,8 @@ def _closing(fit: Callable[..., object]) -> Callable[..., Any]:
 
 
 def _completed(tree: Any, config: object) -> object:
-    """All keys of the tree as OmegaConf, and the ones of `config`, which may have some that only the script reads."""
+    """All keys of the tree as OmegaConf, and the ones of `config`; it may have some that only the script reads."""
     from omegaconf import OmegaConf
 
-    own = asdict(cast("Any", config)) if hasattr(config, "__dataclass_fields__") else cast("Any", config)
-    return OmegaConf.merge(OmegaConf.create(asdict(tree)), own)
+    values = asdict(cast("Any", config)) if hasattr(config, "__dataclass_fields__") else cast("Any", config)
+    return OmegaConf.merge(OmegaConf.create(asdict(tree)), values)

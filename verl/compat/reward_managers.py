@@ -81,7 +81,7 @@ class NaiveRewardManager(AbstractRewardManager):
             return done
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         extra: dict[str, list[object]] = defaultdict(list)
-        shown: dict[str, int] = defaultdict(int)
+        counts: dict[str, int] = defaultdict(int)
         rows = [self._row(data[i]) for i in range(len(data))]
         for i, (row, result) in enumerate(zip(rows, self._score(rows), strict=True)):
             entries = dict(result) if isinstance(result, Mapping) else {"score": float(result)}
@@ -90,8 +90,8 @@ class NaiveRewardManager(AbstractRewardManager):
                 for name, value in entries.items():
                     extra[name].append(value)
             rewards[i, row["response_length"] - 1] = score
-            shown[row["data_source"]] += 1
-            if shown[row["data_source"]] <= self.num_examine:
+            counts[row["data_source"]] += 1
+            if counts[row["data_source"]] <= self.num_examine:
                 log.info("[%s] %s -> %s: score %s", row["data_source"], row["prompt"], row["solution_str"], score)
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 
@@ -200,10 +200,10 @@ def get_custom_reward_fn(config: object) -> RawRewardFn | None:
 def load_reward_manager(
     config: object, tokenizer: Tokenizer | None, num_examine: int = 0, **reward_kwargs: object
 ) -> Any:
-    """The reward manager of a whole config, to be called as `manager(batch, return_dict=True)`: the class that
+    """The reward manager of a complete config, to be called as `manager(batch, return_dict=True)`: the class that
     `reward.reward_manager` names, with the config's function and `reward_kwargs`. Raises ConfigError or RewardError."""
-    whole = loaded_config(config).config
-    reward, chosen = whole.reward, whole.reward.reward_manager
+    complete = loaded_config(config).config
+    reward, chosen = complete.reward, complete.reward.reward_manager
     if chosen.source == "importlib":
         manager_class = load_object(f"{chosen.module.path}:{chosen.name}")
     else:
@@ -215,7 +215,7 @@ def load_reward_manager(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=bound,
-        reward_fn_key=whole.data.reward_fn_key,
+        reward_fn_key=complete.data.reward_fn_key,
         **{**dict(reward.reward_kwargs or {}), **reward_kwargs},
     )
 

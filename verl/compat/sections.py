@@ -1,4 +1,4 @@
-"""Configs from Python: sections as dataclasses, and whole trees as a config to run (`verl.utils.config`,
+"""Configs from Python: sections as dataclasses, and complete trees as a config to run (`verl.utils.config`,
 `verl.workers.config`, `verl.base_config`, `verl.experimental.reward_loop`)."""
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
 
 
 def loaded_config(config: object) -> LoadedConfig[Any]:
-    """A whole tree from Python (OmegaConf, dict, dataclasses), checked like one from a command line. Keys with their default
+    """A complete tree from Python (OmegaConf, dict, dataclasses), checked like one from a command line. Keys with their default
     values count as not given: a tree composed by Hydra has all keys. Raises ConfigError."""
     from omegaconf import OmegaConf
 
@@ -142,7 +142,7 @@ def loaded_config(config: object) -> LoadedConfig[Any]:
 
 
 def validate_config(config: object, use_reference_policy: bool = False, use_critic: bool = False) -> None:
-    """Check a whole tree; it determines the roles. Raises ConfigError with one sentence per problem."""
+    """Check a complete tree; it determines the roles. Raises ConfigError with one sentence per problem."""
     loaded_config(config)
 
 
@@ -153,7 +153,7 @@ def _without_targets(tree: object) -> object:
 
 
 def _asked_for(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """`tree` without keys at their default, except keys whose default depends on others."""
+    """`tree` without keys at their default, except keys with a default that depends on other keys."""
     changed = {}
     for name, value in tree.items():
         spelled = f"{prefix}{name}"

@@ -90,9 +90,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (whole,) = grads
+        (gathered,) = grads
         size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
-        return ctx.factor * whole.chunk(size, dim=ctx.dim)[rank].contiguous(), None, None, None
+        return ctx.factor * gathered.chunk(size, dim=ctx.dim)[rank].contiguous(), None, None, None
 
 
 def gather_outputs_and_unpad(
@@ -104,12 +104,12 @@ def gather_outputs_and_unpad(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The shares of all ranks joined along `gather_dim`, without the last `padding_size` entries of `unpad_dim`; `x` itself
-    without a group. `grad_scaler` multiplies gradients by the number of ranks, which cancels the mean that data
+    without a group. `grad_scaler` multiplies gradients by the number of ranks: this cancels the mean that data
     parallelism takes over them."""
     group = group or _group
     if group is None:
         return x
-    whole: Tensor = _Gather.apply(x, gather_dim, grad_scaler, group)
+    gathered: Tensor = _Gather.apply(x, gather_dim, grad_scaler, group)
     if unpad_dim is None or not padding_size:
-        return whole
-    return whole.narrow(unpad_dim, 0, whole.shape[unpad_dim] - padding_size)
+        return gathered
+    return gathered.narrow(unpad_dim, 0, gathered.shape[unpad_dim] - padding_size)

@@ -124,7 +124,7 @@ INSTEAD = (
 
 
 class Pools:
-    """The devices of a run, where scripts have a ResourcePoolManager."""
+    """The devices of a run, as the ResourcePoolManager of scripts."""
 
     def __init__(self, trainer: Any):
         self.num_devices = trainer.nnodes * trainer.n_gpus_per_node
@@ -219,7 +219,7 @@ def undecorated(cls: object) -> Any:
 
 
 def refuse_overrides(obj: object, base: type, hooks: tuple[str, ...]) -> None:
-    """Raises ConfigError where a subclass of `base` overrides one of `hooks`, which nothing would call."""
+    """Raises ConfigError if a subclass of `base` overrides one of `hooks`: nothing would call it."""
     for cls in type(obj).__mro__[: type(obj).__mro__.index(base)]:
         for name in hooks:
             if name in vars(cls):

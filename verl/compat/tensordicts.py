@@ -15,7 +15,7 @@ from verl.data_proto.merge import same_value
 def get_tensordict(
     tensor_dict: Mapping[str, torch.Tensor | list[object]], non_tensor_dict: Mapping[str, object] | None = None
 ) -> TensorDict:
-    """A batch from columns by name: tensors, and lists with one object per row. `non_tensor_dict` has values of the whole
+    """A batch from columns by name: tensors, and lists with one object per row. `non_tensor_dict` has values of the full
     batch. Raises ValueError when the columns have different numbers of rows."""
     sizes = {name: len(column) for name, column in tensor_dict.items()}
     if len(set(sizes.values())) > 1:
@@ -28,7 +28,7 @@ def get_tensordict(
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: object) -> None:
-    """Store one value for the whole batch, in place."""
+    """Store one value for the full batch, in place."""
     held: Any = NonTensorData(val, batch_size=tensor_dict.batch_size)
     tensor_dict.set(key, held)
 
@@ -41,7 +41,7 @@ def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list[object]
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **values: Any) -> None:
-    """Store values in place: a list as one object per row, any other value for the whole batch."""
+    """Store values in place: a list as one object per row, any other value for the full batch."""
     for key, value in values.items():
         (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
 
@@ -52,7 +52,7 @@ def unwrap_non_tensor_data(data: object) -> Any:
 
 
 def get(tensor_dict: TensorDict, key: str, default: object = None) -> Any:
-    """A column: the tensor, the list of its objects, or the value of the whole batch; `default` if absent."""
+    """A column: the tensor, the list of its objects, or the value of the full batch; `default` if absent."""
     if key not in tensor_dict.keys():
         return default
     column = tensor_dict.get(key)
@@ -101,7 +101,7 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     """The rows of all parts in order. Raises ValueError when the parts have different columns, or different values of a
-    whole batch."""
+    full batch."""
     if not data:
         raise ValueError("There is nothing to concatenate.")
     names = [str(key) for key in data[0].keys()]

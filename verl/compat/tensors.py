@@ -15,17 +15,17 @@ from verl.algorithms import masked
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Sum where `mask` is true, over `axis` or everything."""
+    """Sum under a true `mask`, over `axis` or everything."""
     return masked.masked_sum(values, mask, axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean where `mask` is true, over `axis` or everything; an empty mask gives 0."""
+    """Mean under a true `mask`, over `axis` or everything; an empty mask gives 0."""
     return masked.masked_mean(values, mask, axis)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance where `mask` is true; fewer than two tokens give 0."""
+    """Variance under a true `mask`; fewer than two tokens give 0."""
     if unbiased:
         return masked.masked_var(values, mask)
     return masked.masked_mean((values - masked.masked_mean(values, mask)).square(), mask)

@@ -67,7 +67,7 @@ class Tracking:
 
 @contextmanager
 def followed_by(follow: Callable[[dict[str, object], int], None]) -> Iterator[None]:
-    """A block in which `follow(metrics, step)` is called with the metrics of each Tracking, whose file is left out."""
+    """A block in which `follow(metrics, step)` is called with the metrics of each Tracking, and its file is left out."""
     _followers.append(follow)
     try:
         yield
@@ -159,5 +159,5 @@ def rollout_trace_op(func: F) -> F:
 
 @contextmanager
 def rollout_trace_attr(**_: object) -> Iterator[None]:
-    """A block whose attributes other releases attach to traced calls; no effect here."""
+    """A block with attributes that other releases attach to traced calls; no effect here."""
     yield

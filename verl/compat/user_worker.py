@@ -1,4 +1,4 @@
-"""Base class of user-written workers: one process of a group, which knows its place in the group."""
+"""Base class of user-written workers: one process of a group, with its place in the group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Worker:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def get_master_addr_port(self) -> tuple[str, str]:
-        """The address where a process group of the ranks meets."""
+        """The address for a process group of the ranks."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
