@@ -76,7 +76,7 @@ def show(progress: Progress, console: Console) -> None:
 
 
 def _show_episodes(folder: Path, count: int, console: Console) -> None:
-    from verl.agents.summary import records, summary, transcripts
+    from verl.agents.journal import records, summary, transcripts
 
     episodes = records(folder)
     for line in (*summary(episodes), *(transcripts(episodes, count) if count > 0 else ())):
