@@ -98,11 +98,6 @@ class Agents:
         self.journal = Journal(None if folder is None else folder / FOLDER, rank)
         self.events = EventLoop()
         self.pool = self._tool_pool(tools, None if folder is None else folder / "logs" / f"tools_rank_{rank}")
-        gateway = None
-        if runner is not None:
-            port = agent.gateway_port + rank if agent.gateway_port else 0  # each rank of a machine needs a port
-            gateway = Gateway(agent.gateway_host, port)
-            self.events.start(gateway.start()).result()
         settings = ToolSettings(
             multi_turn.tool_timeout_s, multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side
         )
@@ -115,7 +110,7 @@ class Agents:
             Matches(),
             environments,
             interactions,
-            gateway,
+            None if runner is None else self._gateway(rank),
             runner,
             command_limits(spec.limits, agent.runner_network) if isinstance(runner, list) else None,
         )
@@ -143,6 +138,14 @@ class Agents:
                 f"{_AGENTS}.multi_turn.tool_sandbox=True."
             )
         return None
+
+    def _gateway(self, rank: int) -> Gateway:
+        """The endpoint for agents, started on the event loop."""
+        agent = self.spec.rollout.agent
+        port = agent.gateway_port + rank if agent.gateway_port else 0  # each rank of a machine needs a port
+        gateway = Gateway(agent.gateway_host, port)
+        self.events.start(gateway.start()).result()
+        return gateway
 
     def generate(
         self,

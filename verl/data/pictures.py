@@ -268,8 +268,9 @@ def _decoded(
 
 
 def sampled(num_frames: int, fps: float, rule: Mapping[str, float], step: int) -> list[int]:
-    """Numbers of the frames to read of a video with `num_frames` frames, `fps` in a second, by a rule of SAMPLING: of 4 s of 25
-    frames with fps 2 the frames 0, 14, 28, ... 99."""
+    """Numbers of the frames to read of a video with `num_frames` frames, `fps` in a second, by a rule of SAMPLING.
+
+    Of 4 s of 25 frames with fps 2 the frames 0, 14, 28, ... 99."""
     if rule["nframes"]:
         count: float = max(1, round(rule["nframes"] / step)) * step
     else:

@@ -124,8 +124,8 @@ MEDIA_COLUMNS = ("media", "episode_media")
 
 
 def row_media_of(batch: DataProto) -> list[RowMedia] | None:
-    """The images that each row's tokens have: those of its episode, else those of its data row. None if the batch has no
-    such column."""
+    """The images that each row's tokens have: from its episode, else from its data row. None if the batch has no such
+    column."""
     episodes = batch.non_tensor_batch.get("episode_media")
     media = media_of(batch) if episodes is None else list(episodes)
     return None if media is None else list(media)

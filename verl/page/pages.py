@@ -184,8 +184,8 @@ class Site:
 
         def link(target: str, **query: object) -> str:
             if not self.static:
-                given = {name: value for name, value in query.items() if value not in (None, "")}
-                return target + (f"?{urlencode(given)}" if given else "")
+                parameters = {name: value for name, value in query.items() if value not in (None, "")}
+                return target + (f"?{urlencode(parameters)}" if parameters else "")
             return relative(target, max(depth - 1, 0))
 
         base = {"link": link, "static": self.static, "site": self, "views": self.views, "segment": segment}

@@ -111,10 +111,8 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     builtin = {name for spec in _SPECS for name in spec.metrics}
     # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= builtin]
-    found = (
-        reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [*_signal(run, files), _plan(run), _phases(run)]
-    )
-    return [p for p in found if p.lines]
+    charts = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)]
+    return [p for p in (*charts, *_signal(run, files), _plan(run), _phases(run)) if p.lines]
 
 
 def _declared(title: str, metrics: Mapping[str, str]) -> _Spec:

@@ -96,8 +96,8 @@ def _newest_ids(index: SampleIndex, query: Mapping[str, str], text: str, count: 
     """The newest samples with `text` that the filters let through; older files than they are in are not read."""
     ids: list[int] = []
     matches: set[int] = set()
-    for found in index.containing(text):
-        matches |= found
+    for ids_of_file in index.containing(text):
+        matches |= ids_of_file
         if len(matches) >= count - len(ids):
             ids += _ids(index, query, matches, count - len(ids), 0)
             matches = set()

@@ -138,8 +138,7 @@ def _trained(flow: Dataflow, role: str, cluster: Cluster, workload: Workload, sp
     """Options of the role's calls that are no generation."""
     shape, trains = flow.shapes[role], flow.trains(role)
     for layout in parallel_layouts(shape, cluster, workload, space, trains=trains):
-        trained, width = _trained_parameters(flow, role), cluster.device.width
-        state = training_state(shape, layout, trained, width, flow.frozen_width)
+        state = training_state(shape, layout, _trained_parameters(flow, role), cluster.device.width, flow.frozen_width)
         if (state.weights if layout.offload else state.state) > cluster.memory:
             continue
         option = _option(flow, role, layout, cluster, workload, space)
@@ -237,30 +236,22 @@ def _together(
     shape = flow.shapes["actor"]
     reusable = min(flow.reused_bytes, cluster.memory / REUSED_SHARE)
     recorded = Bytes(activations=recorded_activations(shape, workload.batch.tokens, reusable))
-    for training in trained:
-        for generating in rollouts:
-            assert training.layout is not None
-            assert generating.rollout is not None
-            resident = training.resident + recorded.total
-            if resident + max(training.peak, generating.peak) > cluster.memory:
+    for train in trained:
+        for sampled in rollouts:
+            assert train.layout is not None
+            assert sampled.rollout is not None
+            resident = train.resident + recorded.total
+            peak = max(train.peak, sampled.peak)
+            if resident + peak > cluster.memory:
                 continue
-            moved = time_transition(shape, training.layout, generating.rollout, cluster, colocated=True)
-            generate = generating.times["generate"] + Time.of(weight_sync=moved)
-            seconds = tuple(a + b for a, b in zip(training.seconds, generating.seconds, strict=True))
-            stage = max(range(len(generating.seconds)), key=lambda i: generating.seconds[i])
+            moved = time_transition(shape, train.layout, sampled.rollout, cluster, colocated=True)
+            generate = sampled.times["generate"] + Time.of(weight_sync=moved)
+            seconds = tuple(a + b for a, b in zip(train.seconds, sampled.seconds, strict=True))
+            stage = max(range(len(sampled.seconds)), key=lambda i: sampled.seconds[i])
             seconds = tuple(round_up(s + (moved if i == stage else 0.0)) for i, s in enumerate(seconds))
-            times = {**training.times, "generate": generate}
-            parts = {kind: part + recorded for kind, part in {**training.parts, **generating.parts}.items()}
-            yield Option(
-                "actor",
-                seconds,
-                resident,
-                max(training.peak, generating.peak),
-                training.layout,
-                generating.rollout,
-                times,
-                parts,
-            )
+            times = {**train.times, "generate": generate}
+            parts = {kind: part + recorded for kind, part in {**train.parts, **sampled.parts}.items()}
+            yield Option("actor", seconds, resident, peak, train.layout, sampled.rollout, times, parts)
 
 
 def parallel_layouts(
@@ -268,20 +259,13 @@ def parallel_layouts(
 ) -> Iterator[ParallelLayout]:
     """Every layout of a role on all devices of `cluster` with sizes that divide."""
     n, batch = cluster.num_devices, workload.batch
-    max_ranks = max(
-        1, int(batch.num / (workload.updates if trains else 1))
-    )  # sequences that data parallel ranks can divide
+    limit = max(1, int(batch.num / (workload.updates if trains else 1)))  # sequences for data parallel ranks to divide
     contexts = [c for c in space.contexts if c == 1 or workload.longest >= _LONG]
     for tensor in (t for t in space.tensors if t <= cluster.domain):
         for pipeline in space.pipelines:
             for context in contexts:
-                data, remainder = divmod(n, tensor * pipeline * context)
-                if (
-                    remainder
-                    or data < 1
-                    or data > max_ranks
-                    or not (_divides(shape, tensor) and shape.has_stages(pipeline))
-                ):
+                data, odd = divmod(n, tensor * pipeline * context)
+                if odd or data < 1 or data > limit or not (_divides(shape, tensor) and shape.has_stages(pipeline)):
                     continue
                 base = ParallelLayout(data, tensor, pipeline, context, logit_chunk=_LOGIT_CHUNK)
                 yield from _variants(shape, base, batch, workload, space, trains)

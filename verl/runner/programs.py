@@ -55,7 +55,7 @@ class Script:
     current: ClassVar[Script | None] = None
 
     def call(self, event: str, **values: object) -> None:
-        """Call `event` of every callback; those of transformers decide the actions that are due."""
+        """Call `event` of every callback; callbacks of transformers decide the actions that are due."""
         self.control = getattr(self.events, event)(self.args, self.state, self.control, **values)
 
     def log(self, metrics: Mapping[str, float]) -> None:

@@ -156,7 +156,7 @@ class RLRunner:
     @short_traceback
     def evaluate(self, eval_dataset: Iterable[Mapping[str, object]] | None = None) -> dict[str, float]:
         """Metrics of the current weights on `eval_dataset` (default: the runner's dataset): eval_loss, more of the program, and
-        those of compute_metrics. The reference of dpo is ref_model, or the model at the start of training; raises
+        the values of compute_metrics. The reference of dpo is ref_model, or the model at the start of training; raises
         ConfigError if the reference has moved (sync_ref_model)."""
         rows = self.eval_dataset if eval_dataset is None else list(eval_dataset)
         if not rows:

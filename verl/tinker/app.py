@@ -156,7 +156,7 @@ def _is_foreign(request: Request) -> bool:
 
 
 async def _body(request: Request) -> bytes:
-    """The body; one that is too large is refused before it is read."""
+    """The body; a body that is too large is refused before it is read."""
     sentence = f"The body has more than {MAX_BYTES >> 20} MiB. Send fewer rows in a request."
     length = request.headers.get("content-length", "0")
     if not length.isdigit() or int(length) > MAX_BYTES:

@@ -184,19 +184,18 @@ def training_result(output: TrainingOutput) -> bytes:
 def sampling_request(request: types.SampleRequest, vocabulary: int, longest: int) -> SamplingRequest:
     """The checked request. Raises RefusedRequest for everything that could not be computed."""
     unavailable = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
-    if given := [name for name in unavailable if getattr(request, name)]:
-        raise RefusedRequest(f"{given[0]} is not available in this version. Leave it out.")
+    if names := [name for name in unavailable if getattr(request, name)]:
+        raise RefusedRequest(f"{names[0]} is not available in this version. Leave it out.")
     if any(not isinstance(chunk, types.EncodedTextChunk) for chunk in request.prompt.chunks):
         raise RefusedRequest("The prompt has a chunk that is not text. The model reads only text.")
     tokens = tuple(request.prompt.to_ints())
     if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
         raise RefusedRequest(f"The prompt is empty or has a value that is none of the model's {vocabulary} tokens.")
     sampling, room = request.sampling_params, longest - len(tokens)
-    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
-    if not 1 <= max_tokens <= room:
+    limit = room if sampling.max_tokens is None else sampling.max_tokens
+    if not 1 <= limit <= room:
         raise RefusedRequest(
-            f"A prompt of {len(tokens)} tokens with max_tokens={max_tokens} exceeds the model's {longest} tokens, "
-            "or samples none."
+            f"A prompt of {len(tokens)} tokens with max_tokens={limit} exceeds the model's {longest} tokens or samples none."
         )
     tops, most_top = (request.topk_prompt_logprobs, request.topk_sample_logprobs), min(_MAX_TOP, vocabulary)
     if not 1 <= request.num_samples <= _MAX_SAMPLES or not all(0 <= (top or 0) <= most_top for top in tops):
@@ -207,7 +206,7 @@ def sampling_request(request: types.SampleRequest, vocabulary: int, longest: int
     return SamplingRequest(
         tokens,
         request.num_samples,
-        max_tokens,
+        limit,
         _sampling_params(sampling),
         int.from_bytes(hashlib.sha256(repr(identity).encode()).digest()[:8], "little") >> 2,
         prompt_log_probs=bool(request.prompt_logprobs),

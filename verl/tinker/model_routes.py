@@ -227,13 +227,11 @@ class ModelRoutes:
 
         def prepare() -> Work:
             saved = self.service.saved(call, message.path)
-            parts, model_parts = (
-                ", ".join(checkpoints.facts(name)["parts"]) for name in (saved.model_id, model.model_id)
-            )
-            if (rank := saved.state["rank"], parts) != (model.rank, model_parts):
+            parts, held = (", ".join(checkpoints.facts(n)["parts"]) for n in (saved.model_id, model.model_id))
+            if (rank := saved.state["rank"], parts) != (model.rank, held):
                 raise RefusedRequest(
-                    f"The state has rank {rank} on {parts}, and the model has rank {model.rank} on {model_parts}. Create a "
-                    "training client from the state."
+                    f"The state has rank {rank} on {parts}, and the model has rank {model.rank} on {held}. Create a training "
+                    "client from the state."
                 )
             return Work(model, at_once(work), changes=True)
 

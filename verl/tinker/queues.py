@@ -135,7 +135,7 @@ class Lanes:
                 del self._turns[tenant]
 
     def _remove(self, tenant: str, lane: Hashable, most_tokens: int) -> list[QueuedJob]:
-        """The first job of a lane, and more until `most_tokens`; the lane moves behind those of its tenant. Jobs of other
+        """The first job of a lane, and more until `most_tokens`; the lane moves behind the tenant's lanes. Jobs of other
         tenants join a batch of less than a slice."""
         taken = list[QueuedJob]()
         for name in [tenant, *(name for name in self._turns if name != tenant)]:

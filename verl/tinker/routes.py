@@ -142,15 +142,14 @@ class Routes:
         tenant = service.sessions[message.session_id].tenant
         if sampler_id not in service.samplers:  # a repeated request gets the first one's sampler
             check_room(call, "samplers", service.samplers)
-            saved = None if message.model_path is None else service.saved(call, message.model_path)
+            path = message.model_path
+            saved = None if path is None else service.saved(call, path)
             base = service.base_model(message.base_model if saved is None else saved.state["base_model"])
             digest = None if saved is None else saved.digest
             with service.snapshots.lock:
                 if saved is not None:
                     service.snapshots.link(saved.folder / WEIGHTS_FILE, saved.digest)
-                service.add_sampler(
-                    ServedSampler(sampler_id, message.session_id, tenant, base, digest, message.model_path)
-                )
+                service.add_sampler(ServedSampler(sampler_id, message.session_id, tenant, base, digest, path))
         return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
     async def get_sampler(self, call: ClientCall) -> object:
@@ -275,11 +274,10 @@ def status(service: Service, tenant: Tenant) -> dict[str, Any]:
         }
         for s in sorted(samplers, key=lambda s: -s.last_use)[:_SHOWN]
     ]  # fmt: skip
-    apart = service.bench.is_apart
     return {
         "tenants": tenants,
         "models": model_rows,
         "samplers": sampler_rows,
-        "is_apart": apart,
+        "is_apart": service.bench.is_apart,
         "paused": service.paused,
     }

@@ -101,13 +101,9 @@ class Service:
         now = time.monotonic()
         silent = [s for s, session in self.sessions.items() if now - session.last_sign > SESSION_S]
         idle = [n for n, sampler in list(self.samplers.items()) if now - sampler.last_use > IDLE_SAMPLER_S]
-        ends: list[Callable[[], None]] = [partial(self._end_silent, session_id) for session_id in silent]
-        parts: tuple[Callable[[], None], ...] = (
-            partial(self._drop_samplers, idle),
-            self._forget_answers,
-            self.checkpoints.remove_expired,
-        )
-        for part in (*ends, *parts):
+        parts: list[Callable[[], None]] = [partial(self._end_silent, session_id) for session_id in silent]
+        parts += [partial(self._drop_samplers, idle), self._forget_answers, self.checkpoints.remove_expired]
+        for part in parts:
             try:
                 part()
             except Exception:  # of one session or one file; the next ones do not wait for it
