@@ -256,7 +256,7 @@ def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) 
         return raised
     if len(names) == 1:
         parts = values[0] if isinstance(values[0], Mapping) else {"score": values[0]}
-        score = parts.get("score")  # the worker refuses a value that is no number, for its sample
+        score: Any = parts.get("score")  # the worker refuses a value that is no number, for its sample
         return {**parts, "score": weights[0] * score if hasattr(score, "__float__") else score}
     scores = [value.get("score", value) if isinstance(value, Mapping) else value for value in values]
     if wrong := [score for score in scores if score is not None and not hasattr(score, "__float__")]:
