@@ -13,11 +13,11 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 80_046,
+    "core": 79_935,
     "compat": 7_234,
-    "page": 3_762,
+    "page": 3_760,
     "planner": 2_719,
-    "tinker": 3_282,
+    "tinker": 3_279,
     "clusters": 2_386,
     "tasks": 1_001,
     "tests": 81_975,

@@ -169,7 +169,7 @@ class PeerToPeer:
         local = [self._at(target, move, is_source=False) for move in moves if move.is_kept]
         if local and _address(source) == _address(local[0]):
             local = []
-        remote = [self._places[move] for move in moves if not move.is_kept]
+        remote = [self._place(move) for move in moves if not move.is_kept]
         written = _NOT_WRITTEN
         if local and not remote and not self._is_open and local[0].dtype == self.dtype:
             written = copy_with_digest(label, local[0], source)
@@ -183,6 +183,9 @@ class PeerToPeer:
         self.num_sent_bytes += sum(move.num_bytes for move in moves)
         for move in moves:
             self._sent[move] = written if local or not move.is_kept else _NOT_WRITTEN
+
+    def _place(self, move: Move) -> torch.Tensor:
+        return self._places[move]
 
     def _stage(self, num_bytes: int) -> None:
         self._staged += num_bytes
