@@ -24,25 +24,11 @@ from verl.models.hf_module import AutogradContext
 from verl.models.ops import compiled
 from verl.models.ops.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
 from verl.models.ops.linear import Matmul
-from verl.models.ops.varlen import VarlenPlan, flash_runs, varlen_attention
+from verl.models.ops.varlen import PackedSegment, PrefixRun, VarlenPlan, flash_runs, varlen_attention
 from verl.models.routing import Routing
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@dataclass(frozen=True)
-class PackedSegment:
-    """`length` tokens from `start` on, and the prefix that all of them see (none when `prefix_length` is 0).
-
-    >>> prompt = PackedSegment(start=0, length=12)
-    >>> responses = [PackedSegment(start, 5, prefix_start=0, prefix_length=12) for start in (12, 17)]
-    """
-
-    start: int
-    length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,16 +38,6 @@ class CausalRun:
     start: int
     count: int
     length: int
-
-
-@dataclass(frozen=True)
-class PrefixRun:
-    """Adjacent segments that see the same prefix: one full (non-causal) call."""
-
-    start: int
-    length: int
-    prefix_start: int
-    prefix_length: int
 
 
 class PackedLayout:

@@ -15,7 +15,8 @@ import torch
 
 from verl.data_proto.media import Media, RowMedia, Spans, placed_in
 from verl.errors import DataError
-from verl.models.packed import PackedLayout, PackedSegment
+from verl.models.ops.varlen import PackedSegment
+from verl.models.packed import PackedLayout
 from verl.models.routing import replayed
 from verl.models.vision import PlacedMedia
 from verl.parallel.device import to_device

@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.attention
@@ -21,11 +22,6 @@ import torch.nn.functional as F
 
 from verl.models.hf_module import AutogradContext
 from verl.parallel.device import strictly_deterministic, to_device, write_at
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from verl.models.packed import PackedSegment, PrefixRun
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +160,30 @@ FLASH = VarlenKernel("flash", _flash_forward, _flash_backward, page_multiple=_PA
 
 
 # -- packed batches: all segments causally in one call, all responses against their prompts in another ----------------------
+
+
+@dataclass(frozen=True)
+class PackedSegment:
+    """`length` tokens from `start` on, and the prefix that all of them see (none when `prefix_length` is 0).
+
+    >>> prompt = PackedSegment(start=0, length=12)
+    >>> responses = [PackedSegment(start, 5, prefix_start=0, prefix_length=12) for start in (12, 17)]
+    """
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+@dataclass(frozen=True)
+class PrefixRun:
+    """Adjacent segments that see the same prefix: one full (non-causal) call."""
+
+    start: int
+    length: int
+    prefix_start: int
+    prefix_length: int
 
 
 class VarlenPlan:

@@ -13,8 +13,9 @@ from torch import nn
 
 from verl.models.forward import computed_outputs, decoder_states, fuses_log_probs, head_transform, logit_outputs
 from verl.models.log_probs import TokenStats, token_log_probs
+from verl.models.ops.varlen import PackedSegment
 from verl.models.outputs import HeadInputs, statistics_wanted
-from verl.models.packed import PackedLayout, PackedSegment
+from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind, padded_states
 from verl.models.parallel.collectives import own_range
