@@ -182,7 +182,7 @@ def test_the_table_of_refusals_is_short_and_each_has_its_reason():
 def test_older_keys_are_noticed_too():
     for row in PPO.compat.removed:
         key = row.key + "x" if row.key.endswith(".") else row.key
-        assert any(row.reason in notice and key in notice for notice in load(f"+{key}=False").notices), key
+        assert any(row.why in notice and key in notice for notice in load(f"+{key}=False").notices), key
 
 
 def test_strict_config_makes_errors_of_all_of_them():

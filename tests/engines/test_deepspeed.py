@@ -8,9 +8,10 @@ import torch
 
 from tests.engines.ranks import results_once
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
-from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
+from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.engines.deepspeed.engine import DeepSpeedEngine
 from verl.engines.deepspeed.library import load_deepspeed
+from verl.engines.deepspeed.settings import ds_config
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.seed("B4")

@@ -8,6 +8,7 @@ from tests.engines.ranks import results_once
 from verl.config import FSDPConfig, OptimConfig, SFTModelConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.engines.megatron.engine import MegatronEngine
+from verl.engines.megatron.model_checks import check_model
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.seed("B3")
@@ -46,13 +47,13 @@ def model(**changes):
 )
 def test_sizes_that_a_model_forbids_are_refused(section, changes, words):
     with pytest.raises(ConfigError, match=words):
-        MegatronConfig(**section).check_model(model(**changes))
+        check_model(MegatronConfig(**section), model(**changes))
 
 
 def test_stages_of_unequal_layers():
     uneven = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
     section = MegatronConfig(pipeline_model_parallel_size=4, override_transformer_config=uneven)
-    section.check_model(model())
+    check_model(section, model())
     assert section.layers_per_stage(6) == (1, 2, 2, 1)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from verl.config import load_config
 from verl.config.sections.megatron import MegatronConfig
+from verl.engines.megatron.model_checks import check_model
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
 from verl.models.parallel.tensor import check_divisible
@@ -69,7 +70,7 @@ def test_a_run_accepts_its_plan(name, kind, estimator, rollout, asked, tmp_path)
         assert context.mesh(spec.name) is not None
         if isinstance(spec.settings, MegatronConfig):
             assert placement.devices[spec.name] == tuple(range(placement.num_devices))
-            spec.settings.check_model(model)
+            check_model(spec.settings, model)
             for other in specs.models:
                 spec.settings.check_groups(other.settings)
         else:

@@ -113,7 +113,7 @@ def _replaced_features(loaded: LoadedConfig[object]) -> dict[str, str]:
 def _hidden(loaded: LoadedConfig[object], missing: dict[str, str], fault: Problem) -> bool:
     """Whether the fault is an unknown key that may be one of a missing feature."""
     rows = [row for row in loaded.schema.compat.unavailable if row.path in missing]
-    return fault.key not in loaded.schema.leaves and any(fault.key.startswith(row.hides) for row in rows)
+    return fault.key not in loaded.schema.leaves and any(fault.key.startswith(tuple(row.hides)) for row in rows)
 
 
 def _failed_condition(loaded: LoadedConfig[object], leaf: Leaf) -> tuple[str, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os.path import commonprefix
@@ -68,7 +68,7 @@ class Alias:
 
     old: str
     new: str
-    ignore: tuple[object, ...] = (None,)  # values with which the spelling asks for nothing
+    ignore: Sequence[object] = (None,)  # values with which the spelling asks for nothing
     implies: Mapping[str, object] = field(default_factory=dict)  # other keys that it sets, unless they are given
     values: Mapping[Any, Any] = field(default_factory=dict)  # its values, where the key has other ones
 
@@ -78,8 +78,8 @@ class Removed:
     """An older key without effect; a key that ends with a dot stands for everything below it."""
 
     key: str
-    reason: str
-    only_off: bool  # only while its value is off; with another value it is an unknown key
+    why: str
+    only_off: bool = False  # only while its value is off; with another value it is an unknown key
 
     def covers(self, key: str, value: object) -> bool:
         same = key.startswith(self.key) if self.key.endswith(".") else key == self.key
@@ -93,19 +93,19 @@ class Unavailable:
     path: str
     what: str
     instead: str
-    values: bool | tuple[Any, ...]  # True: every value that is on; False: every value that is off
-    unless: tuple[object, ...] | None = None  # given: every value but these
-    hides: tuple[str, ...] = ()  # sections whose unknown keys may be of the feature
+    when: bool | Sequence[object] = True  # these values; True: every value that is on, False: every value that is off
+    unless: Sequence[object] | None = None  # given: every value but these
+    hides: Sequence[str] = ()  # sections that may have unknown keys of the feature
 
     def chosen(self, value: object) -> bool:
         if value is None:
             return False
         if self.unless is not None:
             return value not in self.unless
-        if isinstance(self.values, bool):
-            return bool(value) == self.values
+        if isinstance(self.when, bool):
+            return bool(value) == self.when
         kind = value.partition(":")[0] if isinstance(value, str) else value  # npu:0 is an npu
-        return kind in self.values
+        return kind in self.when
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Compat:
 
     def without_effect(self, key: str, value: object) -> str | None:
         """The reason why the older key `key` with this value changes nothing; None when it is no such key."""
-        return next((row.reason for row in self.removed if row.covers(key, value)), None)
+        return next((row.why for row in self.removed if row.covers(key, value)), None)
 
     def read_elsewhere(self, path: str) -> str:
         """The reason why a key of a feature that is not available has no effect; "" for any other key."""
@@ -173,16 +173,26 @@ def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
     parts = [("", own)]
     parts += [(f"{path}.", rows) for cls, rows in _file()["sections"].items() for path in classes.get(cls, ())]
     return Compat(
-        aliases=tuple(alias for prefix, rows in parts for alias in _aliases(prefix, rows.get("aliases", {}))),
+        aliases=tuple(
+            Alias(prefix + old, prefix + new.pop("key"), **new)
+            for prefix, rows in parts
+            for old, row in rows.get("aliases", {}).items()
+            for new in [{"key": row} if isinstance(row, str) else dict(row)]
+        ),
         removed=tuple(
-            Removed(prefix + key, row["why"], row.get("only_off", False))
+            Removed(prefix + key, **_without_keys(row))
             for prefix, rows in parts
             for row in rows.get("removed", ())
             for key in row["keys"]
         ),
         other_trainers=own.get("other_trainers", {}),
         other_values=own.get("other_values", {}),
-        unavailable=tuple(row for prefix, rows in parts for row in _unavailable(prefix, rows.get("unavailable", ()))),
+        unavailable=tuple(
+            Unavailable(prefix + key, **_without_keys(row))
+            for prefix, rows in parts
+            for row in rows.get("unavailable", ())
+            for key in row["keys"]
+        ),
         only_elsewhere={
             prefix + pattern: row["why"]
             for prefix, rows in parts
@@ -199,27 +209,5 @@ def _file() -> dict[str, Any]:
     return cast("dict[str, object]", read_yaml(FILE))
 
 
-def _aliases(prefix: str, rows: Mapping[str, Any]) -> Iterator[Alias]:
-    for old, row in rows.items():
-        settings: dict[str, Any] = {"key": row} if isinstance(row, str) else row
-        yield Alias(
-            prefix + old,
-            prefix + settings["key"],
-            tuple(settings.get("ignore", (None,))),
-            settings.get("implies", {}),
-            settings.get("values", {}),
-        )
-
-
-def _unavailable(prefix: str, rows: list[dict[str, Any]]) -> Iterator[Unavailable]:
-    for row in rows:
-        values, unless = row.get("when", True), row.get("unless")
-        for key in row["keys"]:
-            yield Unavailable(
-                prefix + key,
-                row["what"],
-                row["instead"],
-                values if isinstance(values, bool) else tuple(values),
-                None if unless is None else tuple(unless),
-                tuple(row.get("hides", ())),
-            )
+def _without_keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "keys"}

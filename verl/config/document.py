@@ -117,7 +117,7 @@ def _tables(schema: Schema[object]) -> Iterator[str]:
     note = "Giving both with different values is an error. A row that ends with a dot renames all keys below it."
     yield _table("Other spellings", note, ("spelling", "key"), [(f"`{a.old}`", f"`{a.new}`") for a in compat.aliases])
     note = "Accepted, with a notice. A row that ends with a dot stands for all keys below it."
-    removed = [(f"`{row.key}`", row.reason) for row in compat.removed]
+    removed = [(f"`{row.key}`", row.why) for row in compat.removed]
     yield _table("Keys of older releases", note, ("key", "why it has no effect"), removed)
     missing = [(f"`{row.path}`", row.what, row.instead) for row in compat.unavailable]
     note = "Choosing one of these is an error."

@@ -15,6 +15,7 @@ from verl.config.derived_defaults import COMPOSED_FOLDER
 from verl.config.loaded import scalar
 from verl.config.roots import PPO, SFT
 from verl.config.schema import Schema
+from verl.config.values import nested
 
 HEADER = (
     "# Made from verl/config by `python -m verl.config.groups verl/trainer/config`; docs/config.md explains each key.\n"
@@ -128,14 +129,7 @@ def _taken(values: dict[str, object], section: str) -> dict[str, object]:
 
 
 def _text(values: dict[str, object], head: list[str] | None = None) -> str:
-    root: dict[str, Any] = {}
-    for path, value in values.items():
-        *parents, name = path.split(".")
-        node = root
-        for parent in parents:
-            node = node.setdefault(parent, _Section())
-        node[name] = value
-    return HEADER + "\n".join([*(head or []), *_lines(root, 0)]) + "\n"
+    return HEADER + "\n".join([*(head or []), *_lines(nested(values, _Section), 0)]) + "\n"
 
 
 class _Section(dict[str, Any]):

@@ -75,6 +75,9 @@ def with_bound_of_unit(name: str, key: Key) -> Key:
     return dataclasses.replace(key, bounds=dataclasses.replace(bounds, ge=lowest, le=largest))
 
 
+_BOUNDS = tuple(f.name for f in dataclasses.fields(Bounds))
+
+
 @dataclass(frozen=True)
 class Family:
     """Names that a key, or each element of a list, may have in addition to path/to/file.py:name. Of a registry these are the
@@ -103,41 +106,19 @@ class Key:
     path: bool = False  # whether it names files or folders, in which $NAME is replaced, and `~` by their readers
 
 
-def used(
-    default: object,
-    meaning: str,
-    *,
-    when: str = "",
-    neutral: tuple[object, ...] = (),
-    sizing: bool = False,
-    choices: tuple[object, ...] = (),
-    strict: str = "",
-    words: tuple[str, ...] = (),
-    family: Family | None = None,
-    path: bool = False,
-    **bounds: Any,
-) -> Any:
-    """A key that has an effect whenever the condition `when` holds. `strict`: why it is refused where it is not read.
-    `bounds` are arguments of Bounds: `ge=0, lt=1`."""
-    limits = Bounds(**bounds) if bounds else None
-    return _leaf(default, Key(meaning, "", when, neutral, sizing, strict, "", choices, words, family, limits, path))
+def used(default: object, meaning: str, **declared: Any) -> Any:
+    """A key that has an effect if its condition holds. `declared` are fields of Key and Bounds: `when="critic", ge=0, lt=1`."""
+    limits = {name: declared.pop(name) for name in _BOUNDS if name in declared}
+    return _leaf(default, Key(meaning, bounds=Bounds(**limits) if limits else None, **declared))
 
 
 ours = partial(used, strict=OURS)  # a key that only this version has
 
 
-def section(
-    cls: type,
-    meaning: str,
-    *,
-    when: str = "",
-    strict: str = "",
-    sizing: bool = False,
-    defaults: dict[str, object] | None = None,
-) -> Any:
-    """A nested section. `when`, `strict` and `sizing` hold for every key below; `defaults` replace the defaults of `cls`."""
-    key = Key(meaning, when=when, strict=strict, sizing=sizing)
-    return field(default_factory=partial(cls, **(defaults or {})), metadata={"key": key})
+def section(cls: type, meaning: str, *, defaults: dict[str, object] | None = None, **declared: Any) -> Any:
+    """A nested section. `declared` are `when`, `strict` and `sizing`, which hold for every key below; `defaults` replace the
+    defaults of `cls`."""
+    return field(default_factory=partial(cls, **(defaults or {})), metadata={"key": Key(meaning, **declared)})
 
 
 def _leaf(default: object, key: Key) -> object:

@@ -17,7 +17,7 @@ from verl.config.roots import PPO, RunConfig
 from verl.config.schema import Derived, Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
 from verl.config.user_settings import ARGUMENT, Setting, UserSettings
-from verl.config.values import Misfit, convert, expand_path, merge, unusable_text
+from verl.config.values import Misfit, convert, expand_path, merge, nested, unusable_text
 from verl.errors import ConfigError, nearest
 from verl.foreign_text import clean, quoted
 from verl.registry import forget_edited_files
@@ -179,7 +179,11 @@ def _resolve(user: UserSettings) -> LoadedConfig[Any]:
         unresolved = {path: misfit for path, misfit in _interpolate(schema, values, origins).items() if path in last}
         misfits.update(unresolved)  # what follows a key that leads nowhere is not named
         followed = _complete(user, values, origins, last)
-    faults += [error(p, _masked(p, origins[p])) for p, value in values.items() if holds_mask(value)]
+    faults += [
+        error(p, f"{p} ({origins[p]}) has the mask of a secret, which no run folder keeps. Give the value again.")
+        for p, value in values.items()
+        if holds_mask(value)
+    ]
     faults += [error(path, sentence) for path, (_, sentence) in misfits.items()]
     config = schema.build(values)
     remember_secrets(config)
@@ -196,10 +200,6 @@ def _resolve(user: UserSettings) -> LoadedConfig[Any]:
         user.without_effect,
         user.defaults,
     )
-
-
-def _masked(path: str, origin: str) -> str:
-    return f"{path} ({origin}) has the mask of a secret, which no run folder keeps. Give the value again."
 
 
 def _fit(leaf: Leaf, setting: Setting, misfits: Misfits) -> object:
@@ -266,7 +266,7 @@ def _interpolate(schema: Schema[object], values: dict[str, object], origins: dic
 
     misfits: Misfits = {}
     texts = {path: value for path, value in values.items() if _interpolated(value)}
-    tree = OmegaConf.create(_nested({path: None if path in texts else value for path, value in values.items()}))
+    tree = OmegaConf.create(nested({path: None if path in texts else value for path, value in values.items()}))
     for step in (_insert, _select):
         for path in [path for path in texts if path not in misfits]:
             leaf, shown = schema.leaves[path], f"{path}={clean(texts[path])} ({origins[path]})"
@@ -305,14 +305,3 @@ def _select(tree: Any, leaf: Leaf, value: object) -> object:
     if unusable_text(converted) is not None:
         raise Misfit(f"stands for a text with a NUL or half a character: {quoted(selected)}.")
     return merge(leaf.default, converted) if leaf.free else converted
-
-
-def _nested(values: Mapping[str, object]) -> dict[str, object]:
-    root: dict[str, Any] = {}
-    for path, value in values.items():
-        *parents, name = path.split(".")
-        node = root
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return root

@@ -7,7 +7,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +185,18 @@ def _variable(match: re.Match[str]) -> str:
     if match[2] not in os.environ:
         raise Misfit(f"a path whose variables are set: {match[2]} is not ($$ is a dollar sign)")
     return os.environ[match[2]]
+
+
+def nested(values: Mapping[str, object], section: type[dict[str, Any]] = dict) -> dict[str, Any]:
+    """The tree of values by their dotted keys, with a `section` for each mapping."""
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        node = root
+        for parent in parents:
+            node = node.setdefault(parent, section())
+        node[name] = value
+    return root
 
 
 def merge(base: object, update: object) -> object:

@@ -1,4 +1,4 @@
-"""`*.deepspeed`: the DeepSpeed training engine, and the merge of a user's DeepSpeed configuration with the keys of a run."""
+"""`*.deepspeed`: the DeepSpeed training engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from verl.regular_files import read_user_text
 
 STAGES = (0, 1, 2, 3)
 _DEFAULT_STAGE = 2
-_DECIDED = {  # by keys of the run, which differ from DeepSpeed's in meaning: only "auto" can stand in a file
+DECIDED = {  # by keys of the run, which differ from DeepSpeed's in meaning: only "auto" can stand in a file
     "train_batch_size": "the mini-batch size",
     "train_micro_batch_size_per_gpu": "the micro-batch size",
     "gradient_accumulation_steps": "mini-batch and micro-batch size",
     "scheduler": "the keys of optim",
 }
-_OFFLOADS = ("offload_optimizer", "offload_param")
+OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True)
@@ -67,37 +67,6 @@ def read_ds_config(path: str | None) -> dict[str, Any]:
     return settings
 
 
-def ds_config(section: DeepSpeedConfig, *, bfloat16: bool, clip_grad: float, optimizer: str) -> dict[str, Any]:
-    """The configuration that DeepSpeed gets: the file's content with the keys of the run. `optimizer` is the class that
-    steps. Raises ConfigError where the two contradict each other; "auto" in the file agrees with everything."""
-    settings = read_ds_config(section.config)
-    problem = next(contradictions(section, settings, bfloat16=bfloat16, clip_grad=clip_grad, optimizer=optimizer), None)
-    if problem:
-        raise ConfigError(f"deepspeed.config={section.config}: {problem}")
-    stage = section.stage()
-    zero = {k: v for k, v in settings.get("zero_optimization", {}).items() if v != "auto"}
-    for name in _OFFLOADS:
-        device = (zero.pop(name, None) or {}).get("device", "none")
-        if getattr(section, name) or device == "cpu":
-            zero[name] = {"device": "cpu", "pin_memory": False}
-    if stage == 3:
-        # small parameters would stay whole on every device, and weights that are sent must lie where the plan says
-        zero.setdefault("stage3_param_persistence_threshold", 0)
-    rest = {k: v for k, v in settings.items() if k not in (*_DECIDED, "optimizer", "zero_optimization", "fp16", "bf16")}
-    return {
-        "steps_per_print": 1 << 40,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "fp32",
-        **{k: v for k, v in rest.items() if v != "auto"},
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,  # any number above 1: some buffers exist only then
-        "gradient_clipping": clip_grad,
-        "zero_optimization": {**zero, "stage": stage},
-        **({"bf16": {"enabled": True, "check_grad_overflow": True}} if bfloat16 else {}),
-    }
-
-
 def contradictions(
     section: DeepSpeedConfig, values: Mapping[str, Any], *, bfloat16: bool | None, clip_grad: float, optimizer: str
 ) -> Iterator[str]:
@@ -108,7 +77,7 @@ def contradictions(
         yield f"zero_optimization.stage={theirs} is none of 0, 1, 2, 3. Correct it."
     elif stage is not None and theirs not in ("auto", stage):
         yield f"zero_optimization.stage={theirs} contradicts deepspeed.zero_stage={stage}. Remove one of the two."
-    for name in _OFFLOADS:
+    for name in OFFLOADS:
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):
             yield f"zero_optimization.{name}.device={device} is not available; use cpu."
@@ -129,7 +98,7 @@ def contradictions(
     fixed = {k: v for k, v in (values.get("optimizer") or {}).get("params", {}).items() if v != "auto"}
     if fixed:
         yield f"optimizer.params.{next(iter(fixed))} is set by the keys of optim. Remove the section optimizer."
-    for name, decider in _DECIDED.items():
+    for name, decider in DECIDED.items():
         if values.get(name, "auto") != "auto" and not _is_auto(values[name]):
             yield f'{name} is decided by {decider}. Remove it, or write "auto".'
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
-from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
+from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.engines.api import BatchTotals, require_library
 from verl.engines.base import TrainedEngine
 from verl.engines.deepspeed.library import load_deepspeed, start_deepspeed
+from verl.engines.deepspeed.settings import ds_config
 from verl.engines.deepspeed.zero import FlatShards, ZeroOptimizer, partition, partition_slice, whole_shape
 from verl.engines.loading import build_module
 from verl.engines.state import Parameters, TrainedState

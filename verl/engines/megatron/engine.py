@@ -18,6 +18,7 @@ from verl.engines.api import BatchTotals, EngineState, LossFn, require_library
 from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import all_ranks, broadcast_value, computing, use_groups
+from verl.engines.megatron.model_checks import check_model, transformer_settings
 from verl.engines.megatron.placement import Grid, Placed, linears, place, router_biases
 from verl.engines.micro_batches import select_rows
 from verl.engines.state import TrainedState
@@ -83,7 +84,7 @@ class MegatronEngine(TrainedEngine):
         weight is read. `section` is the engine's own; `optim` None: the role is frozen."""
         section.sizes(num_ranks)
         hf_config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-        section.check_model(hf_config.get_text_config())
+        check_model(section, hf_config.get_text_config())
         refused = {
             "model.neftune_alpha": bool(getattr(model, "neftune_alpha", None)),
             "fsdp_config.adapt_micro_batches": optim is not None and engine.adapt_micro_batches,
@@ -156,7 +157,7 @@ class MegatronEngine(TrainedEngine):
         masters = self._fill(model, placed, shapes, wide, prefix)
         self.chunks: list[Any] = list(self.stages)
         if self.section.override_transformer_config:
-            log.info("Settings of Megatron's layers that act: %s.", self.section.transformer_settings() or "none")
+            log.info("Settings of Megatron's layers that act: %s.", transformer_settings(self.section) or "none")
         self.optimizer = None
         shares = shares_of(placed, None, self.coordinates)
         if self.optim is not None:

@@ -24,6 +24,7 @@ from verl.engines.megatron.library import (
     get_transformer_layer_offset,
     parallel_state,
 )
+from verl.engines.megatron.model_checks import transformer_settings
 from verl.models.forward import computed_outputs, head_transform
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.outputs import HeadInputs, statistics_wanted
@@ -74,7 +75,7 @@ def transformer_config(
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **{**settings, **section.transformer_settings()},
+        **{**settings, **transformer_settings(section)},
     )
     windows = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     window = getattr(hf, "sliding_window", None)
