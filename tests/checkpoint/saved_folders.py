@@ -69,8 +69,8 @@ def _peft(tensors):
 
 def _of_service(root):
     """Folders of the training service, and what reads them."""
-    from verl.engines.adapters import Adapter
     from verl.models.adapter_weights import AdapterWeights
+    from verl.tinker.adapters import Adapter
     from verl.tinker.checkpoints import Checkpoints, Snapshots
 
     store, snapshots = Checkpoints(root, "base"), Snapshots(root)

@@ -30,12 +30,12 @@ from typing import Any, Literal
 
 from verl.checkpoint.files import read_document, write_json
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
-from verl.engines.adapters import Adapter
 from verl.errors import CheckpointError
 from verl.manifest import MANIFEST, find_damage, new_folder, put_in_place, read_sealed, record_of, sealed
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
 from verl.regular_files import make_folder, sync_folder, whole_file
+from verl.tinker.adapters import Adapter
 from verl.tinker.records import RefusedRequest
 from verl.tracking.files import has, is_count, is_number, is_text, write_atomically
 

@@ -16,7 +16,6 @@ import zstandard
 from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
-from verl.algorithms.sum_losses import SUM_LOSSES
 from verl.data_proto.samples import SamplingParams
 from verl.tinker.records import (
     Datum,
@@ -27,6 +26,7 @@ from verl.tinker.records import (
     TrainingOutput,
     TrainingRequest,
 )
+from verl.tinker.sum_losses import SUM_LOSSES
 
 PROTOBUF = "application/x-protobuf"
 MAX_BYTES = 64 << 20  # of a request, decompressed

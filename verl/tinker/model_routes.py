@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from tinker import types
 
-from verl.engines.adapters import PARTS
 from verl.models.optim import AdamStep
+from verl.tinker.adapters import PARTS
 from verl.tinker.checkpoints import SavedAdapter
 from verl.tinker.codec import PROTOBUF, training_message, training_request, training_result
 from verl.tinker.model_run import ModelRun

@@ -12,13 +12,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from verl.algorithms.sum_losses import SUM_LOSSES
 from verl.config import PPOConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest
 from verl.data_proto.trajectory import token_columns
-from verl.engines.adapters import Adapter, AdapterEngine
 from verl.engines.api import BatchTotals, MicroBatching
 from verl.errors import NumericsError
 from verl.models.adapter_weights import AdapterWeights
@@ -29,8 +27,10 @@ from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import resolve_device
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.requests import vocab_size
+from verl.tinker.adapters import Adapter, AdapterEngine
 from verl.tinker.records import SampleOutput, SamplingRequest, TopTokens, TrainingOutput, TrainingRequest
 from verl.tinker.rows import computed_rows, log_probs_of, training_columns
+from verl.tinker.sum_losses import SUM_LOSSES
 
 _LOG_PROBS = "candidate_log_probs"
 

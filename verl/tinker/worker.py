@@ -13,7 +13,6 @@ import torch
 
 from verl.config import PPOConfig
 from verl.data_proto.tokenizer import Tokenizer
-from verl.engines.adapters import Adapter
 from verl.errors import ConfigError, ModelError
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.load import load_tokenizer
@@ -24,6 +23,7 @@ from verl.programs.api import ProgramSpecs
 from verl.programs.ppo_roles import ppo_roles
 from verl.roles.api import RoleSpecs, WorkerSpec
 from verl.runtime.api import choose, open_runtime
+from verl.tinker.adapters import Adapter
 from verl.tinker.records import SampleOutput, SamplingRequest, TrainingOutput, TrainingRequest
 from verl.tinker.workbench import Workbench
 

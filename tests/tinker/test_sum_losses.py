@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.sum_losses import SUM_LOSSES
+from verl.tinker.sum_losses import SUM_LOSSES
 
 LOW, HIGH, BETA = 0.7, 1.1, 0.3
 

@@ -7,11 +7,11 @@ import torch
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.trajectory import token_columns
-from verl.engines.adapters import AdapterEngine
 from verl.engines.api import MicroBatching
 from verl.errors import ConfigError
 from verl.models.adapter_weights import ALPHA
 from verl.models.optim import AdamStep
+from verl.tinker.adapters import AdapterEngine
 
 MICRO = MicroBatching(max_tokens=64)
 OUTPUTS = ("candidate_log_probs",)
