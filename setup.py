@@ -41,7 +41,7 @@ def setup_part(folder, *parts):
 
 
 if __name__ == "__main__":
-    from verl.config.groups import main  # needs PyYAML, which a part is built without
+    from verl.compat.hydra_groups import main  # needs PyYAML, which a part is built without
 
     main([str(ROOT / "verl/trainer/config")])
     setup(cmdclass={"build_py": BuildModules})

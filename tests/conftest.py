@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.loaded_once import remember_loads
 from tests.unit_files import is_unit
-from verl.config.groups import main as write_groups
+from verl.compat.hydra_groups import main as write_groups
 
 # how long an example takes says how busy the machine is, and nothing about the code
 settings.register_profile("verl", deadline=None, suppress_health_check=[HealthCheck.too_slow])

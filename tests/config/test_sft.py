@@ -3,13 +3,13 @@
 import pytest
 from omegaconf import OmegaConf
 
+from tests.compat.test_hydra_groups import composed
 from verl.config import SFT, load_config
 from verl.config.checks import check_config
 from verl.config.load import load_composed
 from verl.errors import ConfigError
 
 from .helpers import fixture_lines
-from .test_groups import composed
 
 KNOWN = [line.partition("=")[::2] for line in fixture_lines("sft_keys.txt")]
 # in compat.yaml or docs/differences.md, with their reasons

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from verl.config import PPO, LoadedConfig, ModelConfig, PPOConfig, load_config
+from verl.config import PPO, LoadedConfig, ModelConfig, PPOConfig
+from verl.config.load import load_composed
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, NameConfigError, nearest
 from verl.registry import load_object
@@ -126,8 +125,7 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
 
 
 def loaded_config(config: object) -> LoadedConfig[Any]:
-    """A complete tree from Python (OmegaConf, dict, dataclasses), checked like one from a command line. Keys with their default
-    values count as not given: a tree composed by Hydra has all keys. Raises ConfigError."""
+    """A complete tree from Python (OmegaConf, dict, dataclasses), checked as by `load_composed`. Raises ConfigError."""
     from omegaconf import OmegaConf
 
     if isinstance(config, LoadedConfig):
@@ -135,10 +133,7 @@ def loaded_config(config: object) -> LoadedConfig[Any]:
     if isinstance(config, PPOConfig):
         config = dataclasses.asdict(config)
     tree: Any = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config_from_python.yaml"
-        file.write_text(OmegaConf.to_yaml(OmegaConf.create(_asked_for(tree, ""))), encoding="utf-8")
-        return load_config((), str(file))
+    return load_composed(tree)
 
 
 def validate_config(config: object, use_reference_policy: bool = False, use_critic: bool = False) -> None:
@@ -150,24 +145,6 @@ def _without_targets(tree: object) -> object:
     if isinstance(tree, dict):
         return {key: _without_targets(value) for key, value in tree.items() if key != "_target_"}
     return [_without_targets(value) for value in tree] if isinstance(tree, list) else tree
-
-
-def _asked_for(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """`tree` without keys at their default, except keys with a default that depends on other keys."""
-    changed = {}
-    for name, value in tree.items():
-        spelled = f"{prefix}{name}"
-        path = PPO.resolve(spelled)[0]
-        if isinstance(value, dict) and path not in PPO.leaves:
-            below = _asked_for(value, f"{spelled}.")
-            if below:
-                changed[name] = below
-        elif path not in PPO.leaves or PPO.leaves[path].default != value or path in _FOLLOWING:
-            changed[name] = value
-    return changed
-
-
-_FOLLOWING = {path for path, _ in PPO.follows}
 
 
 _LEGACY_REWARD = ("custom_reward_function", "reward_model", "sandbox_fusion")

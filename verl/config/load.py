@@ -117,7 +117,7 @@ def _errors(loaded: LoadedConfig[Any]) -> list[str]:
 def load_composed(tree: dict[str, object], *, schema: Schema[RunConfig] = PPO, check: bool = True) -> LoadedConfig[Any]:
     """The config of a tree that a program of a user has composed by Hydra from verl/trainer/config, as a plain mapping.
 
-    What has the value that the composition gives it by itself counts as not given. Raises ConfigError as `load_config`.
+    A key counts as not given if it has the value that the composition gives it by itself. Raises ConfigError as `load_config`.
     """
     user = UserSettings(schema)
     user.add_file("composed config", tree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -134,16 +135,12 @@ def scalar(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, float):
-        return _float(value)
+        if not math.isfinite(value):
+            return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text  # YAML 1.1 wants the point
     if isinstance(value, dict):
         return "{" + ", ".join(f"{scalar(str(k))}: {scalar(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(scalar(v) for v in value) + "]"
     return printable(json.dumps(value, ensure_ascii=False))  # the escapes of both are YAML's too
-
-
-def _float(value: float) -> str:
-    if value != value or abs(value) == float("inf"):
-        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
-    text = repr(value)
-    return text.replace("e", ".0e") if "e" in text and "." not in text else text  # YAML 1.1 wants the point

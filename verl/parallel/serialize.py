@@ -273,10 +273,6 @@ def _unpack_batch(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> Data
     return DataProto.from_dict(None if packed["empty"] else tensors, objects, meta)
 
 
-def _unpack_metric(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> Metric:
-    return Metric(packed["t"], tuple((v, w) for v, w in _unpack(packed["v"], buffers)))
-
-
 _UNPACKERS: dict[str, Any] = {
     "float": lambda p, b: float(p["v"]),
     "dict": lambda p, b: _items(p["v"], b),
@@ -289,6 +285,6 @@ _UNPACKERS: dict[str, Any] = {
     "array": _unpack_array,
     "objects": _unpack_objects,
     "batch": _unpack_batch,
-    "metric": _unpack_metric,
+    "metric": lambda p, b: Metric(p["t"], tuple((v, w) for v, w in _unpack(p["v"], b))),
     "record": lambda p, b: _RECORDS[p["t"]](**_items(p["v"], b)),
 }

@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import psutil
+
 # asks a process of a run for its stacks: rarely used by launchers and schedulers, unlike SIGUSR1
 DUMP_SIGNAL = signal.SIGUSR2
 
@@ -115,20 +117,12 @@ def dump_of(pid: int, file: Path, timeout_s: float) -> str:
     while time.monotonic() < until:
         time.sleep(0.05)
         now = file.stat().st_size
-        if now == size > before or not _is_alive(pid):  # it has stopped growing
+        if now == size > before or not psutil.pid_exists(pid):  # it has stopped growing
             break
         size = now
     with file.open("rb") as stream:
         stream.seek(before)
         return stream.read().decode("utf-8", errors="replace")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
 
 
 def innermost(dump: str) -> str:

@@ -85,9 +85,8 @@ def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
 
 def scoring_of(config: PPOConfig) -> bool | Callable[[str, object], object]:
     """See PromptRows: whether rewards train, and the check of reference answers where a built-in scorer reads them."""
-    return (
-        check_truth if uses_rewards(config) and not config.reward.custom_reward_function.path else uses_rewards(config)
-    )
+    trains = uses_rewards(config)
+    return check_truth if trains and not config.reward.custom_reward_function.path else trains
 
 
 def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = None) -> PPOData:

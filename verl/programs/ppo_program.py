@@ -39,8 +39,8 @@ from verl.roles.rollout import sampling_params
 from verl.tracking.console import StepMetrics
 from verl.tracking.files import has, is_count, is_number, is_text, maybe
 from verl.tracking.learning import CollapseWatch, SignalWatch
-from verl.tracking.ledger.file import NAME, write_open
 from verl.tracking.ledger.file import NAME as LEDGER
+from verl.tracking.ledger.file import write_open
 from verl.tracking.ledger.records import Offset, OpenSample, SegmentRecord, Snapshot
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker, start_ledger
 from verl.tracking.ledger.writer import LedgerWriter
@@ -60,7 +60,7 @@ def start_samples(
     """Samples and ledger of the run folder continue from what `checkpoint` recorded (`saved`), or start empty; may be called
     again to go back. Returns the samples that were open there. Raises CheckpointError as `start_ledger` does."""
     samples.close()
-    path = run.folder / NAME
+    path = run.folder / LEDGER
     snapshot = run.broadcast(start_ledger(path, checkpoint, saved) if run.is_rank_zero else None)
     assert snapshot is not None
     samples.start(snapshot, LedgerWriter(path) if run.is_rank_zero else None)
@@ -70,11 +70,8 @@ def start_samples(
 def open_samples(samples: SampleTracker) -> dict[str, OpenSamplesWriter]:
     """The part of a checkpoint that holds the open samples: folder name -> its writer. Nothing on ranks other than 0, or when
     none are open."""
-    return (
-        {IN_CHECKPOINT.parent.name: OpenSamplesWriter(samples)}
-        if samples.path is not None and samples.num_open()
-        else {}
-    )
+    has_any = samples.path is not None and samples.num_open()
+    return {IN_CHECKPOINT.parent.name: OpenSamplesWriter(samples)} if has_any else {}
 
 
 class OpenSamplesWriter:
@@ -91,11 +88,11 @@ class OpenSamplesWriter:
     def write(self, folder: Path) -> dict[str, FileRecord]:
         """See verl.checkpoint.store.CheckpointWriter."""
         folder.mkdir()
-        target = folder / NAME
+        target = folder / LEDGER
         assert self.samples.path is not None
         write_open(self.samples.path, target, self.samples.offset)
         sync_file(target)
-        return {NAME: record_of(target)}
+        return {LEDGER: record_of(target)}
 
 
 log = logging.getLogger(__name__)

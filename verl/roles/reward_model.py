@@ -112,7 +112,8 @@ class RewardModelWorker:
         self.tokenizer = tokenizer
         self.policy_tokenizer = policy_tokenizer
         self.max_tokens, self.batch_size = max_tokens, batch_size
-        self.reads_policy_tokens = same_tokenizer(tokenizer, policy_tokenizer)
+        has_same_tokens = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+        self.reads_policy_tokens = has_same_tokens and tokenizer.chat_template == policy_tokenizer.chat_template
         if not self.reads_policy_tokens and not tokenizer.chat_template:
             raise ModelError(
                 "The reward model's tokenizer differs from the policy's and has no chat template, so it is not known how "
@@ -129,7 +130,10 @@ class RewardModelWorker:
         """Column reward_model_score [batch]. Raises NumericsError for a score that is not finite, ConfigError for images that
         another template would leave out, ModelError for a model that reads none."""
         images = self._images(batch)
-        sequences = policy_tokens(batch) if self.reads_policy_tokens else self._conversations(batch)
+        if self.reads_policy_tokens:
+            sequences = [prompt + response for prompt, response in zip(*_unpadded(batch), strict=True)]
+        else:
+            sequences = self._conversations(batch)
         sequences = [ids[:-1] if ids[-1:] and ids[-1] in self.left_out else ids for ids in sequences]
         scores = torch.cat(
             [
@@ -213,7 +217,13 @@ class JudgeWorker:
         """Column reward_model_reply [batch], text; equal questions are asked once. With a rubric or a comparison it ends with
         `judge/NAME: number` for each part, and `Score: number`. Raises what Judge.replies raises."""
         rows = self._rows(batch)
-        replies = self._graded(rows) if self.rubric else self._compared(rows) if self._compares else self._plain(rows)
+        if self.rubric:
+            scored = rubric_scores(self.ask, self.template, self.rubric, rows)
+            replies = [_reply("", grades.pop("score"), grades) for grades in scored]
+        elif "{first}" in self.template:
+            replies = self._compared(rows)
+        else:
+            replies = ask_once(self.ask, [self.prompt(*row) for row in rows])
         self.judge.release()
         return DataProto.from_dict({}, {"reward_model_reply": object_array(replies)})
 
@@ -224,10 +234,6 @@ class JudgeWorker:
     def prompt(self, conversation: str, response: str, ground_truth: str) -> str:
         """The template with its places filled; braces that are no places stay."""
         return fill(self.template, prompt=conversation, response=response, ground_truth=ground_truth)
-
-    @property
-    def _compares(self) -> bool:
-        return "{first}" in self.template
 
     def _ask(self, questions: Sequence[str]) -> list[str]:
         replies: list[str] = []
@@ -240,14 +246,6 @@ class JudgeWorker:
                     f"kept for it): {error}"
                 ) from error
         return replies
-
-    def _plain(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
-        return ask_once(self.ask, [self.prompt(*row) for row in rows])
-
-    def _graded(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
-        assert self.rubric is not None
-        scored = rubric_scores(self.ask, self.template, self.rubric, rows)
-        return [_reply("", grades.pop("score"), grades) for grades in scored]
 
     def _compared(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
         replies = []
@@ -297,21 +295,11 @@ def read_template(source: str, *, has_rubric: bool = False) -> str:
     return template
 
 
-def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether the tokens and conversations of one mean the same to the other."""
-    return one.chat_template == other.chat_template and one.get_vocab() == other.get_vocab()
-
-
 def conversation_text(messages: Sequence[dict[str, object]]) -> str:
     """A lone message's text, or one paragraph per message with its role before it."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def policy_tokens(batch: DataProto) -> list[tuple[int, ...]]:
-    """Prompt and response of each row without padding."""
-    return [prompt + response for prompt, response in zip(*_unpadded(batch), strict=True)]
 
 
 def responses(batch: DataProto, tokenizer: Tokenizer) -> list[str]:

@@ -144,7 +144,9 @@ class RolloutWorker:
         def on_finish(done: Completion) -> None:
             one, sample = by_key[done.key], trajectory(done)
             self._ends.note(sample)
-            self._send_to_scorer(one.rows, one.row, one.split, sample, limit)
+            if self.score_stream is not None and not sample.can_resume(limit):
+                key = sample_key(one.split, sample.ordinal, sample.sample)
+                self.score_stream(score_request(one.rows, one.row, key, sample.response_ids, self.tokenizer))
 
         # a rank that only takes part has no requests
         requests, count = [one.request for one in asked], len(rows)
@@ -230,12 +232,6 @@ class RolloutWorker:
     def _np_dtype(self) -> DTypeLike:
         return np.float64 if self._dtype() == torch.float64 else np.float32
 
-    def _send_to_scorer(self, rows: DataProto, row: int, split: str, sample: Trajectory, limit: int) -> None:
-        """Unless the sample may be continued up to `limit` tokens."""
-        if self.score_stream is not None and not sample.can_resume(limit):
-            key = sample_key(split, sample.ordinal, sample.sample)
-            self.score_stream(score_request(rows, row, key, sample.response_ids, self.tokenizer))
-
     def _columns(self, samples: Sequence[tuple[Trajectory, str]], width: int) -> DataProto:
         """The rollout's columns of samples with their splits."""
         trajectories = [trajectory for trajectory, _ in samples]
@@ -249,18 +245,13 @@ class RolloutWorker:
         columns["rollout_rank"] = torch.full((len(trajectories),), self.rank)
         objects = sample_names(samples)
         if self.records_experts:
-            require_experts(trajectories)
+            if any(trajectory.experts is None for trajectory in trajectories):
+                raise ModelError(
+                    "The rollout engine returned no experts of a sample, which actor.router_replay.mode=R3 needs. Set "
+                    f"{full_key('rollout.name')}=native, or the mode to R2."
+                )
             objects[COLUMN] = object_array([trajectory.experts for trajectory in trajectories])
         return DataProto.from_dict(columns, objects)
-
-
-def require_experts(trajectories: Sequence[Trajectory]) -> None:
-    """Raise ModelError for a sample without a record of its experts."""
-    if any(trajectory.experts is None for trajectory in trajectories):
-        raise ModelError(
-            "The rollout engine returned no experts of a sample, which actor.router_replay.mode=R3 needs. Set "
-            f"{full_key('rollout.name')}=native, or the mode to R2."
-        )
 
 
 class _Asked(NamedTuple):

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -185,10 +186,9 @@ def _named(holder: Mapping[str, object] | None) -> str:
 def _read(path: Path) -> dict[str, object] | None:
     """The holder in the file; None when there is none."""
     try:
-        holder: dict[str, object] = read_json(path, _HOLDER, _MAX_BYTES)
+        return cast("dict[str, object]", read_json(path, _HOLDER, _MAX_BYTES))
     except (OSError, ValueError):
         return None
-    return holder
 
 
 def _is_ending(holder: Mapping[str, object]) -> bool:

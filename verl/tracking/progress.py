@@ -88,6 +88,8 @@ def read_progress(folder: Path) -> Progress:
     total = next((row["of"] for row in reversed(timeline) if row.get("of")), None)
     step = max((int(row["step"]) for row in metrics), default=0)
     process = holder_of(folder)
+    # a run that began again has set the records of the earlier one aside, at this second
+    began_again = max((aside.name.split("_")[1].replace("-", "") for aside in folder.glob("superseded_*")), default="")
     finished = (folder / "summary.json").is_file() and process is None
     events = read_json_rows(folder / EVENTS, EVENT)
     seconds = statistics.median(row["seconds"] for row in timeline[-20:]) if timeline else None
@@ -103,7 +105,7 @@ def read_progress(folder: Path) -> Progress:
         last_written_s=time.time() - metrics[-1]["time"] if metrics and "time" in metrics[-1] else None,
         bottleneck=find_bottleneck(timeline, metrics, RunFolder(folder).read_config()),
         curves=_curves(metrics, RunFolder(folder).read_curves()),
-        complaints=last_complaints(folder / "logs", _NUM_COMPLAINTS, since=_restarted(folder)),
+        complaints=last_complaints(folder / "logs", _NUM_COMPLAINTS, since=began_again),
         doing=beat.phase if beat else "",
         doing_s=time.time() - beat.since if beat else None,
         crashes=[{name: clean(v) if isinstance(v, str) else v for name, v in row.items()} for row in events],
@@ -136,11 +138,6 @@ def _best(name: str, points: Sequence[tuple[int, float]]) -> tuple[int, float] |
     if not _BETTER.match(name):
         return None, None
     return (min if "loss" in name else max)(points, key=lambda point: point[1])
-
-
-def _restarted(folder: Path) -> str:
-    """The second at which a run began again and set the records of an earlier one aside, as 14 digits; "" if it did not."""
-    return max((aside.name.split("_")[1].replace("-", "") for aside in folder.glob("superseded_*")), default="")
 
 
 def last_complaints(logs: Path, count: int, since: str = "") -> list[str]:

@@ -177,7 +177,8 @@ class RunFolder:
         truncate_rows(self.spans, step)
         truncate_rows(self.timeline, step)
         splits = [split for split in self.samples.glob("*") if split.is_dir()]
-        files = [split / name for split in splits for name in os.listdir(split) if _step_of(name) > step]
+        names = ((split / name, _SAMPLE_FILE.fullmatch(name)) for split in splits for name in os.listdir(split))
+        files = [file for file, match in names if match and int(match[1]) > step]
         for file in files:
             file.unlink()
         if removed or files:
@@ -272,8 +273,3 @@ def require_run_folder(folder: Path) -> None:
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
             "trainer.default_local_dir named."
         )
-
-
-def _step_of(name: str) -> int:
-    match = _SAMPLE_FILE.fullmatch(name)
-    return int(match.group(1)) if match else -1

@@ -190,7 +190,10 @@ class Tracker:
         ordered = sorted(rows, key=lambda row: str(row.get("prompt")))
         random.Random(42).shuffle(ordered)
         columns = [c for c in _TABLE_COLUMNS if rows and c in rows[0]]
-        chosen = [{c: _printable(row.get(c)) for c in columns} for row in ordered[: self.log_val_generations]]
+        chosen = [
+            {name: printable(value) if isinstance(value := row.get(name), str) else value for name in columns}
+            for row in ordered[: self.log_val_generations]
+        ]
         for guard in self._guards:
             guard.table("val/generations", chosen, step)
 
@@ -217,10 +220,6 @@ class NullOutput:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
-
-
-def _printable(value: object) -> object:
-    return printable(value) if isinstance(value, str) else value
 
 
 def _number(value: Any) -> float:

@@ -89,6 +89,11 @@ CONDITIONS = {
 
 def _check_loss(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
     key, loss, chosen = "preference.loss", c.preference, c.preference.losses
+    if c.ref.sync_steps and c.model.lora_rank:
+        yield error(
+            "ref.sync_steps",
+            "ref.sync_steps moves whole weights, and model.lora_rank trains adapters. Set one of them to 0.",
+        )
     if not chosen:
         yield error(key, f"{key} is an empty list; name a loss.")
     labelled = [name for name in chosen if name in LABELLED_LOSSES]
@@ -117,14 +122,6 @@ def _check_loss(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
-def _check_reference(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
-    if c.ref.sync_steps and c.model.lora_rank:
-        yield error(
-            "ref.sync_steps",
-            "ref.sync_steps moves whole weights, and model.lora_rank trains adapters. Set one of them to 0.",
-        )
-
-
 PREFERENCE = Schema(
     name="preference",
     root=PreferenceConfig,
@@ -133,7 +130,7 @@ PREFERENCE = Schema(
     config_names={"preference_trainer": ""},
     config_prefixes=("preference", "dpo", "kto", "orpo", "simpo", "cpo"),
     conditions=CONDITIONS,
-    rules=(_check_loss, _check_reference),
+    rules=(_check_loss,),
     section_rules=SECTION_RULES,
     follows=SFT_FOLLOWS,
     derive=derive_sft,

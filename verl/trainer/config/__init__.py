@@ -1,1 +1,1 @@
-"""The config tree as Hydra composes it in programs of users; made by verl/config/groups.py."""
+"""The config tree as Hydra composes it in programs of users; made by verl/compat/hydra_groups.py."""

@@ -1,7 +1,7 @@
 """verl/trainer/config, which Hydra composes in programs of users. setup.py writes the files when the package is installed.
 
 `@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer")` gives the whole tree, in the groups that
-existing programs override. `load_composed` (load.py) reads the result.
+existing programs override. `load_composed` (verl/config/load.py) reads the result.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from verl.config.roots import PPO, SFT
 from verl.config.schema import Schema
 from verl.config.values import nested
 
-HEADER = (
-    "# Made from verl/config by `python -m verl.config.groups verl/trainer/config`; docs/config.md explains each key.\n"
-)
+HEADER = "# Made by `python -m verl.compat.hydra_groups verl/trainer/config`; docs/config.md explains each key.\n"
 
 # (group, file, section of the tree); the rest of the tree is in ppo_trainer.yaml itself
 GROUPS: tuple[tuple[str, str, str], ...] = (

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tests.config.helpers import ACTOR, GRPO, ROLLOUT, load
+from verl.compat.hydra_groups import GROUPS, files, main
 from verl.config import PPO
 from verl.config.checks import verdicts
-from verl.config.groups import GROUPS, files, main
 from verl.config.load import load_composed
-
-from .helpers import ACTOR, GRPO, ROLLOUT, load
 
 FOLDER = Path(__file__).parents[2] / "verl/trainer/config"
 
