@@ -1,7 +1,7 @@
-"""Conditions under which a key is read. The declaration of a key names its condition.
+"""Conditions of keys: a key without effect does not fulfil its condition. The declaration of a key names its condition.
 
-A condition reads the whole tree and the section that holds the key. Its sentences name the reason why the key is not read,
-and the key to set.
+A condition reads the tree and the section of the key. Its sentences name the reason why the key is not read, and the key to
+set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REUSED_SHARE = 4  # activations that the sampler keeps take at most 1 / REUSED_S
 
 
 def reuse_obstacle(rollout: RolloutConfig) -> str | None:
-    """The setting for which updates on a CPU compute their forward; None where they may read the sampler's activations."""
+    """The setting that makes updates on a CPU compute their forward; None if they may read the sampler's activations."""
     if not rollout.reuse_activations_gb:
         return "actor_rollout_ref.rollout.reuse_activations_gb=0"
     if rollout.prefetch_num:
@@ -33,12 +33,12 @@ def reuse_obstacle(rollout: RolloutConfig) -> str | None:
 
 
 def selects_samples(root: PPOConfig) -> bool:
-    """Whether the run is rejection sampling, which trains on its best samples without advantages."""
+    """Whether the run is rejection sampling: training on its best samples, without advantages."""
     return bool(root.algorithm.program == "rejection_sampling")
 
 
 def learns_from_pairs(root: PPOConfig) -> bool:
-    """Whether the run is online preference optimization, which trains on pairs of its samples without advantages."""
+    """Whether the run is online preference optimization: training on pairs of its samples, without advantages."""
     return bool(root.algorithm.program == "online_dpo")
 
 
@@ -52,7 +52,7 @@ def uses_critic(root: PPOConfig) -> bool:
 
 
 def uses_rewards(root: PPOConfig) -> bool:
-    """Whether rewards train the policy; where only a teacher trains it, rewards are only reported."""
+    """Whether rewards train the policy; if only a teacher trains it, rewards are only reported."""
     return not root.distillation.enabled or bool(root.distillation.distillation_loss.use_task_rewards)
 
 
@@ -155,7 +155,7 @@ def _fixed_bsz(use_dynamic: str) -> Condition:
 def _judge(*engines: str) -> Condition:
     def holds(root: PPOConfig, node: object) -> bool:
         model = root.reward.reward_model
-        own = root.reward.custom_reward_function.path  # which may ask the service itself
+        own = root.reward.custom_reward_function.path  # it may ask the service itself
         return bool(model.judge_template or own) and model.rollout.name in engines
 
     return Condition(
@@ -179,7 +179,7 @@ def _read_by_preference(*arguments: str) -> Condition:
     )
 
 
-LABELLED_LOSSES = PREFERENCE_LOSSES.reading("desirable")  # of labelled completions; the others are of pairs
+LABELLED_LOSSES = PREFERENCE_LOSSES.reading("desirable")  # of labelled completions; all further losses are of pairs
 DIVERGENCE_LOSSES = PREFERENCE_LOSSES.reading("delta", "mean_delta")
 
 # conditions of the section `preference`

@@ -6,9 +6,9 @@ Each key that is given acts, is noticed, or is refused, always with a reason:
 
 - A key that no release knows is refused, with the nearest names (user_settings.py).
 - A feature that is not available is refused, before keys below it are checked (compat.yaml).
-- A key that is not read is *noticed* where the existing verl, given the same keys, would train the same without it: it
+- A key that is not read is *noticed* if the existing verl, given the same keys, would train the same without it: it
   reads the key under the same condition (active_keys.py), or the key only sizes hardware or observes the run.
-- A key that is not read is *refused* where it asks for something that would not happen: the existing verl acts on it
+- A key that is not read is *refused* if it asks for something that would not happen: the existing verl acts on it
   there, or only this version has the key (`strict` and `refused` in its declaration).
 
 `trainer.strict_config=True` makes errors of the notices.
@@ -61,7 +61,7 @@ def check_config(loaded: LoadedConfig[RunConfig]) -> list[Problem]:
 
 
 def verdicts(loaded: LoadedConfig[object]) -> dict[str, Verdict]:
-    """{key: Verdict} of every key that was given, and of keys that choose a feature which is not available."""
+    """{key: Verdict} of every key that was given, and of keys that choose a missing feature."""
     by_key = {key: Verdict("refused", sentence) for key, sentence in _missing_features(loaded).items()}
     for path, setting in loaded.settings.items():
         if path not in by_key:
@@ -105,7 +105,7 @@ def _missing_features(loaded: LoadedConfig[object]) -> dict[str, str]:
 
 
 def _replaced_features(loaded: LoadedConfig[object]) -> dict[str, str]:
-    """Key -> the engine that it named, in whose place trainer.engine_fallback has put another one."""
+    """Key -> the engine that it named, if trainer.engine_fallback has replaced that engine."""
     origins = {row.path: loaded.origins.get(row.path, "") for row in loaded.schema.compat.unavailable}
     return {key: origin.removeprefix(FALLS_BACK) for key, origin in origins.items() if origin.startswith(FALLS_BACK)}
 
@@ -130,7 +130,7 @@ def _place(setting: Setting) -> str:
 
 
 def _is_fault(loaded: LoadedConfig[object], by_key: dict[str, Verdict], key: str) -> bool:
-    """A value that does not fit is an error, but where its feature is missing, and for null to a key that is not read."""
+    """A value that does not fit is an error, unless its feature is missing, or it is null for a key without effect."""
     return by_key[key].kind == "acts" or (by_key[key].kind == "noticed" and loaded.misfits[key] is not None)
 
 
@@ -144,7 +144,7 @@ def _broken_rules(loaded: LoadedConfig[object], faulty: set[str]) -> Iterator[Pr
 
 
 def _followed(loaded: LoadedConfig[object], key: str) -> set[str]:
-    """The keys whose value `key` has taken."""
+    """The keys that `key` follows, directly or through further keys."""
     sources: set[str] = set()
     while (origin := loaded.origins.get(key, "")).startswith("follows "):
         key = origin.removeprefix("follows ")

@@ -1,7 +1,7 @@
-"""Defaults of the commands `verl ...` and of `import verl`, where they differ from the defaults of existing releases.
+"""Defaults of the commands `verl ...` and of `import verl` that differ from the defaults of existing releases.
 
-Scripts of existing releases (`python -m verl.trainer.main_ppo` and its like) keep the defaults of config/sections, which suit
-files that set every key. These suit a person who sets few.
+Scripts of existing releases (`python -m verl.trainer.main_ppo` and its like) keep the defaults of config/sections: their files
+set every key. The defaults of this file suit a person who sets few keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ORIGIN = "default of verl's commands"  # and not of existing releases
 BATCH = "data.train_batch_size"
 
 _MODEL, _ESTIMATOR = "actor_rollout_ref.model", "algorithm.adv_estimator"
-# cases in which a default holds, as docs/differences.md names them
+# cases of defaults, as docs/differences.md names them
 _LORA, _GROUPS = "LoRA adapters train", "the estimator compares the samples of a prompt"
 _ORPO, _OWN = "`preference.loss=orpo`", "the estimator is your own"
 MAX_SMALL = 1024  # hidden size of a small model: a useful rate falls with the width (arXiv 2203.03466)
@@ -37,7 +37,7 @@ NO_FACTS = Facts()
 
 
 class Default(NamedTuple):
-    """A default of one program. `applies`: the case in which it holds; "" always."""
+    """A default of one program. `applies`: the case of the default; "" always."""
 
     key: str
     value: Any
@@ -66,7 +66,7 @@ DEFAULTS: Mapping[str, tuple[Default, ...]] = {
     "preference": (
         Default(BATCH, 32),
         Default("optim.lr", 5e-7),
-        Default("optim.lr", 8e-6, _ORPO),  # which has no reference, and fine-tunes too (arXiv 2403.07691)
+        Default("optim.lr", 8e-6, _ORPO),  # it has no reference, and fine-tunes too (arXiv 2403.07691)
         Default("optim.lr", 5e-6, _LORA),
         *_SCHEDULE,
     ),
@@ -77,8 +77,8 @@ DEFAULTS: Mapping[str, tuple[Default, ...]] = {
 def command_defaults(
     program: str, values: Mapping[str, Any], set_keys: set[str], facts: Facts = NO_FACTS, face: Face = "command"
 ) -> Derived:
-    """The defaults that hold for `values` and `facts`, of keys that the user has not set. Of existing releases' defaults a
-    preset leaves all but the size of a group, which is 1 there."""
+    """The defaults that hold for `values` and `facts`, of keys that the user has not set. A preset changes one default of
+    existing releases: the size of a group, 1 there."""
     cases, defaults = {"", *_cases(values, facts)}, DEFAULTS[program] if face == "command" else (_GROUP_SIZE,)
     holding = {d.key: d.value for d in defaults if d.applies in cases and d.key not in set_keys}
     derived: Derived = {key: (value, ORIGIN) for key, value in holding.items()}
@@ -91,8 +91,8 @@ def command_defaults(
 
 
 def _fitting_batch(num_rows: int, most: int, divisor: int) -> int:
-    """The size of a batch: all rows up to `most`, and less where equal batches leave out fewer rows of an epoch and devices or
-    another size, the `divisor`, divide them."""
+    """The size of a batch: all rows up to `most`. It is less if equal batches leave out fewer rows of an epoch, and the
+    `divisor` (devices or another size) divides them."""
     if num_rows <= most:
         return num_rows
     num_steps = -(-num_rows // most)

@@ -68,9 +68,9 @@ class Alias:
 
     old: str
     new: str
-    ignore: Sequence[object] = (None,)  # values with which the spelling asks for nothing
+    ignore: Sequence[object] = (None,)  # values of the spelling that ask for nothing
     implies: Mapping[str, object] = field(default_factory=dict)  # other keys that it sets, unless they are given
-    values: Mapping[Any, Any] = field(default_factory=dict)  # its values, where the key has other ones
+    values: Mapping[Any, Any] = field(default_factory=dict)  # its values -> values of the key
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """Values of a key that choose a feature which this version does not have."""
+    """Values of a key that choose a feature that this version lacks."""
 
     path: str
     what: str
@@ -128,7 +128,7 @@ class Compat:
 
     @functools.cached_property
     def _prefixes(self) -> list[Alias]:
-        """Aliases of whole sections, the most specific first."""
+        """Aliases of sections, the most specific first."""
         return sorted((a for a in self.aliases if a.old.endswith(".")), key=lambda a: -len(a.old))
 
     def resolve(self, path: str) -> tuple[str, Alias | None]:
@@ -167,8 +167,8 @@ class Compat:
 
 
 def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
-    """The rows of the schema `name`. `classes`: class of a section -> paths of its sections in the tree, at each of which
-    the rows of that class hold."""
+    """The rows of the schema `name`. `classes`: class of a section -> paths of its sections in the tree; the rows of a class
+    hold at each."""
     own = _file()[name]
     parts = [("", own)]
     parts += [(f"{path}.", rows) for cls, rows in _file()["sections"].items() for path in classes.get(cls, ())]

@@ -1,4 +1,4 @@
-"""Keys that take the value of another key unless they are given themselves, and values worked out from others."""
+"""Keys that take the value of another key unless they are given themselves, and values derived from several keys."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _folder(values: Mapping[str, object], set_keys: set[str]) -> Derived:
 
 
 def derive_sft(values: Mapping[str, object], set_keys: set[str]) -> Derived:
-    """Keys of `verl sft` that are worked out from several others, or from the launcher. `set_keys`: keys the user set."""
+    """Keys of `verl sft` that are derived from several keys, or from the launcher. `set_keys`: keys the user set."""
     return (
         _folder(values, set_keys)
         | _launched(set_keys)
@@ -111,7 +111,7 @@ def _launched(set_keys: set[str]) -> Derived:
 
 
 def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
-    """Keys of `verl train` that are worked out from several others. `set_keys` are the keys the user set."""
+    """Keys of `verl train` that are derived from several keys. `set_keys` are the keys the user set."""
     derived = _folder(values, set_keys)
     if values["data.seed"] is None:
         derived["data.seed"] = (42, "default")
@@ -157,7 +157,7 @@ def _agent_loop(values: Mapping[str, object], set_keys: set[str]) -> Derived:
 
 
 def _routing(values: Mapping[str, object], set_keys: set[str]) -> Derived:
-    """Records of rollout's experts and their replay, each of which asks for the other."""
+    """Records of rollout's experts, and their replay: each setting implies the other."""
     record, mode = f"{_ROLLOUT}.enable_rollout_routing_replay", f"{_ACTOR}.router_replay.mode"
     if mode not in set_keys and values[record] is True:
         return {mode: ("R3", f"follows {record}")}
@@ -178,7 +178,7 @@ _SIZES = {  # of Megatron -> of FSDP2
 
 
 def _fallback(values: Mapping[str, Any], key: str, section: str) -> Derived:
-    """FSDP2 in place of an engine that is not available, where trainer.engine_fallback asks for it, with Megatron's sizes."""
+    """FSDP2 with Megatron's sizes, in place of an engine that is not available, if trainer.engine_fallback asks for it."""
     asked, role = values[key], key.rpartition(".")[0]
     lacking = _lacking(values, role) if asked == "megatron" else ""
     is_there = asked not in ELSEWHERE and not lacking and not _is_missing(_PACKAGES.get(asked))
@@ -209,7 +209,7 @@ def _lacking(values: Mapping[str, Any], role: str) -> str:
 
 
 def _device(values: Mapping[str, object]) -> Derived:
-    """The device that there is in place of a kind that is not available, where trainer.engine_fallback asks for it."""
+    """The existing device in place of a kind that is not available, if trainer.engine_fallback asks for it."""
     asked = values["trainer.device"]
     if values["trainer.engine_fallback"] != "fsdp" or not isinstance(asked, str):
         return {}
@@ -228,7 +228,7 @@ def _is_missing(package: str | None) -> bool:
 
 def _adapter(values: Mapping[str, Any], set_keys: set[str], model: str) -> Derived:
     """Rank, scale, kind and modules of adapters to start from, as their adapter_config.json has them;
-    nothing where lora_rank is set or there is no such file (which a rule refuses)."""
+    nothing if lora_rank is set, or if there is no such file (a rule refuses that)."""
     source = f"{model}.lora_adapter_path"
     if not isinstance(values[source], str) or values[f"{model}.lora_rank"] != 0:
         return {}

@@ -129,7 +129,7 @@ def _tables(schema: Schema[object]) -> Iterator[str]:
 
 
 def _refused(schema: Schema[object]) -> list[tuple[str, str, str]]:
-    """Keys that are refused where they are not read, and inert ones with another value than their default, by reason."""
+    """Keys that are refused if they have no effect, and inert keys with another value than their default, by reason."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for path, leaf in schema.leaves.items():
         if leaf.inert and leaf.key.refused:

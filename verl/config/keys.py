@@ -85,7 +85,7 @@ class Family:
 
     what: str
     names: Collection[str]
-    plugins: bool = False  # whether a module of model.external_lib may register others
+    plugins: bool = False  # whether a module of model.external_lib may register names
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,16 @@ class Key:
 
     meaning: str
     inert: str = ""  # why it has no effect here; "" for a used key
-    when: str = ""  # condition under which it is read (Schema.condition)
+    when: str = ""  # its condition: it has no effect otherwise (Schema.condition)
     neutral: tuple[object, ...] = ()  # values that ask for nothing, so that an unread one is no error
     sizing: bool = False  # only sizes memory or hardware and cannot change a result, so that an unread one is no error
-    strict: str = ""  # why a key that is given and not read is refused; "" where leaving it out changes nothing
-    refused: str = ""  # of an inert key: what to do instead, where another value than the default would have an effect
+    strict: str = ""  # why a key that is given and not read is refused; "" if leaving it out changes nothing
+    refused: str = ""  # of an inert key: what to do instead, if another value than the default would have an effect
     choices: tuple[object, ...] = ()
-    words: tuple[str, ...] = ()  # the texts that a key which holds a number may have instead
+    words: tuple[str, ...] = ()  # texts that a key of numbers may have instead
     family: Family | None = None
     bounds: Bounds | None = None
-    path: bool = False  # whether it names files or folders, in which $NAME is replaced, and `~` by their readers
+    path: bool = False  # whether it names files or folders: $NAME is replaced, and `~` by their readers
 
 
 def used(default: object, meaning: str, **declared: Any) -> Any:
@@ -116,8 +116,8 @@ ours = partial(used, strict=OURS)  # a key that only this version has
 
 
 def section(cls: type, meaning: str, *, defaults: dict[str, object] | None = None, **declared: Any) -> Any:
-    """A nested section. `declared` are `when`, `strict` and `sizing`, which hold for every key below; `defaults` replace the
-    defaults of `cls`."""
+    """A nested section. `declared` are `when`, `strict` and `sizing` of every key below; `defaults` replace the defaults of
+    `cls`."""
     return field(default_factory=partial(cls, **(defaults or {})), metadata={"key": Key(meaning, **declared)})
 
 
@@ -138,7 +138,7 @@ def read_yaml(file: Path) -> Any:
 
 
 def yaml_loader() -> Any:
-    """The loader of plain values that takes a tenth of the time: compiled, where libyaml is installed."""
+    """The loader of plain values that takes a tenth of the time: compiled, if libyaml is installed."""
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -197,7 +197,7 @@ class Section:
         return iter(self.keys())
 
     def get(self, name: str, default: object = None) -> Any:
-        """The value of key `name`, or `default` where there is no such key."""
+        """The value of key `name`, or `default` without such a key."""
         return getattr(self, name) if name in _names(type(self)) else default  # type: ignore[arg-type]
 
     def keys(self) -> list[str]:

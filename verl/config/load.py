@@ -92,8 +92,8 @@ def _user_settings(
 
 
 def with_fitting_defaults(loaded: LoadedConfig[Any], facts: Facts) -> LoadedConfig[Any] | None:
-    """`loaded` with the defaults of our commands that fit its rows and its model; None where it has them. Raises ConfigError
-    where a key of the user's contradicts them."""
+    """`loaded` with the defaults of our commands that fit its rows and its model; None if it has them. Raises ConfigError if a
+    key of the user contradicts them."""
     if loaded.defaults != "command":
         return None
     settings = [setting for entries in loaded.entries.values() for setting in entries]
@@ -233,7 +233,7 @@ def _choice_problem(leaf: Leaf, value: object) -> str:
 def _complete(
     user: UserSettings, values: dict[str, object], origins: dict[str, str], settings: dict[str, Setting]
 ) -> dict[str, object]:
-    """Fill in keys that follow others (also where null was given); returns what given keys would have been."""
+    """Fill in keys that follow a key (also if null was given); returns the values that given keys would follow."""
     schema, set_keys = user.schema, set(settings)
     steps: list[Callable[[dict[str, object], set[str]], Derived]] = [schema.derive]
     if user.defaults == "command" or user.has_preset:
@@ -261,7 +261,7 @@ def _interpolated(value: object) -> bool:
 
 
 def _interpolate(schema: Schema[object], values: dict[str, object], origins: dict[str, str]) -> Misfits:
-    """Replace every `${...}` by its value, as OmegaConf reads it, or by the key's default where it has no value."""
+    """Replace every `${...}` by its value, as OmegaConf reads it, or by the key's default without a value."""
     from omegaconf import OmegaConf
 
     misfits: Misfits = {}
@@ -282,7 +282,7 @@ def _interpolate(schema: Schema[object], values: dict[str, object], origins: dic
 
 
 def _insert(tree: Any, leaf: Leaf, value: object) -> object:
-    """Put a value with `${...}` into the tree, which raises when it is of another form."""
+    """Put a value with `${...}` into the tree. Raises an error of OmegaConf for another form."""
     from omegaconf import OmegaConf
 
     OmegaConf.update(tree, leaf.path, value)

@@ -36,11 +36,11 @@ class LoadedConfig(Generic[R]):
     """A resolved configuration.
 
     `origins` maps every key to the source of its value: "default", "config X" (built into verl), "file X",
-    "command line", "follows <key>", with ", renamed from <spelling>" where the user wrote an older name. `settings`
-    holds the keys the user set. Where such a key would follow another key, `followed` holds the value it would have
-    had. `entries` holds every setting of a key; a free-form key may have several. `faults` are the problems found
-    while loading. `misfits` are the values that do not fit their key, which has its default instead. `without_effect`
-    are keys that are not in the tree, each with the reason why that is no fault. `defaults`: of keys that are not set.
+    "command line", "follows <key>", with ", renamed from <spelling>" if the user wrote an older name. `settings` holds the keys
+    the user set. `followed` holds the value that such a key would have followed. `entries` holds every setting of a key; a
+    free-form key may have several. `faults` are the problems found while loading. `misfits` are the values that do not fit
+    their key; the key has its default instead. `without_effect` are keys that are not in the tree, each with the reason why
+    that is no fault. `defaults`: of keys that are not set.
     """
 
     schema: Schema[R]
@@ -60,13 +60,14 @@ class LoadedConfig(Generic[R]):
         values = self.schema.flatten(self.config)
         for path, value in values.items():
             if self.schema.leaves[path].names_files:
-                is_folder = os.path.lexists if path.endswith(_FOLDERS) else os.path.isfile  # others may name a module
+                # a key of other paths may name a module
+                is_folder = os.path.lexists if path.endswith(_FOLDERS) else os.path.isfile
                 values[path] = absolute_path(value, bool if path.endswith(_CREATED) else is_folder)
         return replace(self, config=self.schema.build(values))
 
     def require_outputs(self) -> None:
         """Raises ConfigError for chosen files and folders that the run writes, and this user cannot make. Of a run on several
-        devices only those of the trainer, since other machines may write the others."""
+        devices only outputs of the trainer: other machines may write further ones."""
         faults, only = [], "trainer." if runs_on_several_devices(cast("PPOConfig", self.config)) else ""
         for path, value in self.schema.flatten(self.config).items():
             is_chosen = value != self.schema.leaves[path].default or path == "trainer.default_local_dir"
@@ -82,8 +83,8 @@ class LoadedConfig(Generic[R]):
             raise ConfigError("\n".join(faults))
 
     def write(self, folder: str | Path) -> Path:
-        """Write `folder`/config.yaml in one step: every key with its value and, where it is not the default, its origin. The
-        file is a valid `--config-path` again, but for secrets, which must be given again. Returns its path."""
+        """Write `folder`/config.yaml in one step: every key with its value, and the origin of a value that is not the default.
+        The file is a valid `--config-path` again, except secrets: they must be given again. Returns its path."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "config.yaml"
@@ -92,7 +93,7 @@ class LoadedConfig(Generic[R]):
         return file
 
     def to_yaml(self) -> str:
-        """Every key with its value, secrets masked; where that is not the default, a comment names its origin."""
+        """Every key with its value, secrets masked; a comment names the origin of a value that is not the default."""
         lines = ["# Every key of this run. A comment says where a value comes from; without one it is the default."]
         for path, value in self.schema.flatten(self.config).items():
             leaf, origin, (head, default) = self.schema.leaves[path], self.origins[path], _lines(self.schema)[path]

@@ -37,19 +37,19 @@ def warning(key: str, sentence: str) -> Problem:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition under which a key is read: `holds` gets the root and the section that holds the key."""
+    """A condition of a key: `holds` gets the root and the section that holds the key."""
 
     holds: Callable[[Any, Any], bool]
     because: str  # completes "it is not read, because ..."
-    fix: str  # completes "remove it, or ..."; "" where nothing can be set
+    fix: str  # completes "remove it, or ..."; "" if nothing can be set
 
     def of_keys_in(self, section: str) -> Condition:
-        """The condition of a key in `section`, whose path takes the place of "{}" in the texts."""
+        """The condition of a key in `section`; the path of the section replaces "{}" in the texts."""
         prefix = f"{section}." if section else ""
         return replace(self, because=self.because.replace("{}", prefix), fix=self.fix.replace("{}", prefix))
 
 
-# A rule yields the problems between keys: of the whole tree (root, keys that the user set), or of every section of one
+# A rule yields the problems between keys: of the tree (root, keys that the user set), or of every section of one
 # class (path of the section, the section, root).
 Rule = Callable[[Any, set[str]], Iterator[Problem]]
 SectionRule = Callable[[str, Any, Any], Iterator[Problem]]
@@ -64,10 +64,10 @@ class Leaf:
     default: Any
     key: Key
     inert: str
-    conditions: tuple[tuple[str, str], ...]  # (condition, path of the section whose keys it looks at)
+    conditions: tuple[tuple[str, str], ...]  # (condition, path of the section that it reads)
     sizing: bool
     strict: str
-    free: bool  # a mapping whose own keys are free
+    free: bool  # a mapping with free keys
     owner: type  # class of the section
 
     @property
@@ -85,11 +85,11 @@ class Leaf:
 class Schema(Generic[R]):
     """The config of one program: its root section with rules, conditions, derived defaults and other spellings.
 
-    `name` is the schema's part of compat.yaml. `follows` has (key, the key whose value it takes unless it is given); a
-    followed key stands above its followers. `derive(values, given)` works out keys from several others. `config_names`
-    maps each `--config-name` that stands for defaults to the built-in file with them, or "" for the classes' defaults.
-    `config_prefixes` are first words of built-in YAML files that are of this program. `group_choices` maps a Hydra
-    config group to its options, and each option to the keys that it sets.
+    `name` is the schema's part of compat.yaml. `follows` has (key, the key that gives its value unless it is set); a followed
+    key stands above its followers. `derive(values, given)` derives keys from several keys. `config_names` maps each
+    `--config-name` that stands for defaults to the built-in file with them, or "" for the classes' defaults. `config_prefixes`
+    are first words of built-in YAML files that are of this program. `group_choices` maps a Hydra config group to its options,
+    and each option to the keys that it sets.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Schema(Generic[R]):
         if path in self.leaves:
             return path
         if not all(path.split(".")):
-            return None  # a dot too many, which would name an entry without a name
+            return None  # a dot too many: it would name an entry without a name
         parent = path.rpartition(".")[0]
         while parent:
             if parent in self.leaves:
@@ -245,7 +245,7 @@ def _fill(node: Any, prefix: str, values: Mapping[str, object]) -> Any:
 
 
 def value_at(root: object, path: str) -> Any:
-    """The value or section at a dotted path, through free-form mappings too; None where there is none. "" is `root`."""
+    """The value or section at a dotted path, through free-form mappings too; None without one. "" is `root`."""
     for name in path.split(".") if path else ():
         root = root.get(name) if hasattr(root, "get") else None
     return root

@@ -30,7 +30,7 @@ _BEFORE_LAST = {  # last word -> words before it that make a secret of it
 }
 _VOCABULARY = set("dp eos bos pad unk mask sep cls stop end start image special think".split())
 _IN_URL = re.compile(r"(?<=://)[^/\s:@]*:([^/\s@]+)@")
-_OF_HEADER = re.compile(r"^\s*(?:Bearer|Basic)\s+(\S+)\s*$")  # the whole value, whatever its key is named
+_OF_HEADER = re.compile(r"^\s*(?:Bearer|Basic)\s+(\S+)\s*$")  # all of a value, for any key
 
 _known: list[str] = []  # the longest first, since one may be a part of another
 
@@ -91,15 +91,15 @@ def hide(text: str) -> str:
 
 
 def holds_mask(value: object) -> bool:
-    """Whether MASK stands where a secret was, as in the config that a run has written."""
+    """Whether MASK replaces a secret, as in the config that a run has written."""
     if isinstance(value, str):
         return MASK in value
     return any(holds_mask(inner) for _, inner in _entries(value))
 
 
 def hide_values(values: object, name: str = "") -> Any:
-    """A copy of plain values (dicts, lists, text, numbers) for others to read: without secrets, those too short for `hide`
-    among them."""
+    """A copy of plain values (dicts, lists, text, numbers) for readers: without secrets, those too short for `hide` among
+    them."""
     if isinstance(values, Mapping):
         return {key: hide_values(value, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):

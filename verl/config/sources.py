@@ -17,7 +17,7 @@ from verl.regular_files import kind_of, read_user_text, require_regular
 _MAX_BYTES = 10_000_000  # of a file
 _MAX_VALUES = 100_000  # of a file, counting the values of an alias each time
 BUILT_IN = Path(__file__).parent / "yaml"
-PACKAGE = Path(__file__).parents[1] / "trainer"  # relative to which Hydra looks for --config-path
+PACKAGE = Path(__file__).parents[1] / "trainer"  # Hydra looks for --config-path relative to it
 
 
 def built_in_names(schema: Schema[object]) -> list[str]:
@@ -95,8 +95,8 @@ def _existing(file: Path) -> Path:
 def read_tree(
     schema: Schema[object], file: Path, notices: list[str], above: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, dict[str, object]]]:
-    """(file, tree) of `file` and of the files that its `defaults:` list names, in the order in which they apply. `above`
-    are the files that name this one."""
+    """(file, tree) of `file` and of the files that its `defaults:` list names, in the order of their application. `above` are
+    the files that name this one."""
     if file in above:
         raise ConfigError(
             f"The config file {file} includes itself through its defaults list ({' -> '.join(map(str, above))})."
@@ -144,7 +144,7 @@ def _parse(file: Path) -> dict[str, object]:
 
 def read_limited(file: Path, load: Callable[[str], object] | None = None, kind: str = "config file") -> object:
     """The content of a user's YAML file, read by `load` (plain values without it). Raises ConfigError for a file that is
-    missing, unreadable, too large or nested too deep, or whose aliases stand for too many values."""
+    missing, unreadable, too large or nested too deep, or has aliases that stand for too many values."""
     what = f"The {kind} {clean(file)}"
     text = read_user_text(file, f"The {kind}", fix="Name a YAML file.", max_bytes=_MAX_BYTES)
     try:
@@ -164,7 +164,7 @@ def _too_deep(what: str) -> ConfigError:
 
 
 def _require_small(text: str, what: str) -> None:
-    """Raise ConfigError for a file that is nested too deep, or whose aliases stand for too many values."""
+    """Raise ConfigError for a file that is nested too deep, or has aliases that stand for too many values."""
     import yaml
 
     sizes: dict[str | None, int] = {}  # of what an anchor names, aliases in it counted each time

@@ -42,7 +42,7 @@ class Setting:
 
 @dataclass
 class UserSettings:
-    """All settings in the order in which they apply, keys taken back with `~`, and what went wrong on the way."""
+    """All settings in the order of their application, keys taken back with `~`, and errors on the way."""
 
     schema: Schema[object]
     settings: list[Setting] = field(default_factory=list)
@@ -87,7 +87,7 @@ class UserSettings:
         if option not in options:
             self._fault(group, f"{group}={option}: there is no such option; there are {', '.join(options)}.")
         first = next((n for n, s in enumerate(self.settings) if s.source == COMMAND_LINE), len(self.settings))
-        for path, value in options.get(option, {}).items():  # below single keys of the command line, which override it
+        for path, value in options.get(option, {}).items():  # below single keys of the command line: they override it
             self.settings.insert(first, Setting(path, value, f"{group}={option}", path))
 
     def _known(self) -> Iterable[str]:

@@ -158,7 +158,7 @@ def escape_path(value: Any) -> object:
 
 
 def absolute_path(value: Any, is_here: Callable[[str], bool]) -> Any:
-    """A name of a file or folder, or a list of them, from the root where `is_here` holds for it. Other texts name modules, and
+    """A name of a file or folder, or a list of them, from the root if `is_here` holds for it. Other texts name modules, and
     models and data sets of the hub."""
     if isinstance(value, list | tuple):
         return [absolute_path(entry, is_here) for entry in value]
@@ -226,7 +226,7 @@ class Override:
 def parse_override(argument: str) -> Override:
     """One command-line argument as an Override. Raises ConfigError when it is not of that form."""
     match = _OVERRIDE.match(argument.strip())
-    # one dash before a key is a typo, which its unknown name will show; two make an option
+    # one dash before a key is a typo: its unknown name will show that; two make an option
     if match is None or argument.startswith("--") or (argument.startswith("-") and "=" not in argument):
         raise ConfigError(
             f"The argument {quoted(argument)} is not of the form key=value. Write for example trainer.total_epochs=1."

@@ -34,7 +34,7 @@ class ActorRolloutRefConfig(Section):
 
 @dataclass(frozen=True)
 class PPOConfig(Section):
-    """The whole configuration of a reinforcement-learning run."""
+    """The configuration of a reinforcement-learning run."""
 
     data: DataConfig = section(DataConfig, "training and validation rows")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "policy, reference policy and rollout")

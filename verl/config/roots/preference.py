@@ -48,7 +48,7 @@ class ReferenceConfig(Section):
 
 @dataclass(frozen=True)
 class PreferenceConfig(Section):
-    """The whole configuration of a run of preference optimization."""
+    """The configuration of a run of preference optimization."""
 
     data: PreferenceDataConfig = section(PreferenceDataConfig, "training and validation rows")
     model: ModelConfig = section(ModelConfig, "the policy")

@@ -47,7 +47,7 @@ class RMLossConfig(Section):
 
 @dataclass(frozen=True)
 class RMConfig(Section):
-    """The whole configuration of a run that trains a reward model."""
+    """The configuration of a run that trains a reward model."""
 
     data: RMDataConfig = section(RMDataConfig, "training and validation rows")
     model: ModelConfig = section(ModelConfig, "the model that gets a scalar head, or a reward model to continue")

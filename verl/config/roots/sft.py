@@ -28,7 +28,7 @@ class SFTLossConfig(Section):
 
 @dataclass(frozen=True)
 class SFTConfig(Section):
-    """The whole configuration of a supervised fine-tuning run."""
+    """The configuration of a supervised fine-tuning run."""
 
     data: SFTDataConfig = section(SFTDataConfig, "training and validation rows")
     model: SFTModelConfig = section(SFTModelConfig, "the model")

@@ -307,7 +307,7 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
 def check_rewards(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Reward manager and reward model."""
     reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
-    own_function = reward.custom_reward_function.path  # which may ask a service itself
+    own_function = reward.custom_reward_function.path  # it may ask a service itself
     own = manager.source != "register" or ":" in manager.name or c.actor_rollout_ref.model.external_lib is not None
     if not own and manager.name not in REWARD_MANAGERS:
         yield error(

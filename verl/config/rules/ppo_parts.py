@@ -100,7 +100,7 @@ _OF_GSPO = {"loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": "3e-4", "c
 
 
 def check_policy(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
-    """Settings with which a loss trains, but not as its paper does."""
+    """Settings that let a loss train, but not as its paper does."""
     key, kl, actor = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.kl_loss_type", c.actor_rollout_ref.actor
     unset = [f"{_ACTOR}.{k}={v}" for k, v in _OF_GSPO.items() if f"{_ACTOR}.{k}" not in set_keys]
     if actor.policy_loss.loss_mode == "gspo" and unset:

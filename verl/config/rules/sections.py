@@ -136,7 +136,7 @@ def _check_push(trainer: TrainerConfig) -> Iterator[Problem]:
 
 
 def _fault_of_place(folder: Path) -> str:
-    """Reason why a run may not write to `folder`; "" where it may."""
+    """Reason why a run may not write to `folder`; "" if it may."""
     try:
         folder = folder.resolve()
         if (folder / "config.json").is_file():
@@ -238,7 +238,7 @@ def _check_megatron(path: str, megatron: MegatronConfig, root: object) -> Iterat
 
 
 def _follows_actor(path: str, megatron: MegatronConfig, root: object) -> bool:
-    """Whether the settings of layers are the actor's, whose notice names what does not act."""
+    """Whether the settings of layers are the actor's: its notice names them already."""
     first = "actor_rollout_ref.actor.megatron"
     if path == first or not hasattr(root, "actor_rollout_ref"):
         return False

@@ -61,7 +61,7 @@ class PFPPOConfig(Section):
 
 @dataclass(frozen=True)
 class RejectionConfig(Section):
-    """Rejection sampling (RAFT): which of the `rollout.n` samples of a prompt are trained on."""
+    """Rejection sampling (RAFT): the samples of a prompt, of `rollout.n`, that train."""
 
     keep: int = used(1, "samples kept of each prompt, the best first", ge=1)
     min_score: float | None = used(None, "lowest score of a sample that is kept; null: any")

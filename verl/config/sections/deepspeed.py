@@ -13,7 +13,7 @@ from verl.regular_files import read_user_text
 
 STAGES = (0, 1, 2, 3)
 _DEFAULT_STAGE = 2
-DECIDED = {  # by keys of the run, which differ from DeepSpeed's in meaning: only "auto" can stand in a file
+DECIDED = {  # by keys of the run with another meaning than DeepSpeed's: only "auto" can stand in a file
     "train_batch_size": "the mini-batch size",
     "train_micro_batch_size_per_gpu": "the micro-batch size",
     "gradient_accumulation_steps": "mini-batch and micro-batch size",

@@ -20,7 +20,7 @@ _KERNELS = (
     "masked_softmax_fusion moe_enable_deepep moe_grouped_gemm moe_permute_fusion moe_router_dtype moe_shared_expert_overlap "
     "moe_token_dispatcher_type overlap_moe_expert_parallel_comm persist_layer_norm tp_comm_overlap variable_seq_lengths"
 ).split()
-# of the router's balancing, which is not trained, as in every engine here
+# of the router's balancing: it is not trained, as in every engine here
 _BALANCING = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
 
 
@@ -49,7 +49,7 @@ class MegatronConfig(Section):
     )
 
     def sizes(self, num_ranks: int) -> dict[str, int]:
-        """Axes of the mesh, as Megatron numbers its ranks. Raises ConfigError where they do not divide."""
+        """Axes of the mesh, as Megatron numbers its ranks. Raises ConfigError if they do not divide."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         context = self.context_parallel_size
         if num_ranks % (tensor * context * pipeline):
@@ -72,7 +72,7 @@ class MegatronConfig(Section):
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def group_sizes(self) -> dict[str, int | None]:
-        """Arguments of Megatron's process groups, which all roles of a run share."""
+        """Arguments of Megatron's process groups; all roles of a run share them."""
         return {
             "tensor_model_parallel_size": self.tensor_model_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
@@ -83,7 +83,7 @@ class MegatronConfig(Section):
         }
 
     def check_groups(self, other: MegatronConfig) -> None:
-        """Raise ConfigError where another role asks for process groups of other sizes."""
+        """Raise ConfigError if another role asks for process groups of other sizes."""
         ours, theirs = self.group_sizes(), other.group_sizes()
         asked = [f"{name}={size} and {theirs[name]}" for name, size in ours.items() if size != theirs[name]]
         if asked:
@@ -111,7 +111,7 @@ class MegatronConfig(Section):
         return tuple(counts)
 
     def contradictions(self) -> Iterator[str]:
-        """Sentences about settings that exclude one another, whatever the model is."""
+        """Sentences about settings that exclude one another for any model."""
         if self.use_megatron_fsdp:
             yield f"use_megatron_fsdp=True is not available. {INSTEAD}"
         if fp8 := self.override_transformer_config.get("fp8"):
@@ -121,7 +121,7 @@ class MegatronConfig(Section):
             yield f"virtual_pipeline_model_parallel_size={virtual} needs pipeline_model_parallel_size of at least 3. Remove it."
 
     def unread_settings(self) -> list[str]:
-        """The keys of override_transformer_config that would change what layers compute, which the model's config decides."""
+        """The keys of override_transformer_config that would change the results of layers: the model's config decides those."""
         known = (*RECOMPUTE, *STAGES, *_KERNELS)
         neutral = (None, 0, 0.0, "none", False)
         settings = self.override_transformer_config.items()

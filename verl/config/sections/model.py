@@ -64,7 +64,7 @@ class OptimConfig(Section):
 
     @property
     def over_all_steps(self) -> str:
-        """The setting that depends on the number of all steps; "" where the rate of a step does not."""
+        """The setting that depends on the number of all steps; "" if the rate of a step does not."""
         if self.lr_warmup_steps <= 0 < self.lr_warmup_steps_ratio:
             return "lr_warmup_steps_ratio"
         return "" if self.lr_scheduler_type in _ENDLESS else f"lr_scheduler_type={self.lr_scheduler_type}"

@@ -23,7 +23,7 @@ class NonfiniteGuardConfig(Section):
 
 @dataclass(frozen=True)
 class GuardConfig(Section):
-    limit: float | None = ours(None, _LIMIT, gt=0)  # where its section is not read
+    limit: float | None = ours(None, _LIMIT, gt=0)  # if its section is not read
     action: str = ours("warn", f"warn; {_ACTION}", when="has_limit", choices=ACTIONS)
 
 
@@ -132,7 +132,7 @@ def steps_between(freq: int | str) -> int:
 
 @dataclass(frozen=True)
 class TrainerConfig(Section):
-    """Keys that the host reads, whatever the program."""
+    """Keys that the host reads for every program."""
 
     project_name: str = used("verl_examples", "project, for trackers and the run folder")
     experiment_name: str = used("gsm8k", "name of the run, for trackers and the run folder")
