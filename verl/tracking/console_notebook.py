@@ -30,7 +30,7 @@ def is_notebook() -> bool:
 
 
 class _Lines(io.TextIOBase):
-    """A stream whose finished lines go to `add`."""
+    """A stream that gives its finished lines to `add`."""
 
     def __init__(self, add: Any):
         self._add, self._text = add, ""
@@ -43,8 +43,8 @@ class _Lines(io.TextIOBase):
 
 
 class NotebookConsole(Console):
-    """A Console whose plain lines, the newest ones, stand under a bar and a curve of the first metric with its validation.
-    Facts, and all warnings, are kept."""
+    """A Console with its newest plain lines under a bar and a curve of the first metric with its validation. Facts, and all
+    warnings, are kept."""
 
     def __init__(self, *, steps: bool = True):
         self._lines_shown, self._facts, self._warnings = deque[str](maxlen=_NUM_LINES), list[str](), list[str]()

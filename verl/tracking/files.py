@@ -1,4 +1,4 @@
-"""Files of a run: synced appends and atomic replacement, which survive a kill at any moment; the one reader of them, with a
+"""Files of a run: synced appends and atomic replacement, safe against a kill at any moment; the one reader of them, with a
 limit of size and a schema; and the type of a file system.
 
 A schema is a check of a value, built from the checks below:
@@ -31,20 +31,20 @@ _MAX_ROW_BYTES = 16 << 20
 _NUM_SEGMENTS = 64
 SHOWN_BYTES = 16 << 20  # of a longer file, people see rows at evenly spaced places
 _CHECKED_BYTES = 32 << 20  # of a longer file the end, so that a resume after a million steps takes seconds
-MOST = 1e308  # a larger number is not finite where it is averaged
+MOST = 1e308  # the mean of larger numbers is not finite
 _NUMBERS = {int, float, type(None)}
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
 Check = Callable[[Any], bool]
 Row = dict[str, Any]  # of JSON
 Json = Mapping[str, Any]
 
-# prefixes of the names that the operating system gives to file systems which several machines share
+# prefixes of the system's names for file systems of several machines
 NETWORK_FILE_SYSTEMS = tuple("nfs cifs smb 9p afs ceph lustre gpfs beegfs glusterfs sshfs".split())
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """`value` as strict JSON in valid UTF-8: NaN and infinities become null, numpy and torch values become plain ones, others
-    text. Known secrets are masked."""
+    """`value` as strict JSON in valid UTF-8: NaN and infinities become null, numpy and torch values become plain values,
+    further values text. Known secrets are masked."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=_plain)
     except ValueError:
@@ -104,7 +104,7 @@ def read_lines(path: Path, check: Check, limit: int = sys.maxsize) -> Iterator[t
 
 
 def lines_of(file: BinaryIO, segments: Iterable[tuple[int, int]]) -> Iterator[tuple[bytes, int]]:
-    """The lines that begin in segments (from, to) of a file, and the place at which each ends."""
+    """The lines that begin in segments (from, to) of a file, and the place of the end of each."""
     for start, end in segments:
         file.seek(max(start - 1, 0))
         if start:
@@ -114,8 +114,8 @@ def lines_of(file: BinaryIO, segments: Iterable[tuple[int, int]]) -> Iterator[tu
 
 
 def even_segments(start: int, end: int, limit: int) -> list[tuple[int, int]]:
-    """Segments for `lines_of` from `start` to the end of a file, which is at `end`. Where that is more than `limit` bytes, they
-    have a quarter of `limit` in evenly spaced parts, among them the first and the last."""
+    """Segments for `lines_of` from `start` to the end of a file at `end`. If that is more than `limit` bytes, they have a
+    quarter of `limit` in evenly spaced parts, among them the first and the last."""
     if end - start <= limit:
         return [(start, sys.maxsize)]
     length = limit // 4 // _NUM_SEGMENTS
@@ -157,7 +157,7 @@ def _checked(text: str, check: Check) -> Any:
 
 
 def is_count(value: object) -> bool:
-    """A whole number from 0 on."""
+    """An integer from 0 on."""
     return type(value) is int and 0 <= value <= _MAX_WHOLE
 
 
@@ -176,17 +176,17 @@ def maybe(check: Check) -> Check:
 
 
 def each(check: Check) -> Check:
-    """A mapping whose values are what `check` wants."""
+    """A mapping of values that pass `check`."""
     return lambda value: isinstance(value, Mapping) and all(map(check, value.values()))
 
 
 def has(**fields: Check) -> Check:
-    """A mapping with these fields, and perhaps others. A field that may be null may be missing."""
+    """A mapping with these fields, and perhaps more. A field that may be null may be missing."""
     return lambda value: isinstance(value, Mapping) and all(check(value.get(name)) for name, check in fields.items())
 
 
 def is_metrics_row(value: Any) -> bool:
-    """Whether a row has a step and only numbers or null, which distinguishes metrics.jsonl from other files."""
+    """Whether a row has a step and only numbers or null; this distinguishes metrics.jsonl from other files."""
     return OF_STEP(value) and set(map(type, value.values())) <= _NUMBERS
 
 
@@ -229,7 +229,7 @@ def truncate_rows(path: Path, step: int, check: Check = OF_STEP, *, complete: bo
 
 
 def _start_of_check(file: BinaryIO, step: int, check: Check) -> int:
-    """The place from which `truncate_rows` reads: 0, unless the end of a large file has rows up to `step`."""
+    """The place at the start of what `truncate_rows` reads: 0, unless the end of a large file has rows up to `step`."""
     start = max(os.fstat(file.fileno()).st_size - _CHECKED_BYTES, 0)
     rows = (parse_line(line, check) for line, _ in lines_of(file, [(start, sys.maxsize)]))
     first = next((row for row in rows if row is not None), None)
@@ -273,7 +273,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds `path` ("ext4", "nfs4", "fuse.gcsfuse"); "" where the system does not tell."""
+    """The type of the file system that holds `path` ("ext4", "nfs4", "fuse.gcsfuse"); "" if the system does not tell."""
     where = path.resolve()
     mounts = [mount for mount in psutil.disk_partitions(all=True) if where.is_relative_to(mount.mountpoint)]
     # of two mounts on one folder the later one is seen

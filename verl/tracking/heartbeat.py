@@ -30,7 +30,7 @@ from verl.regular_files import open_regular
 from verl.tracking.files import each, has, is_count, is_number, is_text, json_text, read_json, write_atomically
 
 EVENTS = "events.jsonl"  # in the same folder: a line for each crash of the run with the action of its supervisor
-_WIDTH = 512  # bytes of the file: always overwritten whole, so it is never truncated or replaced
+_WIDTH = 512  # bytes of the file: always overwritten in full, so it is never truncated or replaced
 _BEAT = has(pid=is_count, host=is_text, step=is_count, phase=is_text, since=is_number)
 
 

@@ -1,4 +1,4 @@
-"""One run per folder: locks of the kernel on the folder and on run.lock, which names the holder.
+"""One run per folder: locks of the kernel on the folder and on run.lock. That file names the holder.
 
 Both locks belong to open descriptors, so a run cannot come in by deleting run.lock, and the end of the process frees the
 folder. For file systems without such locks, and for other hosts, the content of run.lock decides.
@@ -61,8 +61,8 @@ class FolderLock:
     def acquire(self) -> None:
         """Take the folder, once a run on this host that was killed has ended.
 
-        Raises ConfigError if a live run holds the folder, or a run on another host, which cannot be checked. Raises OSError if
-        the folder or run.lock cannot be opened."""
+        Raises ConfigError if a live run holds the folder, or a run on another host, since nobody can check that. Raises OSError
+        if the folder or run.lock cannot be opened."""
         deadline = time.monotonic() + END_TIMEOUT_S
         while True:
             try:

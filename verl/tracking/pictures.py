@@ -38,7 +38,7 @@ def thumbnail(picture: Image) -> str:
 
 
 def with_stored_images(row: Json, folder: Path) -> Mapping[str, object]:
-    """A row of samples whose `images` are names of files in `folder`, which are written where they are missing."""
+    """A row of samples with `images` as names of files in `folder`. Missing files are written."""
     if not row.get("images"):
         return row
     return {**row, "images": [_stored(base64.b64decode(url.removeprefix(_HEAD)), folder) for url in row["images"]]}
@@ -55,7 +55,7 @@ def _stored(content: bytes, folder: Path) -> str:
 
 def stored_images(row: Mapping[str, object], folder: Path) -> list[str]:
     """Data URLs of the images of a stored row, for a browser; "" for an image that cannot be shown. A copied folder may hold
-    any file, so each is decoded and encoded again. Raises ImportError where Pillow is not installed."""
+    any file, so each is decoded and encoded again. Raises ImportError without Pillow."""
     names = row.get("images")
     return [_shown(name, folder) for name in names[:MAX_IMAGES]] if isinstance(names, list) else []
 

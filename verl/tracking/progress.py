@@ -38,9 +38,9 @@ EVENT = has(
     time=lambda value: is_number(value) and 0 <= value < 1e11, event=is_text, cause=is_text, step=maybe(is_count),
     phase=maybe(is_text), **{"from": maybe(is_text)},
 )  # fmt: skip
-# metrics whose lowest or highest value is the best
+# metrics with a best value: the lowest or the highest
 _BETTER = re.compile(r"(?!.*(kl|penalty)).*(score|reward|greedy|accurac|margin|loss)")
-# metrics about an exception, which are not shown while they are 0: KL is with one update a step
+# metrics about an exception, not displayed while they are 0: KL is with one update a step
 _EXCEPTION = re.compile(r"ppo_kl|kl_loss|kl_penalty|num_defaulted|staleness")
 _NOTHING = 1e-7
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (WARNING|ERROR|CRITICAL) ")
@@ -50,7 +50,7 @@ _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (WARNING|ERROR|CRITIC
 class Curve:
     """One metric over the steps; of a very long run, over evenly spread ones. First and last are means over a tenth of the
     points each (at least one). The best value is the lowest of a loss, and the highest of rewards, accuracies and margins;
-    others, such as lengths, have none."""
+    a length, for example, has none."""
 
     meaning: str
     first: float
@@ -77,7 +77,7 @@ class Progress:
     doing_s: float | None = None  # seconds in that phase
     crashes: list[dict[str, object]] = field(default_factory=list)  # recorded by the supervisor, oldest first
     samples: Counts | None = None  # None without a readable ledger
-    planned: str | None = None  # the measured step next to the step of `verl plan`, where there is a plan
+    planned: str | None = None  # the measured step next to the step of `verl plan`, if there is a plan
 
 
 def read_progress(folder: Path) -> Progress:

@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 address_of_page = ""  # with the token, for the header of the run that this process starts
 
 _MAX_CONFIG_BYTES = 4 << 20
-_PARTS = ("config.yaml", "metrics.jsonl", "samples", "run.lock", "plan.json")  # one of which every run folder has
+_PARTS = ("config.yaml", "metrics.jsonl", "samples", "run.lock", "plan.json")  # every run folder has one of them
 _KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")  # of config.yaml
 _SAMPLE_FILE = re.compile(r"step_(\d{6,15})\.jsonl")
-# system errors that a change of the folder by others causes; the command line explains errors of disks and permissions
+# system errors after a change of the folder by another program; the command line explains errors of disks and permissions
 _CHANGED = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 Curves = Mapping[str, Mapping[str, str]]  # title of a panel -> metric -> label; the most important panel first
@@ -71,7 +71,7 @@ class WrittenKey(NamedTuple):
 
 
 def unwritable(root: Path, error: OSError) -> ConfigError:
-    """The sentence about a run folder in which nothing can be written."""
+    """The sentence about a run folder that cannot be written."""
     fix = "Set trainer.default_local_dir to a folder that can."
     return ConfigError(f"The run folder {root} cannot be written ({error.strerror or error}). {fix}")
 
@@ -255,7 +255,7 @@ class RunFolder:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """The run in `folder`, else the runs in its folders, by name. Raises ConfigError where there is none."""
+    """The run in `folder`, else the runs in its folders, by name. Raises ConfigError without one."""
     runs = [] if _is_run(folder) else sorted(filter(_is_run, folder.glob("*/")))
     if not runs:
         require_run_folder(folder)
@@ -267,7 +267,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def require_run_folder(folder: Path) -> None:
-    """Raise ConfigError where `folder` has nothing of a run."""
+    """Raise ConfigError if `folder` has nothing of a run."""
     if not _is_run(folder):
         raise ConfigError(
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "

@@ -20,8 +20,8 @@ _GIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Result:
-    """A value on held-out rows before and after training; None where it was not measured. summary.json has it as
-    {name}_before and {name}_after; the closing table leaves it out without a `label`."""
+    """A value on held-out rows before and after training; None if it was not measured. summary.json has it as {name}_before and
+    {name}_after; the closing table leaves it out without a `label`."""
 
     name: str
     label: str

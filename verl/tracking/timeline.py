@@ -135,10 +135,11 @@ log = logging.getLogger(__name__)
 
 
 class Spans:
-    """Times `with` blocks, which may nest. `on_enter` is called with the name of each at its start.
+    """Times `with` blocks. They may nest. `on_enter` is called with the name of each at its start.
 
     With a `path`, `write` appends a line per span: name, parent, start (seconds since 1970), seconds and step; a `timeline`
-    gets its line of the step at the same time. A `heartbeat` shows at once which step and span have started. For one thread.
+    gets its line of the step at the same time. A `heartbeat` shows the step and span that have started, at once. For one
+    thread.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Spans:
             self._heartbeat.begin_step(step)
 
     def take(self) -> dict[str, float]:
-        """Seconds per name since the last call, in the order in which the names first ended. A span includes the spans inside
+        """Seconds per name since the last call, in the order of the first ends of the names. A span includes the spans inside
         it. An open span counts when it ends."""
         seconds, self._seconds = self._seconds, {}
         return seconds

@@ -26,8 +26,8 @@ from verl.tracking.sinks.api import Guard, RunInfo, make_sink
 from verl.tracking.sinks.file import FileSink
 from verl.tracking.summary import Summary
 
-_ROWS, _TOKENS = 64, 1 << 12  # rows and tokens whose text is in memory at once; a longer row is alone
-# Conversions of Python's and numpy's values by pyarrow import pandas where it is installed, and views of buffers do not.
+_ROWS, _TOKENS = 64, 1 << 12  # rows and tokens with their text in memory at once; a longer row is alone
+# If pandas is installed, pyarrow imports it for conversions of Python's and numpy's values, but not for views of buffers.
 _NULL, _COMMA = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 4, 6], np.int32)), pa.py_buffer(b"null, "))
 
 
@@ -71,7 +71,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> list[str]:
 
 
 def _view(values: np.ndarray, valid: np.ndarray | None = None) -> pa.Array:
-    """`values` for pyarrow, null where `valid` is false."""
+    """`values` for pyarrow, null if `valid` is false."""
     data = np.packbits(values, bitorder="little") if values.dtype == bool else values
     bits = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [bits, pa.py_buffer(data)])
@@ -80,7 +80,7 @@ def _view(values: np.ndarray, valid: np.ndarray | None = None) -> pa.Array:
 log = logging.getLogger(__name__)
 
 Rows = Iterable[dict[str, Any]]
-_DEADLINE_S = 600.0  # for the samples of a step, which may be gigabytes
+_DEADLINE_S = 600.0  # for the samples of a step: they may be gigabytes
 _TABLE_COLUMNS = ("prompt", "response", "ground_truth", "score")
 
 
@@ -154,7 +154,7 @@ class Tracker:
 
     def samples(self, split: str, step: int, rows: Rows | Callable[[], Rows]) -> None:
         """Write the samples of a step, one dict each; a second call for the same split and step replaces the first. A function
-        that makes the rows runs on a thread, which then writes them; `flush` and the next call wait for it."""
+        that makes the rows runs on a thread, and the thread writes them; `flush` and the next call wait for it."""
         self.flush()
         if callable(rows):
             self._writing = Behind(lambda: self._write(split, step, rows()), f"The samples of step {step} were")

@@ -11,10 +11,9 @@ Every change carries the number of its step and overwrites nothing that an earli
 the end of any step.
 
 A commit of the file is ordered before a checkpoint. Rows are committed during the step without waiting for the disk: journal
-WAL with synchronous=NORMAL, where a kill loses no commit and a power failure loses at most the last ones, never the file's
-integrity. Before a checkpoint is renamed into its place, `LedgerWriter.flush` commits once more under synchronous=FULL,
-which syncs the whole journal. So no checkpoint is ahead of the ledger, and a resumed run rewinds the records after its
-checkpoint.
+WAL with synchronous=NORMAL: a kill loses no commit, and a power failure loses at most the last ones, never the file's
+integrity. Before a checkpoint is renamed into its place, `LedgerWriter.flush` commits once more under synchronous=FULL: this
+syncs all of the journal. So no checkpoint is ahead of the ledger, and a resumed run rewinds the records after its checkpoint.
 
 The cost of a resume, of a checkpoint and of the counts does not grow with the history. What changes after a step is reached by
 the index of `ended_step`, counts are sums per step, and a resume compares the newest _VERIFIED samples with the checkpoint. A
@@ -43,7 +42,7 @@ NAME = "ledger.sqlite"
 FORMAT = 3
 BUSY_S = 30.0  # longest wait for another process that reads or writes the file
 _VERIFIED = 100_000  # newest samples that a resume compares with its checkpoint: about a second
-_CHECKED_BYTES = 1 << 28  # larger files are not read whole to look for damaged pages
+_CHECKED_BYTES = 1 << 28  # larger files are not searched for damaged pages
 
 _LENGTHS = "CREATE TABLE IF NOT EXISTS lengths (step INTEGER PRIMARY KEY, prompts BLOB);"  # earlier files have none
 SCHEMA = (
@@ -161,8 +160,8 @@ def _connect(path: Path, journal: str, options: str = "") -> sqlite3.Connection:
 
 
 def _open(path: Path, options: str) -> sqlite3.Connection:
-    """A connection. Raises sqlite3.DatabaseError where another file lies in the place of the ledger or its journal, or when it
-    has other tables than a ledger, or code: a view, a trigger, an index or a check that computes."""
+    """A connection. Raises sqlite3.DatabaseError if another file lies in the place of the ledger or its journal, or if it has
+    other tables than a ledger, or code: a view, a trigger, an index or a check that computes."""
     for part in ("", "-wal", "-shm", "-journal"):
         file = path.with_name(path.name + part)
         if os.path.lexists(file) and not file.is_file():  # a pipe would block
@@ -200,7 +199,7 @@ def _forms() -> dict[str, list[str]]:
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open for reading, also while a run writes and where nothing can be written. Raises sqlite3.Error."""
+    """Open for reading, also while a run writes, and on a disk that nobody can write. Raises sqlite3.Error."""
     beside = path.with_name(f"{path.name}-wal").exists()  # then a writer is there, or was killed
     for options in ("mode=ro",) if beside else ("mode=ro", "immutable=1"):
         try:
@@ -212,7 +211,7 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
 
 def is_network_folder(folder: Path) -> bool:
     """Whether several machines may share the file system of `folder`, or a user-space process serves it. The WAL index is
-    memory that all readers map, which works on one machine only."""
+    memory that all readers map: this works on one machine only."""
     return file_system_of(folder).startswith((*NETWORK_FILE_SYSTEMS, "fuse"))
 
 
@@ -257,7 +256,7 @@ def newest_offset(db: sqlite3.Connection) -> Offset:
 
 
 def base_of(db: sqlite3.Connection) -> Offset:
-    """The offset at which the history of the file starts."""
+    """The offset at the start of the history of the file."""
     return Offset(**json.loads(db.execute("SELECT value FROM about WHERE name = 'base'").fetchone()[0]))
 
 
@@ -297,7 +296,7 @@ def rewind(path: Path, step: int) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy the ledger `source`, which may be in use, to `target`."""
+    """Copy the ledger `source`, perhaps in use, to `target`."""
     with explained(source), closing(connect_read_only(source)) as old:
         back_up(old, target)
 

@@ -24,7 +24,7 @@ from verl.tracking.ledger import records
 from verl.tracking.ledger.file import NAME, base_of, connect_read_only, explained, newest_offset
 
 if TYPE_CHECKING:
-    import numpy as np  # at run time where it is used: `verl show` starts without it
+    import numpy as np  # at run time in its users: `verl show` starts without it
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class TrainedSample:
 
 @dataclass(frozen=True)
 class Counts:
-    """Number of samples by fate. `dropped` were scored and left out by a filter, `evicted` were issued again, `defaulted`
-    have no score of their scorer, which failed, `twice` trained in more than one step (never, unless a file was
-    edited). `before` trained before the history of this file starts."""
+    """Number of samples by fate. `dropped` were scored and left out by a filter, `evicted` were issued again, the scorer of
+    `defaulted` failed, `twice` trained in more than one step (never, unless a file was edited). `before` trained before the
+    history of this file starts."""
 
     steps: int
     trained: int

@@ -98,7 +98,7 @@ class OpenSample:
 
 @dataclass
 class Snapshot:
-    """The state in which a tracker starts. `run` is the id of the run that owns the ledger, `lengths` see ResponseLengths."""
+    """The state of a tracker at its start. `run` is the id of the run that owns the ledger, `lengths` see ResponseLengths."""
 
     run: str
     offset: Offset

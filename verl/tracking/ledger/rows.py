@@ -1,4 +1,4 @@
-"""The open samples of a prompt, and rows for the ledger's file, which are made where they are written."""
+"""The open samples of a prompt, and rows for the ledger's file; the writer's thread makes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Issued:
     samples: Sequence[int]
     table: np.ndarray  # SAMPLE [samples of several prompts]: a view for each prompt would take 14 bytes a sample
     first: int = 0
-    scored: int = 0  # the step in which they were scored
+    scored: int = 0  # the step of their scores
     unfinished: Mapping[int, SampleDigest] = field(default_factory=lambda: _NONE)
 
     def is_finished(self, sample: int) -> bool:
@@ -52,7 +52,7 @@ class Issued:
         return content
 
     def end_call(self, sample: int, finish_reason: str) -> None:
-        """A sample that is finished needs its hashes no longer, which take a kilobyte."""
+        """A finished sample no longer needs its hashes: they take a kilobyte."""
         if finish_reason != "length" or self.unfinished[sample].num_tokens >= self.limit:
             self.entry(sample)["digest"] = np.void(self.unfinished[sample].content())
             self.unfinished = {other: digest for other, digest in self.unfinished.items() if other != sample} or _NONE
@@ -71,7 +71,7 @@ class Issued:
 
 
 def rows_of_ends(step: int, ended: Sequence[tuple[int, Issued]], fate: str) -> Iterator[tuple[object, ...]]:
-    """The ends of all samples of prompts: as trained where they have uses, the others by their `fate`."""
+    """The ends of all samples of prompts: as trained if they have uses, else by their `fate`."""
     for ordinal, issued in ended:
         for sample in sorted(issued.samples):
             uses = int(issued.entry(sample)["uses"])

@@ -1,10 +1,10 @@
-"""State of a run's samples: which are open, and the prompt before which all have ended (the data cursor).
+"""State of a run's samples: the open samples, and the first prompt that has not ended (the data cursor).
 
     issue ──► generate (in one or several segments) ──► score ──► train: ends as trained, or as dropped
       └────────── issued again: the first attempt ends as evicted
 
 Every process that takes the steps has one tracker; rank 0's tracker also writes each event to the ledger file. Samples end in
-the order of their prompts, whatever the order in which they arrive, so one cursor describes how far the data is used.
+the order of their prompts, in any order of arrival, so one cursor describes how far the data is used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SCORE = struct.Struct("<dqi")  # reward, ordinal, sample
 class SampleTracker:
     """Records the life of every sample; `step` is the training step in progress.
 
-    Raises CheckpointError where a sample would be lost or train twice, and when the ledger file cannot be written.
+    Raises CheckpointError if a sample would be lost or train twice, and when the ledger file cannot be written.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class SampleTracker:
 
     @property
     def path(self) -> Path | None:
-        """The ledger file; None where another process writes it."""
+        """The ledger file; None if another process writes it."""
         return None if self._writer is None else self._writer.path
 
     @property
@@ -125,7 +125,8 @@ class SampleTracker:
     def generate(self, step: int, segments: Segments) -> None:
         """Record tokens that were added to open samples: segments, or a function that makes them from the number of tokens that
         a sample has. It runs on a thread, because a step may have gigabytes; later calls wait for it and raise its errors. It
-        runs again where the file is written, if its arrays refuse writes, as in Ray's store: nothing of them is held here."""
+        runs again on the thread that writes the file, if its arrays refuse writes, as in Ray's store: nothing of them is held
+        here."""
         self._digested.result()
         self._digested = self._digesting.submit(self._digest, step, segments)
 
@@ -174,9 +175,9 @@ class SampleTracker:
         self._write("score", rows)
 
     def train(self, step: int, keys: Iterable[records.Key], *, leaves_out: bool = False) -> None:
-        """Record a step that succeeded. Of the samples scored in it, the samples of `keys` trained and the others were dropped.
-        A key occurs several times where the algorithm resamples rows. `leaves_out`: prompts between the prompts of the step
-        never train, by the choice of a script."""
+        """Record a step that succeeded. Of the samples scored in it, the samples of `keys` trained, and all further ones were
+        dropped. A key occurs several times if the algorithm resamples rows. `leaves_out`: prompts between the prompts of the
+        step never train, by the choice of a script."""
         self._digested.result()
         scored = {ordinal for ordinal, issued in self._open.items() if issued.scored == step}
         ending = range(self.cursor, max(scored, default=-1) + 1 if leaves_out else self.cursor + len(scored))
@@ -260,11 +261,11 @@ class SampleTracker:
             self._writer.write(statement, rows)
 
 
-# -- where a ledger starts --------------------------------------------------------------------------------------------
+# -- the start of a ledger --------------------------------------------------------------------------------------------
 
 
 def start_ledger(path: Path, checkpoint: Path | None = None, record: Json | None = None) -> records.Snapshot:
-    """Create the ledger `path`, or rewind it to `checkpoint`; returns the state in which the run starts.
+    """Create the ledger `path`, or rewind it to `checkpoint`; returns the state of the run at its start.
 
     `record` is the record of samples in `checkpoint` (`SampleTracker.commit`). The history comes from the run folder, or
     else from the folder that holds the checkpoint; samples that were open are also in the checkpoint itself. Raises
@@ -366,7 +367,7 @@ class ResponseLengths:
         return np.where(rows < len(self._tokens), self._tokens.take(rows, mode="clip"), np.float32(0))
 
     def expected(self, prompts: DataProto) -> DataProto:
-        """The loader's prompts with the column expected_tokens, or as they are where no row has a length."""
+        """The loader's prompts with the column expected_tokens, or unchanged if no row has a length."""
         import torch
 
         from verl.data_proto.proto import DataProto

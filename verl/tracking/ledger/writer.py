@@ -53,7 +53,7 @@ class LedgerWriter:
         self._thread.start()
 
     def write(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
-        """Queue rows for one of STATEMENTS, which may be made later; returns at once unless too many are queued. Any text is
+        """Queue rows for one of STATEMENTS, made later perhaps; returns at once unless too many are queued. Any text is
         accepted."""
         self._put((statement, rows), "accepted no rows")
 
@@ -62,8 +62,8 @@ class LedgerWriter:
         self._wait_for(_Call(_sync), "was not synced")
 
     def copy_to(self, path: Path) -> None:
-        """Write everything, also to the new ledger `path`, which is named by `path` from now on. The folder of the file itself
-        may have been removed: it is open."""
+        """Write everything, also to the new ledger at `path`; the attribute `path` names it from now on. The folder of the file
+        itself may have been removed: it is open."""
         self._wait_for(_Call(partial(back_up, target=path)), "was not copied")
         self.path = path
 
@@ -144,7 +144,7 @@ def _storable(value: Any) -> object:
 
 
 def _sync(db: sqlite3.Connection) -> None:
-    """Commit once with synchronous=FULL, which syncs the journal and so all commits before."""
+    """Commit once with synchronous=FULL: this syncs the journal, and so all commits before."""
     (usual,) = db.execute("PRAGMA synchronous").fetchone()
     db.execute("PRAGMA synchronous=FULL")
     db.execute("INSERT OR REPLACE INTO about VALUES ('flushed', ?)", (str(time.time()),))  # a commit needs a change

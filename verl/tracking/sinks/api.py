@@ -31,11 +31,12 @@ class RunInfo:
 
 
 class Sink:
-    """One tracker. The constructor takes a RunInfo, uses neither disk nor network, and raises MissingExtraError when `package`,
-    which the extra `extra` of verl installs, is missing. All other calls come in order from one thread, and may raise or hang
-    (see `Guard`).
+    """One tracker. The constructor takes a RunInfo, uses neither disk nor network, and raises MissingExtraError without
+    `package` (the extra `extra` of verl installs it). All other calls come in order from one thread, and may raise or hang (see
+    `Guard`).
 
-    A tracker whose package has an object with `log(metrics, step=)` and `finish()` defines only `start`, which sets `run`."""
+    If the package has an object with `log(metrics, step=)` and `finish()`, the tracker defines only `start`, and sets `run`
+    there."""
 
     package = extra = ""
 
@@ -105,7 +106,7 @@ _CLOSE_TIMEOUT_S = 30.0
 class Guard:
     """Calls `sink` from its own thread; every method returns at once, and `close` within `close_timeout_s`.
 
-    The first failure disables the tracker for the rest of the run, with a warning.
+    The first failure disables the tracker until the end of the run, with a warning.
     """
 
     def __init__(

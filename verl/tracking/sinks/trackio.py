@@ -15,7 +15,7 @@ class TrackioSink(Sink):
 
         self.run = trackio.init(
             project=self.info.project,
-            name=f"{self.info.experiment}-{self.run_id()}",  # which Trackio resumes by
+            name=f"{self.info.experiment}-{self.run_id()}",  # Trackio resumes by it
             config=self.info.config,
             space_id=os.environ.get("TRACKIO_SPACE_ID"),
             resume="allow",
