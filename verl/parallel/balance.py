@@ -16,14 +16,14 @@ from verl.parallel.process_settings import without_collection
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
-_EVEN = 1.01  # costliest share over mean share, up to which prompts stay whole
+_EVEN = 1.01  # largest ratio of the costliest share to the mean that leaves prompts undivided
 
 Rows = list[int]
 Part = tuple[float, Rows]  # -cost, rows
 
 
 class _Partial:
-    """A partition of some rows into `num_parts` sorted parts, of which `parts` are the parts with rows."""
+    """A partition of some rows into `num_parts` sorted parts; `parts` are the ones with rows."""
 
     __slots__ = ("first_row", "num_parts", "parts")
 
@@ -106,9 +106,9 @@ def _without_empty(parts: list[list[int]], costs: Sequence[float]) -> list[list[
 def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Rows packed into few bins of at most `max_tokens` tokens each; every row is in exactly one bin.
 
-    First-fit decreasing: at most 11/9 of the fewest possible plus one (Johnson 1973). Rows are cut in their own
-    order where that needs no more bins. A row longer than the limit gets a separate bin. Rows ascend
-    within a bin and bins by their first row. Raises ValueError when `max_tokens` is not positive.
+    First-fit decreasing: at most 11/9 of the fewest possible plus one (Johnson 1973). Rows are cut in their order in the batch
+    if that needs no more bins. A row longer than the limit gets a separate bin. Rows ascend within a bin and bins by their
+    first row. Raises ValueError when `max_tokens` is not positive.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; a micro-batch holds at least one token.")

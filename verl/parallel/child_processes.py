@@ -1,7 +1,7 @@
-"""Ties between a process and its parent, so that whatever ends a run leaves nothing of it behind. Linux only; elsewhere
-they do nothing.
+"""Ties between a process and its parent, so that no end of a run leaves processes behind. Linux only; elsewhere they do
+nothing.
 
-`python_command("verl.parallel.child_processes", PARENT_PID, PROGRAM, ...)` runs PROGRAM, which ends with process PARENT_PID.
+`python_command("verl.parallel.child_processes", PARENT_PID, PROGRAM, ...)` runs PROGRAM and ends it with process PARENT_PID.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
-    """Send this process the signal when `parent`, which has just started it, ends; exit if it has ended already. The parent's
-    thread that started this process counts, so that must live as long."""
+    """Send this process the signal when its `parent` ends; exit if it has ended already. The parent's thread that started this
+    process counts, so that must live as long."""
     if prctl(_SET_PDEATHSIG, signal_number) and os.getppid() != parent:
         os._exit(1)
 
@@ -48,7 +48,7 @@ def is_ending(pid: int) -> bool:
 
 
 def adopt_orphans() -> bool:
-    """From now on this process becomes the parent of descendants whose own parent has died, and can end them."""
+    """From now on this process becomes the parent of orphaned descendants, and can end them."""
     return prctl(_SET_CHILD_SUBREAPER, 1)
 
 
@@ -59,7 +59,7 @@ def blocked_sigterm() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # which programs inherit, unlike handlers
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # programs inherit the mask, unlike handlers
     try:
         yield
     finally:

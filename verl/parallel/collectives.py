@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _CALL, _STACK = "call", "stack"  # topics of RankStatus
 _LOOPBACK = ("127.0.0.1", "localhost")
-_SLOW = 0.6  # fraction of a deadline after which a rank reports its stack
+_SLOW = 0.6  # after this fraction of a deadline a rank reports its stack
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Peer:
 
     rank: int
     world_size: int
-    address: str  # of the rendezvous, which rank 0 (or the launcher) serves
+    address: str  # of the rendezvous; rank 0 (or the launcher) serves it
     port: int
     local_rank: int = 0  # among the processes of this node
 
 
 def peer_of_environment(environment: Mapping[str, str] | None = None) -> Peer | None:
-    """The Peer in RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, which a launcher such as torchrun sets; None when
+    """The Peer in RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, as set by a launcher such as torchrun; None when
     this process was not started by one. Raises ConfigError when only a part is there or a value makes no sense."""
     env = os.environ if environment is None else environment
     if "RANK" not in env and "WORLD_SIZE" not in env:
@@ -104,7 +104,7 @@ class Collectives:
         self._group = group
         self._number = 0
         self._call = "starting"
-        self._named = 0  # the newest call whose late ranks were named
+        self._named = 0  # the newest call with named late ranks
         self._reporter = Reporter(slow_s, self._report)
 
     @classmethod
@@ -193,7 +193,7 @@ class Collectives:
         self._reporter.close()
         self._status.close()
         if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # a group whose peers are gone may not say goodbye
+            with contextlib.suppress(RuntimeError):  # without its peers a group may not say goodbye
                 dist.destroy_process_group()
 
     def _post(self, call: str, failure: str) -> None:
@@ -201,7 +201,7 @@ class Collectives:
         self._status.post(_CALL, row, wait=bool(failure))
 
     def _report(self, stack: str) -> None:
-        """This rank has been in a call for long: its stack for others, and once the ranks that it may wait for."""
+        """This rank has been in a call for long: its stack for the other ranks, and once the ranks that it may wait for."""
         number = self._number
         self._status.post(_STACK, {"number": number, "stack": stack})
         if self._named < number:
@@ -293,7 +293,7 @@ def _meet(peer: Peer, timeout_s: float) -> dist.Store:
     serves = peer.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     started = time.monotonic()
     try:
-        # the wait for the others is ours, so that the error can name them
+        # the wait for other ranks is ours, so that the error can name them
         server = _store(peer, serves, timeout_s)
     except (RuntimeError, OSError) as error:
         raise _no_store(peer, error, serves, time.monotonic() - started) from error
@@ -317,7 +317,7 @@ def _meet(peer: Peer, timeout_s: float) -> dist.Store:
 
 
 def _store(peer: Peer, serves: bool, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous store. Where all ranks are on one node, neither it nor gloo listens to others; torch's would by itself."""
+    """The rendezvous store. If all ranks are on one node, neither it nor gloo listens to the network; torch's store would."""
     listener: socket.socket | None = None
     if (interface := _interface_towards(peer.address, peer.port)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -343,12 +343,12 @@ def _store(peer: Peer, serves: bool, timeout_s: float) -> dist.TCPStore:
 
 
 def _interface_towards(address: str, port: int) -> str | None:
-    """The network interface by which this machine reaches `address`. Gloo by itself takes the one of the host's name, which
-    many systems give to the loopback."""
+    """The network interface on the way from this machine to `address`. Gloo by itself takes the interface of the host's name:
+    on many systems that is the loopback."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)  # nothing is sent: the system only says which address it would use
+            probe.connect(place)  # nothing is sent: the system only chooses an address
             own = probe.getsockname()[0]
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""Compiled C libraries: where they lie, and the instruction set of their kernels.
+"""Compiled C libraries: their places, and the instruction set of their kernels.
 
 `VERL_CPU_ISA` forces an instruction set (avx512_bf16, avx512 or avx2), or with `none` torch.
 """
@@ -21,8 +21,8 @@ INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 
 
 def open_library(stem: Path, revision: int | None = None) -> ctypes.CDLL | None:
-    """The extension module at `stem`, without its suffix; None in an installation without a compiler, and for a library whose
-    structures have another `revision`."""
+    """The extension module at `stem`, without its suffix; None in an installation without a compiler, and for a library with
+    structures of another `revision`."""
     for suffix in EXTENSION_SUFFIXES:
         path = stem.with_name(stem.name + suffix)
         if path.exists():
@@ -38,8 +38,8 @@ def open_library(stem: Path, revision: int | None = None) -> ctypes.CDLL | None:
 
 
 def choose_kernels(find: Callable[[str | None], T | None], is_compiled: bool) -> T | None:
-    """The kernels that `find` has for the instruction set of VERL_CPU_ISA, or None where torch computes. Raises ConfigError
-    when the variable asks for kernels that are not available."""
+    """The kernels that `find` has for the instruction set of VERL_CPU_ISA, or None if torch computes. Raises ConfigError when
+    the variable asks for kernels that are not available."""
     asked = os.environ.get("VERL_CPU_ISA") or None
     if asked == "none":
         return None

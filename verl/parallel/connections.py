@@ -1,4 +1,4 @@
-"""Connections of clients to a server of this process (uvicorn), closed where the server waits for a client in vain."""
+"""Connections of clients to a server of this process (uvicorn), closed if the server waits for a client in vain."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Wait(NamedTuple):
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 on a connection that is closed when no whole head of a request comes within _LOOK_S, or its body comes, or its
-    answer is read, at less than _LEAST_RATE. Before connections take all files that the process may open, the connection whose
-    client has kept the server waiting longest is closed."""
+    """HTTP/1.1 on a connection that is closed if the head of a request is incomplete after _LOOK_S, or if its body comes, or
+    its answer is read, at less than _LEAST_RATE. Before connections take all files that the process may open, the connection
+    with the longest wait of the server is closed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,7 +43,7 @@ class PatientProtocol(H11Protocol):
         super().data_received(data)
 
     def _wait(self) -> _Wait | None:
-        """The reason why the server waits; None where the client waits."""
+        """The reason why the server waits; None if the client waits."""
         cycle = self.cycle
         if self.flow.write_paused:
             return _Wait("read", cycle, -self.transport.get_write_buffer_size())
@@ -52,7 +52,7 @@ class PatientProtocol(H11Protocol):
         return _Wait("body", cycle, self._received) if cycle.more_body and not self.flow.read_paused else None
 
     def _look(self, before: _Wait | None) -> None:
-        """Close the connection where the server has waited for the same since the last look, and too little has moved."""
+        """Close the connection if the server has waited for the same since the last look, and too little has moved."""
         now = self._wait()
         if now is not None and before is not None and (now.kind, now.cycle) == (before.kind, before.cycle):
             if now.size - before.size < _LEAST_RATE * _LOOK_S:

@@ -1,4 +1,4 @@
-"""Shared memory in /dev/shm, of which Ray, NCCL and engines over several GPUs take parts: checked before they do.
+"""Shared memory in /dev/shm, checked before Ray, NCCL and engines over several GPUs take parts of it.
 
 The code of verl takes none: its own shared memory has no name (verl/reshard/shared_memory.py).
 """
@@ -19,7 +19,7 @@ from verl.parallel.serialize import from_bytes, to_bytes
 log = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")
-RAY_BYTES = 1 << 30  # batches of a step in Ray's object store, which goes to the disk where they do not fit
+RAY_BYTES = 1 << 30  # batches of a step in Ray's object store; it moves batches that do not fit to the disk
 NCCL_BYTES = 1 << 30  # of all GPUs of a machine; NCCL's documentation asks a container for as much
 ENGINE_BYTES = 1 << 28  # the message queue between the workers of one vLLM engine: 10 messages of 24 MiB
 _FIX = (
@@ -31,8 +31,8 @@ Card = tuple[str, int]  # of a process: the machine that it runs on, and the fil
 
 
 def check_size(needs: Mapping[str, int]) -> None:
-    """`needs` is user -> bytes on this machine. Raises ConfigError where nothing can be written; warns where there is too
-    little, which shows later as a bus error or `unable to open shared memory object`."""
+    """`needs` is user -> bytes on this machine. Raises ConfigError if nothing can be written. Warns of too little memory: the
+    later error is a bus error or `unable to open shared memory object`."""
     if not needs:
         return
     users, num_bytes = " and ".join(needs), sum(needs.values())
@@ -59,8 +59,8 @@ def card() -> Card:
 
 
 def check_ranks(comm: Collectives, num_gpus_per_engine: int, on_gpu: bool) -> None:
-    """A collective of all ranks: the first rank of each container checks its size, and rank 0 says where ranks of one machine
-    are in containers that share none."""
+    """A collective of all ranks: the first rank of each container checks its size, and rank 0 warns of ranks of one machine in
+    containers that share none."""
     cards: list[Card] = [from_bytes(row) for row in comm.all_gather(to_bytes(card()))]
     here = [rank for rank, other in enumerate(cards) if other == cards[comm.rank]]
     if here[0] == comm.rank and on_gpu and len(here) > 1:
@@ -75,7 +75,7 @@ def check_ranks(comm: Collectives, num_gpus_per_engine: int, on_gpu: bool) -> No
 
 
 def ranks_apart(cards: Sequence[Card]) -> list[int]:
-    """A rank of each container on the first machine that has several; [] where none has."""
+    """A rank of each container on the first machine that has several; [] if none has."""
     machines: dict[str, dict[int, int]] = {}
     for rank, (machine, memory) in enumerate(cards):
         machines.setdefault(machine, {}).setdefault(memory, rank)

@@ -29,7 +29,7 @@ _DTYPES = {
     "fp64": torch.float64,
     "float64": torch.float64,
 }
-CPU_BF16 = "VERL_CPU_BF16"  # environment variable: "native" or "widened", whatever the CPU has; for tests
+CPU_BF16 = "VERL_CPU_BF16"  # environment variable: "native" or "widened", for any CPU; for tests
 _FAST_BF16_FLAGS = {"amx_bf16", "bf16"}  # the last is ARM's name in /proc/cpuinfo
 # dense bfloat16 operations per second (float32 sums) that the vendors' data sheets state, by words of the device's name
 PEAK_FLOPS = {
@@ -40,7 +40,7 @@ PEAK_FLOPS = {
 
 
 def resolve_device(name: str = "auto") -> torch.device:
-    """The device of "auto" (CUDA where there is one, else the CPU), "cpu", "cuda" or "cuda:1".
+    """The device of "auto" (CUDA if available, else the CPU), "cpu", "cuda" or "cuda:1".
 
     Raises ConfigError when the name is unknown or CUDA is asked for and cannot be used.
     """
@@ -84,7 +84,7 @@ def most_memory_allocated(device: torch.device | int) -> int:
 
 
 def start_peak(device: torch.device) -> int | None:
-    """Memory of this process on `device` now, with the record of `peak_memory` started again; None where the system keeps no
+    """Memory of this process on `device` now, with the record of `peak_memory` started again; None if the system keeps no
     record that can be reset."""
     if device.type == "cuda":
         reset_peak_memory(device)
@@ -116,8 +116,8 @@ def native_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices in hardware, faster than float32 ones. The environment variable
     VERL_CPU_BF16 answers for CPUs. Raises ConfigError when it is neither "native" nor "widened".
 
-    AVX512-BF16 counts only on AMD's processors. Without AMX, which a hypervisor may hide, Intel's processors multiply
-    bfloat16 pairs at 0.6 of their float32 rate (Sapphire Rapids)."""
+    AVX512-BF16 counts only on AMD's processors. Without AMX (a hypervisor may hide it) Intel's processors multiply bfloat16
+    pairs at 0.6 of their float32 rate (Sapphire Rapids)."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
@@ -146,14 +146,14 @@ def named_peak_flops(device_name: str) -> float | None:
 
 
 def prefers_onednn(device: torch.device) -> bool:
-    """Whether oneDNN multiplies float32 matrices of the device faster than MKL does, which is behind `torch.mm`: on AMD's
+    """Whether oneDNN multiplies float32 matrices of the device faster than MKL, the library behind `torch.mm`: on AMD's
     processors with AVX-512, by a third (186 in place of 140 GFLOP/s on two cores that can reach 220). With only AVX2, MKL is
     faster (Zen 3, one core, shapes of SmolLM2: 81 to 91 GFLOP/s against 42 to 81)."""
     return device.type == "cpu" and {"avx512f", "AuthenticAMD"} <= _cpu_flags() and torch.backends.mkldnn.is_available()
 
 
 def multiplies_bf16_tiles() -> bool:
-    """Whether the CPU multiplies whole tiles of bfloat16 (AMX), many times as fast as vectors."""
+    """Whether the CPU multiplies tiles of bfloat16 (AMX), many times as fast as vectors."""
     return "amx_bf16" in _cpu_flags()
 
 
@@ -173,7 +173,7 @@ def _cpu_flags() -> set[str]:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype called bf16, fp16, fp32, fp64 or by its whole name; raises ConfigError for another name."""
+    """The dtype called bf16, fp16, fp32, fp64 or by its full name; raises ConfigError for another name."""
     if name not in _DTYPES:
         raise ConfigError(
             f"dtype={name!r} is not a dtype that verl computes in; use auto, bfloat16, float16 or float32."
@@ -182,7 +182,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward; "auto" is bfloat16 where the device computes it natively, else float32."""
+    """The dtype of forward and backward; "auto" is bfloat16 if the device computes it natively, else float32."""
     if name == "auto":
         return torch.bfloat16 if native_bf16(device) else torch.float32
     return parse_dtype(name)
@@ -202,10 +202,10 @@ def to_match(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str, *, copy: bool = False) -> torch.Tensor:
-    """`tensor` on `device`, without its graph; a sharded tensor moves this rank's part. Between a GPU and the host through
-    pinned memory, which copies several times as fast. With `copy` the result is always a new tensor."""
+    """`tensor` on `device`, without its graph; a sharded tensor moves this rank's part. Copies between a GPU and the host go
+    through pinned memory, several times as fast. With `copy` the result is always a new tensor."""
     tensor = tensor.detach()
-    if is_traceable_wrapper_subclass(tensor):  # such as a DTensor, which has a mesh and a part
+    if is_traceable_wrapper_subclass(tensor):  # such as a DTensor: it has a mesh and a part
         return transform_subclass(
             tensor, lambda _, part: moved(part, device, copy=copy) if isinstance(part, torch.Tensor) else part
         )
@@ -242,7 +242,7 @@ def write_at(target: torch.Tensor, dim: int, places: torch.Tensor, values: torch
 
 @contextmanager
 def strictly_deterministic() -> Iterator[None]:
-    """Deterministic mode, where it is on, without warn_only: the backward of flash attention on CUDA sums in a fixed order only
+    """Deterministic mode, if it is on, without warn_only: the backward of flash attention on CUDA sums in a fixed order only
     then."""
     with _deterministic_mode(True):
         yield
@@ -250,7 +250,7 @@ def strictly_deterministic() -> Iterator[None]:
 
 @contextmanager
 def _deterministic_mode(deterministic: bool) -> Iterator[None]:
-    """Deterministic mode on (without warn_only) or off inside the block; nothing changes where it was off."""
+    """Deterministic mode on (without warn_only) or off inside the block; nothing changes if it was off."""
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return

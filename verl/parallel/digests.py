@@ -41,7 +41,7 @@ def of_file(leaves: Iterable[bytes]) -> str:
 
 
 def copied_chunks(parts: Iterable[bytes | memoryview], buffers: Iterator[memoryview]) -> Iterator[memoryview]:
-    """`parts` joined, and cut into chunks, which are copied to `buffers`."""
+    """`parts` joined, cut into chunks, and copied to `buffers`."""
     buffer, size = next(buffers), 0
     for part in parts:
         at = 0
@@ -73,7 +73,7 @@ def read_digest(path: Path, threads: Executor) -> tuple[int, str]:
 
 @functools.cache
 def _compiled() -> Callable[..., None] | None:
-    """The function of blake2b.c; None where it was not compiled."""
+    """The function of blake2b.c; None if it was not compiled."""
     library = open_library(Path(__file__).parents[1] / "checkpoint/_blake2b")
     if library is None or sys.byteorder != "little":
         return None

@@ -72,7 +72,7 @@ class GroupShape(Protocol):
 
 class Schedule(Protocol):
     """The rows of a batch that each optimizer step of a training call takes, the rows that are computed, and the `unit`: the
-    column whose equal rows stay together on a rank ("row": none)."""
+    column with equal values in rows that stay together on a rank ("row": none)."""
 
     @property
     def unit(self) -> str: ...
@@ -297,9 +297,8 @@ def _select(batch: DataProto, rows: Rows | np.ndarray) -> DataProto:
 
 
 def join_rows(results: Sequence[Any], shares: Shares) -> object:
-    """One result out of the shares' results. DataProtos: rows in the order of the whole batch, where result rows
-    `k * i ... k * i + k - 1` of a share belong to its i-th row; surplus result rows are dropped. Dicts of Metrics
-    are merged; anything else is a list."""
+    """One result out of the shares' results. DataProtos: rows in the order of the batch; result rows `k * i ... k * i + k - 1`
+    of a share belong to its i-th row; surplus result rows are dropped. Dicts of Metrics are merged; anything else is a list."""
     if results and all(isinstance(r, DataProto) for r in results):
         return _join_batches(list(results), shares)
     if results and all(isinstance(r, dict) and all(isinstance(m, Metric) for m in r.values()) for r in results):

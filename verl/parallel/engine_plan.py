@@ -30,7 +30,7 @@ Where = Literal["ranks", "process", "service"]
 _KEYS = full_key("rollout")
 _TENSOR, _PIPELINE = f"{_KEYS}.tensor_model_parallel_size", f"{_KEYS}.pipeline_model_parallel_size"
 _DATA, _EXPERT = f"{_KEYS}.data_parallel_size", f"{_KEYS}.expert_parallel_size"
-_SPANNING = ("native", "vllm", "sglang")  # engines of which several devices can share a copy
+_SPANNING = ("native", "vllm", "sglang")  # engines that can divide a copy over devices
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EngineReplica:
 
     @property
     def owner(self) -> int:
-        """The rank that runs the engine process, or answers for the others."""
+        """The rank that runs the engine process, or answers for the further ranks."""
         return self.ranks[0]
 
 
@@ -102,7 +102,7 @@ class EnginePlan:
         return next(replica for replica in self.replicas if rank in replica.ranks)
 
     def runs_engine(self, rank: int) -> bool:
-        """Whether `rank` has an engine: all where ranks compute, else the owners."""
+        """Whether `rank` has an engine: every rank if ranks compute, else the owners."""
         return self.where == "ranks" or self.replica_of(rank).owner == rank
 
     def describe(self) -> str:
@@ -141,7 +141,7 @@ def plan_engine(
     if where == "service":
         return EnginePlan(engine, where, Sizes(), (EngineReplica(tuple(ranks), 0, ()),))
     if where == "ranks" and num_devices == 1:
-        sizes = Sizes()  # one device holds the whole model; the keys are not read
+        sizes = Sizes()  # one device holds the model; the keys are not read
     _check_sizes(engine, sizes)
     if num_devices == 1 and sizes.data == 1:  # the engine process takes devices in addition to the one rank's
         return EnginePlan(engine, where, sizes, (EngineReplica(tuple(ranks), 0, tuple(range(sizes.tensor))),))

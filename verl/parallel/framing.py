@@ -47,8 +47,7 @@ class ChannelCorrupt(Exception):
 def to_jsonable(value: object) -> object:
     """Plain form of values that JSON lacks: numpy arrays and scalars (anything with `tolist`), and sets.
 
-    Raises RewardError for bytes and for objects without a plain form; such values belong in a file whose path is
-    passed.
+    Raises RewardError for bytes and for objects without a plain form; such values belong in a file: pass its path.
     """
     if hasattr(value, "tolist"):
         return value.tolist()

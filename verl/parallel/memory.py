@@ -42,7 +42,7 @@ def resident_bytes() -> int:
 
 
 def reset_peak() -> bool:
-    """Start the record of `peak_bytes` again; False where the system keeps none that can be reset (see proc(5), clear_refs)."""
+    """Start the record of `peak_bytes` again; False if the system keeps none that can be reset (see proc(5), clear_refs)."""
     try:
         CLEAR_REFS.write_text("5")
     except OSError:
@@ -61,7 +61,7 @@ def _status(name: str) -> int:
 
 
 def content_of(path: Path) -> str:
-    """The text of a file of the system; "" where there is none."""
+    """The text of a file of the system; "" without one."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""An n-d mesh of ranks whose data axes carry different rows. Pure, without torch.
+"""An n-d mesh of ranks; its data axes carry different rows. Pure, without torch.
 
 Mesh.of(8, tensor_parallel=2)   replicate 1 x shard 4 x sp 1 x tp 2: ranks 0 and 1 see the same rows, 2 and 3 the next
 Mesh.of(8, fsdp_size=2)         replicate 4 x shard 2: every rank has its own rows, two share a copy of the model
@@ -21,7 +21,7 @@ class Mesh:
     """`axes` are (name, size) from the slowest to the fastest; `ranks` are the world ranks in that (row-major) order.
 
     A rank's position in `ranks` is its index in the group. Ranks that differ only in axes that are not data axes form a
-    model-parallel group: they get the same rows, and the one whose coordinates there are all 0 answers for the group.
+    model-parallel group: they get the same rows, and the one with coordinates 0 there answers for the group.
 
     >>> Mesh((("data", 2), ("tensor", 2)), ranks=(0, 1, 2, 3)).axes[1]
     ('tensor', 2)
@@ -35,7 +35,7 @@ class Mesh:
 
     @classmethod
     def flat(cls, ranks: Sequence[int]) -> Mesh:
-        """Every rank has its own rows and the whole model."""
+        """Every rank has different rows and all of the model."""
         return cls((("replicate", len(ranks)),), tuple(ranks))
 
     @classmethod
@@ -95,7 +95,7 @@ class Mesh:
         return number
 
     def answers(self, index: int) -> bool:
-        """Whether the rank at `index` is the one of its model-parallel group whose results are collected."""
+        """Whether the rank at `index` answers for its model-parallel group: its results are collected."""
         where = self.coordinate(index)
         return all(where[name] == 0 for name, _ in self.axes if name not in DATA_AXES)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from verl.errors import ConfigError, nearest
 
-# role -> the role whose devices it takes when it is not placed itself
+# role -> the role that gives it devices, unless it is placed itself
 FOLLOWS = {"rollout": "actor", "reference": "actor", "critic": "actor", "reward": "rollout"}
 ROLES = ("actor", *FOLLOWS)
 _SPELLINGS = {"ref": "reference", "reward_model": "reward"}
@@ -187,7 +187,7 @@ def set_device_map(config: DataParallelConfig | None) -> None:
     """Place the roles of the runs that this process starts from now on; None: as their configs say."""
     global _device_map
     if config is not None:
-        Placement.from_roles(config.roles())  # raises here, where the mistake is
+        Placement.from_roles(config.roles())  # raises here, at the mistake
     _device_map = config
 
 

@@ -1,11 +1,11 @@
 """Memory allocator, idle threads and garbage collector of this process. Torch-free: to be called before torch is imported.
 
-A training step makes and drops tensors of many megabytes. glibc gives each of these back to the system at once, so
-that the next one costs a page fault for every 4 KiB, which is zeroed first. Here freed memory stays with the process,
-whose peak does not change by it, and large tensors lie in huge pages where the system offers them.
+A training step makes and drops tensors of many megabytes. glibc gives each of these back to the system at once, so that the
+next one costs a page fault for every 4 KiB, and the kernel zeroes each page first. Here freed memory stays with the process,
+with an equal peak. Large tensors lie in huge pages if the system offers them.
 
 Aligned blocks, as tensors are, leave holes between them that older versions of glibc do not fill again: kept memory would grow
-by some ten kilobytes a step for as long as a run lasts. So now and then the pages in which nothing lies are given back.
+by some ten kilobytes a step for as long as a run lasts. So now and then empty pages are given back.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SETTINGS = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: (1 << 31) - 1, _M_TO
 
 
 def keep_freed_memory(one_arena: bool = False) -> bool:
-    """Tell the allocator to keep freed memory for reuse. Does nothing, and returns False, with another C library than
-    glibc, or where the user has tuned it (GLIBC_TUNABLES or MALLOC_... in the environment).
+    """Tell the allocator to keep freed memory for reuse. Does nothing, and returns False, with another C library than glibc, or
+    if the user has tuned it (GLIBC_TUNABLES or MALLOC_... in the environment).
 
-    `one_arena` is for a process that computes on a thread which is not its first: the arenas of other threads give large
-    tensors back whatever the settings say."""
+    `one_arena` is for a process that computes on another thread than its first: the arenas of other threads give large tensors
+    back with any settings."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages from 2 MiB on
     tuned = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
     if tuned or platform.libc_ver()[0] != "glibc":
@@ -48,8 +48,8 @@ _kept = {"keeps": False, "step": 0}  # of this process
 
 
 def give_back_holes(step: int) -> bool:
-    """At the end of every 128th step of a process that keeps freed memory: pages in which nothing lies go back to the system.
-    Returns whether that was done; once for each step, however many callers ask."""
+    """At the end of every 128th step of a process that keeps freed memory: empty pages go back to the system. Returns whether
+    that was done; once for each step, however many callers ask."""
     if not _kept["keeps"] or step % _TRIM_EVERY or step == _kept["step"]:
         return False
     _kept["step"] = step
@@ -58,7 +58,7 @@ def give_back_holes(step: int) -> bool:
 
 def spin_briefly() -> bool:
     """Set the environment so that torch's threads spin briefly and then sleep, unless the user has set how they wait. Returns
-    whether a setting is in force: False where torch is imported already, without one."""
+    whether a setting is in force: False if torch is imported already, without one."""
     if any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
         return True
     if "torch" in sys.modules:
@@ -69,9 +69,9 @@ def spin_briefly() -> bool:
 
 @contextmanager
 def imports_stay() -> Iterator[None]:
-    """Import modules without garbage collection. Later collections pass over the million objects of torch and transformers,
-    which take a quarter of the time of the import and a quarter of a second of every full collection. Where torch is
-    imported already, tensors of the user may be garbage, and nothing is passed over."""
+    """Import modules without garbage collection. Later collections pass over the million objects of torch and transformers.
+    These cost a quarter of the time of the import, and a quarter of a second of every full collection. If torch is imported
+    already, tensors of the user may be garbage, and nothing is passed over."""
     is_first = "torch" not in sys.modules
     with without_collection():
         yield

@@ -26,8 +26,8 @@ _ATTRIBUTE = "_verl_registered"
 class Mode:
     """A way of calling a group. `dispatch_fn(group, *args, **kwargs)` gives (args, kwargs) with a list of one value per
     rank in the place of each argument, and `collect_fn(group, outputs)` makes one result of the ranks' outputs. Both are the
-    mode's `own`, or its entry in DISPATCH_MODE_FN_REGISTRY when the group is called. They are None for the built-in modes,
-    whose functions are in verl/parallel/dispatch.py."""
+    mode's `own`, or its entry in DISPATCH_MODE_FN_REGISTRY when the group is called. They are None for the built-in modes;
+    verl/parallel/dispatch.py has their functions."""
 
     name: str
     own: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -81,7 +81,7 @@ class Dispatch(metaclass=_Modes):
     ALL_TO_ALL                  as they are: every argument is a list with one value per rank already; list of results
     DP_COMPUTE                  the same, checked; list of results
     DP_COMPUTE_PROTO            DataProtos are cut into equal chunks, padded when asked (`auto_padding`); concatenated
-    DP_COMPUTE_PROTO_WITH_FUNC  the same, and the first argument is a function, which every rank gets
+    DP_COMPUTE_PROTO_WITH_FUNC  the same, and the first argument is a function for every rank
     DP_COMPUTE_METRIC           the same split; list of results
     DIRECT_ROLLOUT_METHOD       called on the ranks themselves, never through a group
 
@@ -92,7 +92,7 @@ class Dispatch(metaclass=_Modes):
                        `expected_tokens`, in shares of nearly equal sums, some of which may be empty, or to the ranks
                        that its column `kv_rank` names
     ND_OWNER_PROTO     rows go to the rank that their column `rollout_rank` names
-    ND_MINI_BATCHES    a training call: each mini-batch of the whole batch is shared out with equal cost, so that the union
+    ND_MINI_BATCHES    a training call: each mini-batch of the batch is shared out with equal cost, so that the union
                        over the ranks of their k-th mini-batches is mini-batch k of a single process
     ALL_REDUCE         every rank gets the same arguments; the sum of their numbers, or their metrics merged
     """

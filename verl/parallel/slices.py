@@ -1,7 +1,7 @@
 """Slices of a tensor: intersection, difference and cuts; the part of a tensor that one rank holds; and the dimensions that
 ranks divide, by the names of a decoder's parameters.
 
-All coordinates refer to the whole tensor; spans are half open, (first, one past the last). Pure, without torch.
+All coordinates refer to the undivided tensor; spans are half open, (first, one past the last). Pure, without torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# modules of a decoder whose weights tensor parallel ranks divide (Shoeybi et al. 2019, arXiv:1909.08053): attention heads and
-# columns of the MLP by output rows, the projections after them by input columns, embedding and head by tokens
+# modules of a decoder with weights that tensor parallel ranks divide (Shoeybi et al. 2019, arXiv:1909.08053): attention heads
+# and columns of the MLP by output rows, the projections after them by input columns, embedding and head by tokens
 COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 VOCABULARY = ("embed_tokens", "lm_head")
@@ -22,7 +22,7 @@ Slice = tuple[Span, ...]  # one span per dimension; () of a scalar
 
 
 def divided_dim(module: str, leaf: str) -> int | None:
-    """The dimension of the parameter `leaf` of `module` that tensor parallel ranks divide; None where each has all of it."""
+    """The dimension of the parameter `leaf` of `module` that tensor parallel ranks divide; None if each has all of it."""
     if module in (*COLUMN, *VOCABULARY):
         return None if leaf == "lora_A" else 0
     return 1 if module in ROW and leaf in ("weight", "lora_A") else None
@@ -59,8 +59,8 @@ def subtract(a: Slice, b: Slice) -> list[Slice]:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a tensor that a rank holds: the product of some spans of each dimension, which are concatenated in the
-    rank's local tensor.
+    """The part of a tensor that a rank holds: the product of some spans of each dimension, concatenated in the rank's local
+    tensor.
 
     Part((((0, 4), (8, 12)), ((0, 16),)))      rows 0-3 and 8-11, all 16 columns; the local tensor is [8, 16]
     """
@@ -81,7 +81,7 @@ class Part:
         return itertools.product(*self.spans)
 
     def locate(self, part: Slice) -> Slice:
-        """A slice of the whole tensor in coordinates of the local tensor. It must lie within one of `slices()`."""
+        """A slice of the undivided tensor in coordinates of the local tensor. It must lie within one of `slices()`."""
         return tuple(_locate(dim, span) for dim, span in zip(self.spans, part, strict=True))
 
 
@@ -106,7 +106,7 @@ def take(spans: Sequence[Span], first: int, stop: int) -> tuple[Span, ...]:
 
 
 def even_span(total: int, num_parts: int, index: int) -> Span:
-    """The span of part `index` of an even division; the first parts are one longer where `num_parts` does not divide."""
+    """The span of part `index` of an even division; the first parts are one longer if `num_parts` does not divide."""
     size, longer = divmod(total, num_parts)
     first = index * size + min(index, longer)
     return first, first + size + (index < longer)

@@ -26,7 +26,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 
 _DEPTH = 5  # innermost frames that are named
 _NUM_OTHERS = 2
-_WAITS = ("threading.py", "queue.py", "_base.py")  # of the standard library, in which a thread waits for another one
+_WAITS = ("threading.py", "queue.py", "_base.py")  # of the standard library, for threads that wait for another one
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 
 _running: dict[int, list[tuple[str, float]]] = {}  # thread -> its calls, outermost first, with their beginnings
@@ -92,8 +92,8 @@ class Reporter:
 
 @contextlib.contextmanager
 def dumps_on_signal(file: Path) -> Iterator[None]:
-    """While entered, DUMP_SIGNAL writes the stacks of all threads to the end of `file`, whatever they are in the middle of.
-    A file that nothing was written to is removed."""
+    """While entered, DUMP_SIGNAL writes the stacks of all threads to the end of `file`, in the middle of any work. A file that
+    nothing was written to is removed."""
     with file.open("ab") as stream:
         faulthandler.register(DUMP_SIGNAL, stream, all_threads=True)
         try:
@@ -106,8 +106,8 @@ def dumps_on_signal(file: Path) -> Iterator[None]:
 
 
 def dump_of(pid: int, file: Path, timeout_s: float) -> str:
-    """The stacks that process `pid`, which has entered `dumps_on_signal(file)`, writes on DUMP_SIGNAL; "" when nothing has
-    come within `timeout_s` or the process is gone."""
+    """The stacks of process `pid`, inside of its `dumps_on_signal(file)`, on DUMP_SIGNAL; "" when nothing has come within
+    `timeout_s` or the process is gone."""
     try:
         before = file.stat().st_size
         os.kill(pid, DUMP_SIGNAL)

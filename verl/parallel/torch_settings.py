@@ -1,4 +1,4 @@
-"""The settings of torch under which a run computes, whatever the process around it has set."""
+"""The settings of torch for the computation of a run, independent of the process's settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Runs:
 @contextmanager
 def run_settings() -> Iterator[None]:
     """Inside: gradients are on, inference mode and autocast are off, new tensors are float32 and on the CPU, as in a new
-    process. On leaving, every setting is what it was before, whatever code inside has set. May be nested."""
+    process. On leaving, every setting is what it was before, after any change by code inside. May be nested."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # gradients are on with it
         for kind in ("cpu", "cuda"):

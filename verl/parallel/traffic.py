@@ -1,4 +1,4 @@
-"""Seconds and bytes of this process's data exchange with others."""
+"""Seconds and bytes of this process's data exchange with other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exchanged:
-    seconds: float = 0.0  # the wait for the others included
+    seconds: float = 0.0  # the wait for other processes included
     num_bytes: int = 0
 
 
