@@ -95,7 +95,7 @@ class ProgramData(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Training steps of the whole run."""
+        """Training steps of the run."""
         ...
 
     @property
@@ -115,7 +115,7 @@ class ProgramData(Protocol):
 
 
 class Program(ABC, Generic[C]):
-    """One kind of training. Subclasses define the abstract methods; the others are optional.
+    """One kind of training. Subclasses define the abstract methods; all further methods are optional.
 
     The constructor takes `(config, data, roles, run)`: the config tree, the result of `load_data`, the roles that the runtime
     has built, and a RunContext. For evaluation (`train=False` in `roles` and `load_data`) only `validate` is called.
@@ -129,7 +129,7 @@ class Program(ABC, Generic[C]):
     span_phases: ClassVar[SpanPhases] = {}
     # key of `state_dict` -> check of its value in a checkpoint, from verl/tracking/files.py; a checkpoint that fails is refused
     state_schema: ClassVar[Mapping[str, Check]] = {}
-    # "validation" and "checkpoint", where the step that has ended requests one in addition to the schedule
+    # "validation" and "checkpoint", if the last step requests one in addition to the schedule
     requests: frozenset[str] = frozenset()
 
     @classmethod
@@ -160,8 +160,8 @@ class Program(ABC, Generic[C]):
         """Metrics on the held-out rows after `step` (0: before training). Called only when the data has validation rows."""
 
     def fingerprint(self, metrics: Mapping[str, float]) -> object:
-        """A value that stays equal only if the weights hardly move, of the newest validation, which had `metrics`; None where
-        there is no such value."""
+        """A value of the newest validation, with these `metrics`, that stays equal only if the weights hardly move; None
+        without such a value."""
         return None
 
     def drain(self) -> None:
@@ -169,7 +169,7 @@ class Program(ABC, Generic[C]):
 
     def state_dict(self) -> dict[str, object]:
         """The state that a resumed run needs in addition to the weights, as JSON. trainer_state.json has it next to the host's
-        keys (step, seconds, num_tokens, first_validation), which it must not use."""
+        keys (step, seconds, num_tokens, first_validation); it must not use those."""
         return {}
 
     def load_state_dict(
@@ -212,7 +212,7 @@ class DeclaresRoles(Protocol):
 
 @dataclass(frozen=True)
 class ProgramSpecs:
-    """The SpecSource of a run: a program, which other processes import by its module and name, with its config."""
+    """The SpecSource of a run: a program with its config. Other processes import the program by its module and name."""
 
     program: type[DeclaresRoles] | str
     config: RunConfig
@@ -228,7 +228,7 @@ class ProgramSpecs:
         return f"{__name__}:specs_of_recipe", name, schema.name, schema.flatten(self.config), registered
 
 
-# registries to which scripts add functions and classes that the other processes of a run need too
+# registries with functions and classes of scripts; the other processes of a run need them too
 _OPEN = {
     registry.family: registry for registry in (ADVANTAGES, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS, AGENT_LOOPS)
 }
@@ -249,7 +249,7 @@ def specs_of_recipe(
 
 
 def load_plugins(config: RunConfig) -> None:
-    """Import the modules of `model.external_lib`, which may register functions and classes that the config names."""
+    """Import the modules of `model.external_lib`: they may register functions and classes that the config names."""
     from verl.models.load import load_external
 
     for section in ("actor_rollout_ref.model", "model"):

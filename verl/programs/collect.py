@@ -1,6 +1,6 @@
 """Samples with scores, for training (with the greedy baseline and the group filter) and for validation.
 
-Where rewards train, rows without a usable score (column is_scored) lose their response_mask here: nothing of them trains.
+If rewards train, rows without a score (column is_scored) get an empty response_mask and do not train.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Collector:
         self.samples.issue(step, issued, num_samples=params.n, split="train", limit=params.max_new_tokens)
         asked = self.samples.lengths.expected(prompts)
         sampled = self.roles.rollout.generate(asked, step=step, split="train", params=params).get()
-        names = [n for n in prompts.non_tensor_batch if self.reads_data or n in COLUMNS]  # rewards read no others
+        # rewards read no further columns
+        names = [n for n in prompts.non_tensor_batch if self.reads_data or n in COLUMNS]
         batch = prompts.select(non_tensor_batch_keys=names).repeat(params.n, interleave=True).union(sampled)
         # on a thread: of a batch that gets no further columns meanwhile
         generated = batch.select(non_tensor_batch_keys=["finish_reason"])
@@ -139,7 +140,7 @@ class Collector:
         return batch
 
     def _check_scores(self, batch: DataProto, step: int) -> None:
-        """Raises RewardError where no sample of the round has a score: at once if the process has not seen one, else after
+        """Raises RewardError if no sample of the round has a score: at once if the process has not seen one, else after
         _MOST_UNSCORED rounds in a row."""
         self.num_unscored = 0 if batch.batch["is_scored"].any() else self.num_unscored + 1
         if self.num_unscored >= _MOST_UNSCORED:
@@ -162,7 +163,7 @@ class Collector:
         rows = batch.non_tensor_batch["reward_parts"]
         if name in SCORE_METRICS:
             scores: list[float] = batch.batch["token_level_scores"].sum(dim=1).tolist()
-            shaped = name != "score"  # which is the number that the reward function returned
+            shaped = name != "score"  # "score" is the number that the reward function returned
             return scores if shaped else [parts.get(UNSHAPED, s) for parts, s in zip(rows, scores, strict=True)]
         for parts in compress(rows, batch.batch["is_scored"]):
             match_all(
@@ -217,7 +218,7 @@ def first_groups(batch: DataProto, count: int) -> DataProto:
     return batch.select_idxs(np.array([uid in first for uid in batch.non_tensor_batch["uid"]]))
 
 
-# The step number of validation samples, which no training step has: every validation of a run uses the same random numbers,
+# The step number of validation samples; no training step has it: every validation of a run uses the same random numbers,
 # so a change between two of them is a change of the policy.
 VALIDATION_STEP = 0
 
@@ -226,7 +227,8 @@ log = logging.getLogger(__name__)
 
 class Validator:
     """`run(step)` returns the metrics of compat's `val-core/*` and `val-aux/*`, and the means `val/reward` and `val/greedy`
-    over all held-out samples that have a score. `val/num_unscored` and `val/num_unscored/greedy` count the others, if any."""
+    over all held-out samples that have a score. `val/num_unscored` and `val/num_unscored/greedy` count samples without a score,
+    if any."""
 
     def __init__(
         self,
@@ -284,7 +286,7 @@ class Validator:
 
 
 def _scores(batch: DataProto) -> np.ndarray:
-    """[batch], NaN where there is no usable score."""
+    """[batch], NaN without a usable score."""
     scores = batch.batch["token_level_scores"].sum(dim=1).double()
     return scores.where(scored_rows(batch), np.nan).numpy()  # type: ignore[no-any-return]
 

@@ -181,7 +181,7 @@ class GivenRowsProgram(Program[G]):
         )
 
     def logged_rows(self, batch: DataProto, observed: Sequence[torch.Tensor]) -> list[dict[str, object]]:
-        """The rows for samples/train: the few whose tokens the objective has observed (see FirstRows)."""
+        """The rows for samples/train: the few with tokens that the objective has observed (see FirstRows)."""
         if not observed:
             return []
         *keys, log_probs, entropy = observed
@@ -245,7 +245,8 @@ class GivenRowsProgram(Program[G]):
 
 
 def _require_lengths(config: GivenRowsConfig, longest: int, place: str) -> None:
-    """Raise DataError for rows whose length changes the rotations of others; warn of rows beyond the model's positions."""
+    """Raise DataError for a row so long that it would change the rotations of shorter rows; warn of rows beyond the model's
+    positions."""
     model = config.model
     hf = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
     length, fixed = min(longest, config.data.max_length or longest), fixed_rotation(hf)

@@ -109,7 +109,7 @@ def read_candidates(file: str, prompt_key: str, responses_key: str) -> Iterator[
                 )
             kwargs = template_kwargs_of(row, PreferenceDataConfig())
         if not isinstance(prompt, str) and (begun := answer_prefix(prompt, kwargs)) is not None:
-            prompt, responses = prompt[:-1], [begun + response for response in responses]  # rows that train are whole
+            prompt, responses = prompt[:-1], [begun + response for response in responses]  # rows train complete
         unique = tuple(dict.fromkeys(responses))
         if len(unique) > 1:
             yield Candidates(prompt, unique, {n: row[n] for n in CHAT_COLUMNS if row.get(n) is not None})
@@ -152,8 +152,8 @@ def graded(
 
 
 def preferences(candidates: Candidates, gaps: Gaps, pairs: str) -> Iterator[dict[str, object]]:
-    """Rows for the best and the worst response by their mean gap to the others (`best_worst`), for the first and the last one
-    (`first_last`), or for every pair with a winner (`all`). Ties and unknown gaps make no row."""
+    """Rows for the best and the worst response by their mean gap to the other responses (`best_worst`), for the first and the
+    last one (`first_last`), or for every pair with a winner (`all`). Ties and unknown gaps make no row."""
     known = {pair: gap for pair, gap in gaps.items() if gap == gap}
     if pairs == "best_worst":
         totals = [0.0] * len(candidates.responses)

@@ -66,8 +66,8 @@ class OnlinePreference(PPO):
         """Do nothing: the reference computes log-probs only for the pairs."""
 
     def assign_credit(self, result: StepBatch, step: int) -> None:
-        """Keep only the best and the worst sample of each prompt in the batch, with their reference log-probs. A batch in
-        which no prompt has samples of different scores is skipped."""
+        """Keep only the best and the worst sample of each prompt in the batch, with their reference log-probs. A batch is
+        skipped if no prompt has samples of different scores."""
         batch, penalty = result.batch, self.config.online.missing_eos_penalty
         with self.spans("adv"):
             ended = torch.tensor([reason == "stop" for reason in batch.non_tensor_batch["finish_reason"]])
@@ -101,7 +101,7 @@ class OnlinePreference(PPO):
         return paired
 
     def update(self, result: StepBatch, step: int) -> None:
-        """See PPO; then the reference follows the policy, where it does."""
+        """See PPO; then the reference follows the policy, if the config asks for it."""
         super().update(result, step)
         online = self.config.online
         if self.reference is not None and online.sync_steps and step % online.sync_steps == 0:

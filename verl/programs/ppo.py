@@ -160,7 +160,7 @@ class PPO(PPOProgram):
         return {"actor/reward_kl_penalty": Metric.last(mean_kl), "actor/reward_kl_penalty_coeff": Metric.last(beta)}
 
     def _correct(self, batch: DataProto) -> dict[str, Metric]:
-        """Weigh or reject tokens on which sampler and trainer differ too much; always measure the difference."""
+        """Weigh or reject tokens if sampler and trainer differ too much; always measure the difference."""
         columns, rule = batch.batch, asdict(self.config.algorithm.rollout_correction)
         for name in ("bypass_mode", "loss_type"):
             del rule[name]
@@ -172,8 +172,8 @@ class PPO(PPOProgram):
         return {**correction.metrics, **rollout_gap_metrics(chosen_values(old, mask), chosen_values(sampled, mask))}
 
     def update(self, result: StepBatch, step: int) -> None:
-        """The only phase that changes weights; the sampler carries the next version when it ends. Actor and critic train at
-        the same time where they live on different devices."""
+        """The only phase that changes weights; the sampler carries the next version when it ends. Actor and critic train at the
+        same time if they live on different devices."""
         batch, metrics = result.batch, result.metrics
         versions = batch.batch["weight_version"]
         require_fresh(versions, self.weight_version, self.max_age, lambda row: names_of_samples(batch)[row])

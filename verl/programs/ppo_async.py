@@ -4,13 +4,13 @@
                ▲                 │ each sample as it ends ──────────────────▲                               │
                └──────────────────────── weights of version t+1 for all that starts from now on ◄──────────┘
 
-Step t starts batch t+k under the weights of version t-1 and then trains on batch t, which started k steps before. Every sample
-is at most k = rollout.prefetch_num versions old, whatever the speed of the parts. The batch of a step, and the weights that
-made it, follow from the order of calls and never from timing.
+Step t starts batch t+k under the weights of version t-1 and then trains on batch t, started k steps before. Every sample is at
+most k = rollout.prefetch_num versions old, at any speed of the parts. The batch of a step, and the weights that made it, follow
+from the order of calls and never from timing.
 
-A rollout with separate devices generates while the others train. On all placements, slow scores are waited for while others
-train. With rollout.partial_rollout a response is generated in k+1 parts, one per step, each under the newest weights. The
-parts of a step share one generation. The column token_weight_version holds the version of each token. With
+A rollout with separate devices generates while the models train. On all placements, slow scores are waited for while the models
+train. With rollout.partial_rollout a response is generated in k+1 parts, one per step, each under the newest weights. The parts
+of a step share one generation. The column token_weight_version holds the version of each token. With
 rollout.keep_partial_kv_cache a part sees the keys and values of earlier parts as their weights computed them. With
 trainer.v1.separate_async.parameter_sync_step=N the weights travel every N steps, and samples are up to N - 1 versions older.
 
@@ -68,7 +68,7 @@ class AsyncPPO(PPO):
     def train(self, step: int) -> StepBatch:
         """See PPO. What trained leaves the queue as the step succeeds."""
         result = super().train(step)
-        # waited for at the end: a rollout with separate devices generates while the others train
+        # waited for at the end: a rollout with separate devices generates while the models train
         result.metrics.update(rollout_metrics(*(part.get() for part in self.rollout_queue.metrics)))
         self.rollout_queue.forget_before(self.samples.cursor)
         return result
@@ -133,7 +133,7 @@ class AheadCollector(Collector):
         return prompts, batch
 
     def end_generation(self) -> dict[str, Metric]:
-        """See Collector. Generation continues while others train; the step asks for its metrics when it ends."""
+        """See Collector. Generation continues while the models train; the step asks for its metrics when it ends."""
         return {}
 
 

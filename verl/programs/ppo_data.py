@@ -74,7 +74,7 @@ def tokenizer_notices(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
-    """Raise DataError where a judge would read rows with images as text."""
+    """Raise DataError if a judge would read rows with images as text."""
     model = config.reward.reward_model
     if model.enable and model.judge_template and rows.has_images:
         raise DataError(
@@ -84,7 +84,7 @@ def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
 
 
 def scoring_of(config: PPOConfig) -> bool | Callable[[str, object], object]:
-    """See PromptRows: whether rewards train, and the check of reference answers where a built-in scorer reads them."""
+    """See PromptRows: whether rewards train, and the check of reference answers for a built-in scorer."""
     trains = uses_rewards(config)
     return check_truth if trains and not config.reward.custom_reward_function.path else trains
 
@@ -93,7 +93,7 @@ def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = No
     """Read and check the data files; raises DataError or ConfigError before any model is loaded.
 
     `scored`: whether each row needs what selects and feeds a scorer (None: if the program reads rewards). A run takes
-    trainer.total_training_steps, else at most total_epochs times the whole generations of an epoch.
+    trainer.total_training_steps, else at most total_epochs times the complete generations of an epoch.
     """
     data = config.data
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)

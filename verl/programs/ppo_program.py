@@ -75,8 +75,8 @@ def open_samples(samples: SampleTracker) -> dict[str, OpenSamplesWriter]:
 
 
 class OpenSamplesWriter:
-    """Writes the samples that are open at the end of the last step into a checkpoint, which can then be used without the run
-    folder that it was saved in. The ledger must have been committed."""
+    """Writes the samples that are open at the end of the last step into a checkpoint, so that the checkpoint can be used
+    without its run folder. The ledger must have been committed."""
 
     def __init__(self, samples: SampleTracker):
         self.samples = samples
@@ -117,7 +117,7 @@ def curves_of(scores: Mapping[str, str]) -> Curves:
 
 
 def greedy_curves(curves: Curves) -> Curves:
-    """The curves of a run whose validation is greedy: val/reward and val/greedy are one."""
+    """The curves of a run with greedy validation: val/reward and val/greedy are one."""
     panels = {}
     for title, names in curves.items():
         panels[title] = {name: label for name, label in names.items() if name != "val/greedy"}
@@ -127,8 +127,8 @@ def greedy_curves(curves: Curves) -> Curves:
 
 
 class PPOProgram(Program[PPOConfig]):
-    """Subclasses define `train`. `samples` records which samples have trained, and so the prompt with which the next step
-    starts. Columns of the data end with the rewards, unless `reads_data` or functions of the user may read them later."""
+    """Subclasses define `train`. `samples` records the samples that have trained, and so the first prompt of the next step.
+    Columns of the data end with the rewards, unless `reads_data` or functions of the user may read them later."""
 
     reads_data = False
     console_metrics: ClassVar[StepMetrics] = {
@@ -209,7 +209,7 @@ class PPOProgram(Program[PPOConfig]):
         self.roles_of_run.weights.sync(self.weight_version)
 
     def restore(self, waiting: Sequence[OpenSample]) -> None:
-        """Resume from a checkpoint, at which these samples were open."""
+        """Resume from a checkpoint with these open samples."""
 
     def step(self, step: int) -> StepResult:
         controller, version = self.kl_controller.state_dict(), self.weight_version
@@ -250,7 +250,7 @@ class PPOProgram(Program[PPOConfig]):
         metrics["reward/num_defaulted"], self._num_defaulted = num_defaulted - before, num_defaulted
         return StepResult(
             metrics,
-            num_tokens=tokens["adv"],  # of whole rows
+            num_tokens=tokens["adv"],  # of complete rows
             rows=lambda: observed_rows(batch, result.observed, self.data.tokenizer),
             span_tokens=tokens,
             skipped=result.skipped,
@@ -260,7 +260,7 @@ class PPOProgram(Program[PPOConfig]):
         return self.validator.run(step)
 
     def fingerprint(self, metrics: Mapping[str, float]) -> object:
-        """See Program: the responses. Nothing where all have one reward above 0, since a solved task changes no more."""
+        """See Program: the responses. None if all have one reward above 0: a solved task no longer changes."""
         return self.validator.responses if metrics else None
 
     def state_dict(self) -> dict[str, object]:
@@ -347,7 +347,7 @@ class PPOProgram(Program[PPOConfig]):
 
 
 def without_experts(batch: DataProto) -> DataProto:
-    """The batch for models other than the policy, whose routers choose by themselves."""
+    """The batch for models other than the policy: their routers choose by themselves."""
     objects = {name: values for name, values in batch.non_tensor_batch.items() if name != ROUTED_EXPERTS}
     return DataProto(batch.batch, objects, batch.meta_info)
 

@@ -41,7 +41,7 @@ class Needs:
     turn_ids: bool  # credit to turns
     correction: bool  # importance weights or rejection between sampler and trainer
     bypass: bool  # the sampler's log-probs are the old ones
-    credit: bool  # advantages; not where only a teacher trains
+    credit: bool  # advantages; not if only a teacher trains
     ratio: bool  # probability ratios to the old policy
 
     @classmethod
@@ -80,14 +80,14 @@ def old_log_prob_source(config: PPOConfig, needs: Needs, *, sampler_is_exact: bo
     num_updates = actor.ppo_epochs * -(-rows_per_step // (actor.ppo_mini_batch_size * rollout.n))
     if num_updates == 1 and not config.algorithm.use_kl_in_reward:
         return "update"
-    if actor.router_replay.mode == "R2":  # which this pass records
+    if actor.router_replay.mode == "R2":  # this pass records the experts
         return "recompute"
     return "rollout" if sampler_is_exact and rollout.calculate_log_probs else "recompute"
 
 
 @dataclass(frozen=True)
 class PPORoles:
-    """The handles of a run by their part in PPO. `critic` and `reference` are None where the algorithm has no use for them,
+    """The handles of a run by their part in PPO. `critic` and `reference` are None if the algorithm has no use for them,
     `actor` in an evaluation."""
 
     rollout: RolloutHandle

@@ -3,9 +3,9 @@
     rows ──tokens──► batch ──reference log-probs, statistics of the batch──► model.update ──► metrics
                                                         (validation: model.forward, the same objective)
 
-The two completions of a pair are adjacent rows with one prompt, which a packed forward computes once; they stay in one
-micro-batch and on one rank. Whatever a loss needs of the whole batch (KTO's KL estimate, the ranks of AOT) is computed here and
-travels as a column, so that neither micro-batches nor ranks change a loss.
+The two completions of a pair are adjacent rows with one prompt; a packed forward computes the prompt once. They stay in one
+micro-batch and on one rank. Statistics of the batch for a loss (KTO's KL estimate, the ranks of AOT) are computed here and
+travel as a column, so that neither micro-batches nor ranks change a loss.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
             self.reference.write(self.run.folder)
 
     def _all_parts(self) -> Iterator[tuple[DataProto, list[PreferenceSequence]]]:
-        """Every sequence whose reference log-probability the run may need; a span lasts while its batch is computed."""
+        """Every sequence that may need a reference log-probability; a span lasts while its batch is computed."""
         size = self.config.data.train_batch_size
         for rows in self.datasets:
             for start in range(0, len(rows), size):

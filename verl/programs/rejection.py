@@ -139,7 +139,7 @@ class RejectionSampling(PPO):
         return f": those that could be were cut at data.max_response_length={longest} (rejection.truncated=False)"
 
     def _rows(self, batch: DataProto, step: int) -> list[dict[str, object]]:
-        """Rows of the format prompt_completion; of the format tokenized where that would train other tokens than this step."""
+        """Rows of the format prompt_completion; of the format tokenized if text would train other tokens than this step."""
         assert self.data.train is not None
         numbers = batch.batch["row_index"].tolist()
         images = {number: self.data.train.images(number) for number in set(numbers)} if media_of(batch) else {}
@@ -166,8 +166,8 @@ class RejectionSampling(PPO):
         ]
 
     def _is_text(self, row: Mapping[str, Any]) -> bool:
-        """Whether the text of a response has all of its tokens but the last, and all of them train: not where it was cut, where
-        a tool or user has answered in between, or where a character is incomplete."""
+        """Whether the text of a response has all of its tokens but the last, and all of them train: not if it was cut, if a
+        tool or user has answered in between, or if a character is incomplete."""
         text = self.data.tokenizer.decode(row["response_ids"][:-1].tolist(), skip_special_tokens=False)
         return "response_mask" not in row and text == row["response"] and "\ufffd" not in text
 

@@ -5,7 +5,7 @@
     queue.forget_before(ordinal)                 drop what has trained
 
 The content of a batch depends only on the order of these calls: a rollout carries out calls in order, so its speed changes no
-sample. A rollout with separate devices works while others train.
+sample. A rollout with separate devices works while the models train.
 
 The sample ledger holds everything in the queue too, part by part with the step that asked for it. A resumed run fills its queue
 from there, since samples of older weights cannot be generated again.
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Batch:
-    """Prompts `ordinal` to `ordinal + count - 1` and their samples. It started in `step`, whose number keys the random
-    numbers, and was last resumed in step `advanced`. Results are recorded in `samples`."""
+    """Prompts `ordinal` to `ordinal + count - 1` and their samples. It started in `step` (the number keys the random numbers),
+    and was last resumed in step `advanced`. Results are recorded in `samples`."""
 
     ordinal: int
     count: int
@@ -92,10 +92,10 @@ class Batch:
 
 @dataclass(eq=False)
 class RolloutQueue:
-    """Holds `depth` batches of `count` prompts after `advance`, of which the oldest is about to train, and fewer before the
-    run ends. With `partial`, responses are made in `depth` parts; first parts are shorter and begin last, so that few slots
-    are empty at the end of a generation. With `keeps_kv` ranks read keys and values of earlier parts that they made, unless a
-    checkpoint lies between. `agents_folder`: of the run, where samples are episodes of agents."""
+    """Holds `depth` batches of `count` prompts after `advance`, and fewer before the run ends. The oldest is about to train.
+    With `partial`, responses are made in `depth` parts; first parts are shorter and begin last, so that few slots are empty at
+    the end of a generation. With `keeps_kv` ranks read keys and values of earlier parts that they made, unless a checkpoint
+    lies between. `agents_folder`: of the run, if samples are episodes of agents."""
 
     rollout: RolloutHandle
     loader: PromptLoader
@@ -122,12 +122,12 @@ class RolloutQueue:
         return len(self._batches)
 
     def forget_before(self, ordinal: int) -> None:
-        """Drop the batches of prompts before `ordinal`, which have trained."""
+        """Drop the batches of prompts before `ordinal`: they have trained."""
         self._batches = [b for b in self._batches if b.ordinal >= ordinal]
 
     def advance(self, ordinal: int, step: int, num_left: int) -> None:
-        """At the beginning of `step`, whose first prompt is `ordinal`: resume unfinished responses, start new batches. Nothing
-        is generated beyond the `num_left` batches that the steps from this one on need at least."""
+        """At the beginning of `step`, with `ordinal` as its first prompt: resume unfinished responses, start new batches.
+        Nothing is generated beyond the `num_left` batches that the steps from this one on need at least."""
         # a batch of this step was resumed before the step was abandoned
         earlier = [batch for batch in self._batches[:num_left] if batch.advanced < step]
         following = self._batches[-1].ordinal + self._batches[-1].count if self._batches else ordinal
@@ -138,7 +138,7 @@ class RolloutQueue:
         self.metrics = [self.rollout.end_generation()] if generates else []
 
     def start_scoring(self, reward: RewardHandle) -> None:
-        """Score complete batches before their turn, while others train. Where rollout and reward share their devices, samples
+        """Score complete batches before their turn, while the models train. If rollout and reward share their devices, samples
         went from one to the other as they ended."""
         for batch in self._batches[1:]:
             if batch.scoring is None and batch.is_complete(self.limit):
@@ -147,8 +147,8 @@ class RolloutQueue:
     def take(self, ordinal: int, step: int, version: int, max_age: int) -> tuple[DataProto, DataProto, int]:
         """(prompts, rows, number of evicted samples): the batch that starts at `ordinal`, every response finished.
 
-        When a sample's oldest token was made by weights more than `max_age` versions before `version`, the whole batch is
-        evicted, and its prompts are sampled again under the current weights. The batch stays in the queue until it has trained.
+        When a sample's oldest token was made by weights more than `max_age` versions before `version`, the batch is evicted,
+        and its prompts are sampled again under the current weights. The batch stays in the queue until it has trained.
         """
         begun, num_evicted = [b for b in self._batches if b.ordinal == ordinal], 0
         started = [] if begun else [self._issued(ordinal, step)]
@@ -169,7 +169,7 @@ class RolloutQueue:
         return batch.prompts, self._joined(batch), num_evicted
 
     def _issued(self, ordinal: int, step: int, split: str = "train") -> Batch:
-        """A batch of which nothing is generated yet."""
+        """A batch without samples yet."""
         prompts = self.loader.take(ordinal, self.count)
         issued = issued_prompts(prompts, self.loader.order)
         self.samples.issue(step, issued, num_samples=self.params.n, split=split, limit=self.limit)
@@ -177,7 +177,7 @@ class RolloutQueue:
 
     def _generate(self, started: Sequence[Batch], begun: Sequence[Batch], part: int, step: int, first: int) -> bool:
         """Start batches of one split, with responses of at most `first` tokens, and make a part of the unfinished responses of
-        others, in one generation: short parts fill the places that long ones leave. Returns whether there are any."""
+        begun batches, in one generation: short parts fill the places that long ones leave. Returns whether there are any."""
         for batch in begun:
             batch.resumed, batch.advanced = batch.unfinished(self.limit), step
         resumed = [batch for batch in begun if len(batch.resumed)]
@@ -259,8 +259,8 @@ class RolloutQueue:
         return len({(sample.step, sample.split) for samples in groups for sample in samples}) == 1
 
     def _rows(self, samples: Sequence[OpenSample], prompts: DataProto) -> DataProto:
-        """The rollout's columns as they were, see RolloutWorker. Raises LookupError when the journal of agents lacks one, and
-        where experts are needed, which the ledger does not hold."""
+        """The rollout's columns as they were, see RolloutWorker. Raises LookupError if the journal of agents lacks one, and if
+        experts are needed: the ledger does not hold them."""
         if self.records_experts:
             raise LookupError("The sample ledger has no experts for routing replay")
         ids = prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]

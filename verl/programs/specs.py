@@ -1,4 +1,5 @@
-"""Specs of a run (verl/specs.py) from the config tree, which lower packages do not know; and traces of chosen steps."""
+"""Specs of a run (verl/specs.py) from the config tree, since lower packages do not know the tree; and traces of chosen
+steps."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Traces:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Inside, step `step` runs; a trace continues into the next step where neighbours share one."""
+        """Inside, step `step` runs; a trace continues into the next step if neighbours share one."""
         if step in self.steps and not (self.joins and step - 1 in self.steps):
             for role in self.roles:
                 role.start_trace(f"step_{step}")
@@ -42,7 +43,7 @@ class Traces:
 
 
 def trace_spec(profiler: ProfilerConfig, config: GlobalProfilerConfig) -> TraceSpec | None:
-    """The ranks of a role that write traces, and where; None without any."""
+    """The ranks of a role that write traces, and their folder; None without any."""
     if not profiler.enable or not config.steps:
         return None
     ranks = None if profiler.all_ranks else tuple(profiler.ranks or (0,))
@@ -75,7 +76,7 @@ def ppo_run_spec(config: PPOConfig) -> RunSpec:
 
 
 def rollout_spec(config: PPOConfig) -> RolloutSpec:
-    """Generation, with agents where the config asks for them."""
+    """Generation, with agents if the config asks for them."""
     group = config.actor_rollout_ref
     return RolloutSpec(
         group.rollout,
