@@ -1,10 +1,10 @@
-"""The roles of a run: how a program declares them, and the handles through which it calls them.
+"""The roles of a run: their declarations by a program, and their handles for its calls.
 
     specs = RoleSpecs(models=(RoleSpec("model", "lm", ...),))     # a program declares, the runtime builds
     updates = roles.models["model"].update(batch, step).get()     # the same call in one process, under torchrun and on Ray
     roles.weights.sync(version)                                   # the rollout gets the trained weights
 
-A model role is an engine with an objective. Calls that may run in parallel with others return a future.
+A model role is an engine with an objective. Calls that may run in parallel return a future.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Objective:
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Loss and metrics of one micro-batch. The loss is a sum divided by `totals`, the totals of the whole mini-batch
-        over all ranks, so that micro-batch losses add up. `outputs` are [batch, response] with gradient, zero outside
-        response_mask; the outputs of a sequence head are [batch]."""
+        """Loss and metrics of one micro-batch. The loss is a sum divided by `totals`, the totals of the mini-batch over all
+        ranks, so that micro-batch losses add up. `outputs` are [batch, response] with gradient, zero outside response_mask; the
+        outputs of a sequence head are [batch]."""
         raise NotImplementedError
 
     def start_mini_batch(self, seed: int, index: int) -> None:
@@ -78,13 +78,13 @@ class TraceSpec:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """One model of a run. `name` is also its folder in a checkpoint, whose `huggingface/` opens with `from_pretrained`.
+    """One model of a run. `name` is also its folder in a checkpoint: `huggingface/` in it opens with `from_pretrained`.
 
     `head`: "lm" (log-probs of tokens), "token_value" (a value per token) or "sequence_score" (a score per row). Without `optim`
-    or `objective` the role is frozen. `shares` names a role whose engine this one uses without its LoRA adapters: a frozen
-    reference that costs no memory. `follows` names a role of the same layout towards whose weights a frozen one can move
-    (ModelHandle.follow). `objective` is called with the role's StepGuard on each of its ranks, and on the controller,
-    which reads its `unit`.
+    or `objective` the role is frozen. `shares` names a role: this one uses its engine without the LoRA adapters, as a frozen
+    reference that costs no memory. `follows` names a role of the same layout: a frozen role can move towards its weights
+    (ModelHandle.follow). `objective` is called with the role's StepGuard on each of its ranks, and on the controller, for its
+    `unit`.
     """
 
     name: str
@@ -110,7 +110,7 @@ class RoleSpec:
     build: Callable[[], object] | None = None  # builds a user's model, in place of the model folder's; on one device
     freezes_vision_tower: bool = False  # its vision tower keeps its weights
     memory_map: bool = False  # a frozen role's weights are in a file, mapped into memory (verl/engines/mapped.py)
-    router_replay: str = "disabled"  # or R2, or R3: the experts with which it trains (verl/models/routing.py)
+    router_replay: str = "disabled"  # or R2, or R3: the experts for its training (verl/models/routing.py)
     trace: TraceSpec | None = None  # the traces of its ranks
     measure_every: int = 0  # steps from one visible_update_ratio to the next; the last step is always measured
 
@@ -137,8 +137,8 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A role whose worker is an object of the program's class: `build(device)` makes it on each of the role's ranks, and
-    `worker_class` registers its calls. Roles with the same `build` share the object where they share a rank."""
+    """A role with an object of the program's class as worker: `build(device)` makes it on each of the role's ranks, and
+    `worker_class` registers its calls. Roles with the same `build` share the object on a shared rank."""
 
     name: str
     worker_class: type
@@ -146,7 +146,7 @@ class WorkerSpec:
 
 
 def settings_of(section: Any) -> Any:
-    """The section of the engine that `section.strategy` names, where it is another one than FSDP."""
+    """The section of the engine that `section.strategy` names; None for FSDP."""
     return getattr(section, section.strategy, None) if section.strategy in ENGINES_WITH_SETTINGS else None
 
 
@@ -154,8 +154,8 @@ def settings_of(section: Any) -> Any:
 class RoleSpecs:
     """All roles of a run. `models` are built in this order, and the first model that trains is the model of the run.
 
-    `rollout` declares the role that generates, `reward` the role that scores, where there is one, and `workers` roles of the
-    program's classes. `place(num_devices)` assigns roles to devices; the number is a launcher's, or None.
+    `rollout` declares the role that generates, `reward` the role that scores (if any), and `workers` roles of the program's
+    classes. `place(num_devices)` assigns roles to devices; the number is a launcher's, or None.
     """
 
     models: tuple[RoleSpec, ...]
@@ -195,7 +195,7 @@ class SpecSource(Protocol):
         ...
 
     def recipe(self) -> tuple[object, ...]:
-        """("module:function", arguments ...), from which another process makes its SpecSource."""
+        """("module:function", arguments ...): another process makes its SpecSource from it."""
         ...
 
 
@@ -269,7 +269,7 @@ class RolloutHandle(Protocol):
         ...
 
     def end_generation(self) -> Future[dict[str, Metric]]:
-        """Free the KV cache where configured; returns the metrics of the generation since the last call."""
+        """Free the KV cache if configured; returns the metrics of the generation since the last call."""
         ...
 
     def exact_log_probs(self) -> bool:
@@ -289,12 +289,12 @@ class RewardHandle(Protocol):
         ...
 
     def num_defaulted(self) -> int:
-        """Samples of this run whose scorer failed."""
+        """Samples of this run with a failed scorer."""
         ...
 
 
 class WeightSync(Protocol):
-    """Brings trained weights to the rollout engine, and switches the process from training to generation where it does both."""
+    """Brings trained weights to the rollout engine, and switches the process from training to generation if it does both."""
 
     def sync(self, version: int) -> None:
         """Samples made from now on carry `version` and are made by the current weights. Every rank takes part."""
@@ -303,8 +303,8 @@ class WeightSync(Protocol):
 
 @dataclass
 class Roles:
-    """Handles of one run, made by a runtime; a program cannot tell by which one. `rollout`, `reward` and `weights` are set
-    where the program's RoleSpecs declare them."""
+    """Handles of one run, made by a runtime; a program cannot tell the runtime. `rollout`, `reward` and `weights` are set if
+    the program's RoleSpecs declare them."""
 
     models: dict[str, ModelHandle] = field(default_factory=dict)
     rollout: RolloutHandle | None = None
@@ -317,7 +317,7 @@ class Roles:
     end: Callable[[], None] = _nothing
 
     def trained(self) -> dict[str, ModelHandle]:
-        """Roles whose weights change, by name, in the order in which they are saved."""
+        """Roles with changing weights, by name, in the order of saving."""
         return {spec.name: self.models[spec.name] for spec in self.specs if spec.changes}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Guards of a step whose values go wrong: warn, skip the batch, go back to the newest checkpoint, or stop the run.
+"""Guards of a step with wrong values: warn, skip the batch, go back to the newest checkpoint, or stop the run.
 
 A StepGuard finds values beyond a limit: in the columns of a batch before any weight changes, and in the micro-batches of an
 optimizer step, inside the engines and on all ranks alike. Guards judge both. Decisions follow from columns and metrics that
@@ -59,7 +59,7 @@ _INPUTS = {
 @record
 @dataclass
 class Finding:
-    """A guard that columns or an optimizer step have set off. `samples` are the worst of `num_samples`. Where no single sample
+    """A guard that columns or an optimizer step have set off. `samples` are the worst of `num_samples`. If no single sample
     shows the cause, they are all samples that train, and `located` is False."""
 
     guard: str
@@ -88,7 +88,7 @@ class Finding:
 
 
 def merge_findings(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merge the findings of all ranks, which decide alike and know different samples."""
+    """Merge the findings of all ranks. Ranks decide alike and know different samples."""
     groups: dict[tuple[int, str, str], list[Finding]] = {}
     for findings in of_ranks:
         for finding in findings:
@@ -115,7 +115,7 @@ class _Part:
 
 
 def _name(columns: TensorDict, row: int) -> tuple[int, int]:
-    """(prompt index, number of the sample) of a row; (-1, row) where one is not known."""
+    """(prompt index, number of the sample) of a row; (-1, row) if one is not known."""
     if not all(name in columns.keys() for name in _NAMES):
         return -1, row
     ordinal, sample = (int(columns[name][row]) for name in _NAMES)
@@ -162,7 +162,8 @@ class StepGuard:
         return {_PREFIX + name: monitors.monitor_metric(name, values, mask) for name, values in signs.items()}
 
     def check_finite(self, columns: TensorDict, names: Sequence[str]) -> bool:
-        """Whether all columns of `names` are finite; else the first other one is a finding, and the rest follows from it."""
+        """Whether all columns of `names` are finite; else the first column that is not finite is a finding, and explains later
+        ones."""
         mask = columns["response_mask"]
         for name in (name for name in names if name in columns.keys() and not is_finite(columns[name])):
             # a score lies on a token that need not train
@@ -199,13 +200,13 @@ class StepGuard:
         )
 
     def _check_nonfinite(self, figures: Mapping[str, float]) -> bool:
-        """Whether loss or gradient norm is not finite, the first of which is a finding: the other then follows from it."""
+        """Whether loss or gradient norm is not finite. The first of them is a finding, and explains the second."""
         for name in ("loss", GRAD_NORM):
             value = figures.get(name, 0.0)
             if not torch.isfinite(torch.tensor(value)):  # of float32
                 samples = [sample for part in self._parts for sample in part.nonfinite()]
                 located = bool(samples)
-                # without one all samples that train: a user's loss may not be finite where every output is
+                # without one all samples that train: a user's loss may not be finite even if every output is
                 samples = samples or [
                     (*_name(part.names, row), value)
                     for part in self._parts
@@ -217,7 +218,7 @@ class StepGuard:
         return False
 
     def _beyond(self, name: str, limit: float) -> tuple[Named, int]:
-        """Samples whose own value is beyond the limit, worst first."""
+        """Samples with a value beyond the limit, worst first."""
         parts = [part for part in self._parts if name in part.signs]
         if not parts:
             return [], 0
@@ -283,7 +284,7 @@ class Guards:
             sentence = f"Step {self._step}: no sample of the batch could be scored"
             log.warning("%s. The batch is left out.", sentence)
             raise SkipBatch(sentence)
-        mask, guard = columns["response_mask"], StepGuard(self.config)  # as on the ranks, for the whole batch
+        mask, guard = columns["response_mask"], StepGuard(self.config)  # as on the ranks, for the full batch
         if guard.check_finite(columns, _OF_SAMPLES) and any_true(mask).any():
             inputs = {name: columns[column] for name, column in _INPUTS.items() if column in columns.keys()}
             guard({name: metric.value for name, metric in guard.observe(columns, mask, {}, inputs).items()})

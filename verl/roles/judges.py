@@ -85,7 +85,7 @@ def build_judge(
 
 
 class EngineJudge:
-    """Asks an engine, in tokens: a question is the user's turn of a conversation where the tokenizer has a chat template."""
+    """Asks an engine, in tokens: a question is the user's turn of a conversation if the tokenizer has a chat template."""
 
     def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, config: RewardModelConfig):
         self.engine, self.tokenizer = engine, tokenizer
@@ -101,12 +101,12 @@ class EngineJudge:
         return [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
 
     def release(self) -> None:
-        """See Judge; nothing where free_cache_engine is False."""
+        """See Judge; nothing if free_cache_engine is False."""
         if self._frees:
             self.engine.release()
 
     def close(self) -> None:
-        """End the engine's process, where it has one."""
+        """End the engine's process, if it has one."""
         self.engine.close()
 
     def _tokens(self, questions: Sequence[str]) -> list[tuple[int, ...]]:
@@ -176,7 +176,7 @@ class ServiceJudge:
 
 
 def _settings(config: RewardModelConfig, module: HFModule) -> RolloutConfig:
-    """`module` says how long a sequence may be where the config does not."""
+    """`module` gives the longest sequence if the config does not."""
     rollout, plain = config.rollout, RolloutConfig()
     longest = rollout.max_model_len or getattr(module.config.get_text_config(), "max_position_embeddings", None)
     settings = replace(

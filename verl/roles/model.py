@@ -50,9 +50,9 @@ def require_saved(checkpoint: Path, spec: RoleSpec) -> None:
 
 class ModelRole:
     """The worker of a RoleSpec; see ModelHandle for its calls. `hf_files` writes into a folder the files that
-    `from_pretrained` needs in addition to the weights. `writes` is true on one rank of the role, which writes the role's part
-    of a checkpoint; `number` counts the ranks of the role. `followed` is the engine of the role that it follows. `utilization`
-    counts operations where the device's peak is known."""
+    `from_pretrained` needs in addition to the weights. `writes` is true on the one rank that writes the role's part of a
+    checkpoint; `number` counts the ranks of the role. `followed` is the engine of the role that it follows. `utilization`
+    counts operations if the device's peak is known."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class ModelRole:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> dict[str, FileRecord] | None:
-        """Write the role into the new folder `folder`; returns the records of its files on the rank that writes, None on the
-        others, which help to gather its tensors."""
+        """Write the role into the new folder `folder`; returns the records of its files on the rank that writes. All further
+        ranks help to gather its tensors, and return None."""
         checkpoint = self._checkpoint()
         if self._writes:
             return checkpoint.write(Path(folder))

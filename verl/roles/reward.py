@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def called_manager(section: RewardConfig, tokenizer: Tokenizer) -> CalledManager | None:
-    """The manager of a script, where `reward.reward_manager` names a class with `__call__(batch, return_dict)`; None for a
-    manager with workers. Raises RewardError where it cannot be made."""
+    """The manager of a script, if `reward.reward_manager` names a class with `__call__(batch, return_dict)`; None for a manager
+    with workers. Raises RewardError if it cannot be made."""
     own = manager_class(section)
     if not is_called(own):
         return None
@@ -62,7 +62,7 @@ class CalledManager:
         self._requests[request.key] = request
 
     def collect(self, keys: Sequence[str]) -> dict[str, Score]:
-        """The scores of submitted samples: the sums of the rewards of their tokens, which lie on the last one. Raises
+        """The scores of submitted samples: the sums of the rewards of their tokens; these lie on the last token. Raises
         RewardError."""
         if not keys:
             return {}
@@ -140,12 +140,12 @@ class RewardModel(Protocol):
 
 @dataclass(eq=False)
 class RewardWorker:
-    """With a reward `model`, samples wait for their whole batch, which the model reads at once in `collect`.
+    """With a reward `model`, samples wait for their batch: the model reads all of it at once in `collect`.
 
-    Samples arrive through `submit` where the rollout runs in this process. Other samples are read from the batch, which
-    needs the policy's `tokenizer`. With `needs_answer`, samples of rows without a reference answer are not scored, and have
-    the score 0: where rewards do not train, built-in scorers have nothing to compare them with. With `turn_rewards` the turns
-    of episodes are rewarded at their ends, see `_reward_turns`.
+    Samples arrive through `submit` if the rollout runs in this process. Other samples are read from the batch, by the policy's
+    `tokenizer`. With `needs_answer`, samples of rows without a reference answer are not scored, and have the score 0: if
+    rewards do not train, built-in scorers have nothing to compare them with. With `turn_rewards` the turns of episodes are
+    rewarded at their ends, see `_reward_turns`.
     """
 
     manager: RewardManager
@@ -249,7 +249,7 @@ class RewardWorker:
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE)
     def num_defaulted(self) -> int:
-        """Samples of this run whose scorer failed."""
+        """Samples of this run with a failed scorer."""
         return self.manager.num_defaulted
 
     def close(self) -> None:
@@ -259,8 +259,8 @@ class RewardWorker:
 
 
 def _reward_turns(token_scores: torch.Tensor, batch: DataProto, ends: torch.Tensor) -> None:
-    """Add what episodes have in extra["turn_rewards"] to the last token of each turn. Where an episode brings its reward, the
-    turn rewards are parts of it, and only the rest stays on its last token, of `ends` [batch]. Else they add to the score."""
+    """Add what episodes have in extra["turn_rewards"] to the last token of each turn. If an episode brings its reward, the turn
+    rewards are parts of it, and only the remainder stays on its last token, of `ends` [batch]. Else they add to the score."""
     objects, numbers = batch.non_tensor_batch, turn_numbers(batch.batch["response_mask"])
     for row, (extra, reward) in enumerate(zip(objects["episode_extra"], objects["episode_reward"], strict=True)):
         of_turns = (extra or {}).get("turn_rewards") or []

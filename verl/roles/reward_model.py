@@ -94,8 +94,8 @@ class RewardModelWorker:
     """Scores prompt and response with a sequence classification model.
 
     A reward model with the policy's tokenizer and chat template reads the policy's tokens; another one reads the
-    conversation through its own template, in the tokens that `verl rm` trains on. The score is read where it was
-    trained: at the token that ends the response, or for a process reward model at the token before.
+    conversation through its own template, in the tokens that `verl rm` trains on. The score is read at its place in training:
+    at the token that ends the response, or for a process reward model at the token before.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class RewardModelWorker:
 
 
 class JudgeWorker:
-    """Asks a generative model, which replies greedily, so that equal responses get equal replies. A rubric is asked criterion
-    by criterion, a template with {first} and {second} about the response and the ground truth, in both orders."""
+    """Asks a generative model. It replies greedily, so that equal responses get equal replies. A rubric is asked criterion by
+    criterion, a template with {first} and {second} about the response and the ground truth, in both orders."""
 
     def __init__(self, judge: Judge, policy_tokenizer: Tokenizer, config: RewardModelConfig, *, template: str):
         self.judge, self.policy_tokenizer, self.template = judge, policy_tokenizer, template

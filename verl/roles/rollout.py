@@ -76,7 +76,7 @@ def _nothing() -> dict[str, float]:
 
 @dataclass(eq=False)
 class RolloutWorker:
-    """`score_stream` receives a ScoreRequest for every sample as it ends, while others are still being generated.
+    """`score_stream` receives a ScoreRequest for every sample as it ends, during generation.
 
     `replica` is None when the engine generates with the training module itself, else the copy that takes the weights of each
     update. Ranks that share one do the same work, and one of them answers and has a `score_stream`. `rank` is this worker's
@@ -109,7 +109,7 @@ class RolloutWorker:
         """`params.n` rows per prompt (samples of a prompt adjacent) with the columns that the table names under rollout.
 
         With a `limit` above params.max_new_tokens the samples that reach the latter are unfinished and not scored yet.
-        `advance` continues them up to `limit` tokens, which is then the width of the columns.
+        `advance` continues them up to `limit` tokens, the width of the columns then.
         """
         limit = limit or params.max_new_tokens
         return self.advance(prompts, DataProto(), step, params, params.max_new_tokens, split, limit)[0]
@@ -120,8 +120,8 @@ class RolloutWorker:
     ) -> tuple[DataProto, DataProto]:
         """New samples of `prompts` as by `generate`, of at most `first` tokens, and up to params.max_new_tokens more for
         unfinished `rows` (prompts' and rollout's columns, `begun_step` and `expected_tokens`), all under the current weights.
-        Returns all rollout columns of both. They share one generation, in which longer parts begin before shorter ones, so that
-        a step waits only once for its last samples."""
+        Returns all rollout columns of both. They share one generation. Longer parts begin before shorter ones, so that a step
+        waits only once for its last samples."""
         self._ends, self.engine.trains = GroupEnds(), split == "train"
         self.engine.resumes_below = limit if self.engine.trains and self.agents is None else 0
         if len(rows) and "kv_rank" in rows.batch and (rows.batch["kv_rank"] < 0).any():
@@ -163,7 +163,7 @@ class RolloutWorker:
         self.engine.publish(version)
 
     def set_rank(self, rank: int) -> None:
-        """This worker's among all that generate, when others have joined or left."""
+        """This worker's rank among all that generate, after ranks have joined or left."""
         self.rank = rank
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class RolloutWorker:
         return DataProto.concat(parts) if parts else DataProto()
 
     def _dtype(self) -> torch.dtype | None:
-        """The dtype of the weights that generate; None where they are out of reach."""
+        """The dtype of the weights that generate; None if they are out of reach."""
         return None if self.engine.holds_weights else next(self.engine.module.parameters()).dtype
 
     def _np_dtype(self) -> DTypeLike:

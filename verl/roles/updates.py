@@ -98,8 +98,9 @@ class Updates:
         return Updates(self.role, steps, self.lr, observed, findings, device)
 
     def metrics(self) -> dict[str, Metric]:
-        """`{role}/*` over the optimizer steps, whose metrics are totals of a mini-batch: counts (num_*) add up, largest and
-        smallest values stay so, and others are means over the steps that have them; and the metrics of `device`."""
+        """`{role}/*` over the optimizer steps. Metrics of a step are totals of a mini-batch: counts (num_*) add up, largest and
+        smallest values stay so, and all further metrics are means over the steps that have them; and the metrics of
+        `device`."""
         steps = [{k: m.of_step(k.startswith("num_")) for k, m in s.items() if not m.is_empty} for s in self.steps]
         metrics = {f"{self.role}/{k}": v for k, v in merge_metrics(steps).items()}
         metrics[f"{self.role}/lr"] = Metric.last(self.lr)
@@ -122,7 +123,7 @@ class Utilization:
 
     @classmethod
     def of(cls, module: HFModule, device: torch.device, num_devices: int) -> Utilization | None:
-        """For `module` on `device`; None for a device whose peak is not known, and a model without the sizes of a decoder."""
+        """For `module` on `device`; None for a device with an unknown peak, and a model without the sizes of a decoder."""
         peak = peak_flops(device)
         if peak is None:
             return None
@@ -137,6 +138,6 @@ class Utilization:
         self._num_operations += _PASSES * sum(self._cost(int(lengths[row])) for row in rows)
 
     def take(self, role: str, seconds: float) -> dict[str, Metric]:
-        """The metric of the rows since the last call, which took `seconds`; merged over ranks, their mean."""
+        """The metric of the rows since the last call, computed in `seconds`; merged over ranks, their mean."""
         operations, self._num_operations = self._num_operations, 0.0
         return {f"perf/mfu/{role}": Metric.mean(operations / (self._peak * seconds), seconds)}

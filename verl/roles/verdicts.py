@@ -93,7 +93,7 @@ class CachedReplies:
 
 
 def name_of_judge(model: str | None, max_tokens: int) -> str:
-    """The name of a judge for CachedReplies: a model folder by the content of its files, which training may change."""
+    """The name of a judge for CachedReplies: a model folder by the content of its files, since training may change them."""
     folder = Path(model or "").expanduser()
     files = sorted(file for file in folder.glob("*.*") if file.suffix in _READ) if model else []
     return f"{digest_of_files(files) if files else model}, {max_tokens} tokens"
@@ -101,8 +101,8 @@ def name_of_judge(model: str | None, max_tokens: int) -> str:
 
 @dataclass(frozen=True)
 class PairVerdict:
-    """The verdicts about one pair, asked with the first response shown first (`straight`) and shown second (`swapped`): 1 where
-    the first is better, -1 where the second is, 0 for a tie, None where the reply has no verdict."""
+    """The verdicts about one pair, asked with the first response shown first (`straight`) and shown second (`swapped`): 1 if
+    the first is better, -1 if the second is, 0 for a tie, None for a reply without a verdict."""
 
     straight: int | None
     swapped: int | None
@@ -116,14 +116,14 @@ class PairVerdict:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether both orders have the same verdict; None where one of them has none."""
+        """Whether both orders have the same verdict; None if one of them has none."""
         return None if self.straight is None or self.swapped is None else self.straight == self.swapped
 
 
 def verdict_of(reply: str) -> int | None:
     """Read 1 for A, -1 for B, 0 for C or tie; None without a verdict.
 
-    The last verdict in double brackets counts (the form of 2306.05685). Without one, verdicts that are whole words count if
+    The last verdict in double brackets counts (the form of 2306.05685). Without one, verdicts that are separate words count if
     all of them agree: "B is better, since A is wrong" says nothing that could be read safely.
     """
     if marked := _MARKED.findall(reply):
@@ -143,7 +143,7 @@ def compare_pairs(ask: Ask, template: str, pairs: Sequence[tuple[str, str, str]]
 
 
 def verdict_metrics(verdicts: Sequence[PairVerdict]) -> dict[str, float]:
-    """order_agreement: share of pairs whose two orders have the same verdict; first_shown: share of the verdicts for one side
+    """order_agreement: share of pairs with the same verdict in both orders; first_shown: share of the verdicts for one side
     that are for the response shown first, 0.5 without a bias; tie and unusable: shares of the verdicts. NaN without any."""
     agreements = [v.agrees for v in verdicts if v.agrees is not None]
     shown = [s for v in verdicts for s in (v.straight, _negated(v.swapped))]
@@ -180,7 +180,7 @@ def rubric_scores(
     ask: Ask, template: str, rubric: Sequence[Criterion], rows: Sequence[tuple[str, str, str]]
 ) -> list[dict[str, float]]:
     """For each (prompt, response, ground truth) the last number of the reply to each criterion by its name, and their mean by
-    weight as "score"; NaN where a reply has no number. `template` has the places {response} and {criterion}."""
+    weight as "score"; NaN for a reply without a number. `template` has the places {response} and {criterion}."""
     questions = [
         fill(template, prompt=prompt, response=response, ground_truth=truth, criterion=criterion.question)
         for prompt, response, truth in rows

@@ -39,7 +39,7 @@ class DistillationObjective(PolicyObjective):
     """As PolicyObjective, with the distance to the teacher in the place of the policy loss, or added to it.
 
     Reads the columns of `teacher_outputs`. The metrics distillation/* are means over the tokens of the mini-batch, and `_min`
-    and `_max` of them: loss, abs_loss; where tokens are listed also student_mass and teacher_mass (probability of these tokens)
+    and `_max` of them: loss, abs_loss; if tokens are listed also student_mass and teacher_mass (probability of these tokens)
     and overlap_ratio.
     """
 

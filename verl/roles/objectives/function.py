@@ -4,8 +4,8 @@
         return -(outputs["log_probs"] * rows["advantage"] * rows["response_mask"]).sum() / totals.num_tokens
 
 `outputs`: tensors [rows, response] with gradient. `rows`: the columns of the rows on the same device, [rows, response] or
-[rows, 1]. `totals`: BatchTotals of the whole call over all ranks. The function sees one micro-batch at a time; its results are
-added up, so that a mean divides by `totals`. It returns the loss, or (loss, metrics) with metrics that are added up too.
+[rows, 1]. `totals`: BatchTotals of the call over all ranks. The function sees one micro-batch at a time; its results are added
+up, so that a mean divides by `totals`. It returns the loss, or (loss, metrics) with metrics that are added up too.
 """
 
 from __future__ import annotations

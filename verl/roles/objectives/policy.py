@@ -51,8 +51,8 @@ def all_rows(batch: DataProto) -> list[int]:
 
 
 def skips_zero_advantages(config: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
-    """Whether rows whose advantages are all 0 need not be computed: the policy loss is declared to be zero on them and no
-    other term acts on them."""
+    """Whether rows with only advantages of 0 need not be computed: the policy loss is declared to be zero on them and no other
+    term acts on them."""
     if not config.skip_zero_advantages or config.entropy_coeff != 0 or config.use_kl_loss:
         return False
     return is_zero_without_advantage(POLICY_LOSSES.get(_loss_mode(config, correction)))
@@ -150,7 +150,7 @@ class PolicyObjective(Objective):
     ) -> Tensor | float:
         if "entropy" not in outputs:
             return 0.0
-        metrics["entropy"] = token_mean(outputs["entropy"], mask)  # in nats, whatever the loss's mean is over
+        metrics["entropy"] = token_mean(outputs["entropy"], mask)  # in nats, for any mean of the loss
         if self.config.entropy_coeff == 0:
             return 0.0
         entropy = agg(outputs["entropy"], mask)
@@ -177,7 +177,7 @@ class PolicyObjective(Objective):
 
     def pop_observed(self) -> list[Tensor]:
         """(trainer log-probs, sampler log-probs) of the tokens of the first mini-batch, flat, their keys (`token_keys`), and
-        their entropy where the loss has it; [] without sampler log-probs."""
+        their entropy if the loss has it; [] without sampler log-probs."""
         observed, self._observed = self._observed, []
         parts = []
         for mask, computed, known in observed:

@@ -28,7 +28,7 @@ def mask_of(columns: Any) -> Tensor:
 
 def row_sums(log_probs: Tensor, columns: TensorDict, ld_alpha: float | None) -> Tensor:
     """log pi(y) of each row [batch], desensitized to length with `ld_alpha`; see `completion_sums`. The columns are on the
-    host, where their values are known without a wait."""
+    host: their values are known without a wait."""
     mask = mask_of(columns)
     shared = (
         None

@@ -70,8 +70,8 @@ class StepObjective(Objective):
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """See Objective; reads the column step_labels [batch, response], 1 or 0 where response_mask is true, which is on the
-        token after each step."""
+        """See Objective; reads the column step_labels [batch, response], 1 or 0 where response_mask is true: on the token after
+        each step."""
         scores, columns = outputs["values"], batch.batch
         mask, labels = to_device(columns["response_mask"], scores.device), to_match(columns["step_labels"], scores)
         self.guard.observe(columns, mask, {"values": scores}, {})
@@ -88,7 +88,7 @@ def sides(pairs: torch.Tensor, is_chosen: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _observed(guard: StepGuard, outputs: dict[str, torch.Tensor], batch: DataProto) -> torch.Tensor:
-    """The scores [batch], which the guard has seen."""
+    """The scores [batch], after the guard has seen them."""
     scores = outputs["sequence_scores"]
     mask = torch.ones(len(scores), 1, dtype=torch.bool, device=scores.device)
     guard.observe(batch.batch, mask, {"sequence_scores": scores[:, None]}, {})

@@ -13,15 +13,15 @@ _LOGGED_ROWS = 16  # of an update, on each rank: a data set is not written again
 
 
 def aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
-    """The reduction of a loss matrix [batch, response] by `mode`, divided by the `totals` of the whole mini-batch; `scale` is
-    the constant divisor of seq-mean-token-sum-norm."""
+    """The reduction of a loss matrix [batch, response] by `mode`, divided by the `totals` of the mini-batch; `scale` is the
+    constant divisor of seq-mean-token-sum-norm."""
 
     def agg(matrix: torch.Tensor, mask: torch.Tensor, mode_override: str | None = None, /) -> torch.Tensor:
         return agg_loss(
             matrix,
             mask,
             mode_override or mode,
-            batch_num_tokens=max(1, totals.num_tokens),  # where no token trains the loss is 0, not NaN
+            batch_num_tokens=max(1, totals.num_tokens),  # if no token trains, the loss is 0, not NaN
             global_batch_size=max(1, totals.num_sequences),
             loss_scale_factor=scale,
         )
@@ -30,7 +30,7 @@ def aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
 
 
 def zero_or_nan(outputs: torch.Tensor) -> torch.Tensor:
-    """0, or NaN where the model's outputs are not all finite: a clipped loss may hide that, and the step must not be taken."""
+    """0, or NaN if the model's outputs are not all finite: a clipped loss may hide that, and the step must not be taken."""
     return (outputs.detach() * 0.0).sum()
 
 
