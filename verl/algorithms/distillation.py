@@ -15,7 +15,7 @@ _LEAST_REMAINDER = 1e-6  # probability; below it the logarithm of 1 - sum(p) is 
 def forward_kl(student: Tensor, teacher: Tensor, log_prob_min: float | None = None) -> Tensor:
     """sum_i p_T (log p_T - log p_S) over the listed tokens, not normalised: [batch, response, k] -> [batch, response].
 
-    Log-probs below `log_prob_min` are clamped to it, without gradient. With the whole vocabulary it is KL(teacher || student),
+    Log-probs below `log_prob_min` are clamped to it, without gradient. With all of the vocabulary it is KL(teacher || student),
     with the teacher's k most probable tokens the loss_mode forward_kl_topk of existing releases.
     """
     if log_prob_min is not None:
@@ -27,7 +27,7 @@ def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """Generalised Jensen-Shannon divergence of GKD (2306.13649, eq. 1): [batch, response, k] -> [batch, response].
 
     beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S; KL(T || S) at beta 0 and KL(S || T) at beta 1, its
-    limits up to scale. The distributions must be whole: all tokens, or some and `with_remainder`.
+    limits up to scale. The distributions must be complete: all tokens, or some and `with_remainder`.
     """
     if beta == 0:
         return forward_kl(student, teacher)

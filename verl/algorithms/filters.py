@@ -23,7 +23,7 @@ def filter_groups(
     groups = RowGroups.of(uids, values)
     highest = groups.max(torch.where(scored, values, -torch.inf))
     lowest = groups.min(torch.where(scored, values, torch.inf))
-    constant = highest == lowest  # exact, where a standard deviation may be rounding noise
+    constant = highest == lowest  # exact; a standard deviation may be rounding noise
     unscored = highest < lowest
     return ~((constant & (groups.sizes > 1)) | unscored)[groups.ids]
 
@@ -38,8 +38,8 @@ def pf_ppo_indices(
     """Row indices [batch], sampled with replacement with a weight from each row's score [batch] (PF-PPO, 2409.06957).
 
     pow: |s|^weight_pow.  max_min: 1 for the largest and smallest score of the batch, else 0.  max_random: 0.4 for the
-    largest, else 0.1. Where all weights are 0 every row is equally likely. Rows that are not `is_scored` [batch] have the
-    weight 0. Raises ConfigError on another method.
+    largest, else 0.1. If all weights are 0, every row is equally likely. Rows that are not `is_scored` [batch] have the weight
+    0. Raises ConfigError on another method.
     """
     scores = scores.detach().double().cpu()
     scored = torch.ones_like(scores, dtype=torch.bool) if is_scored is None else is_scored.cpu()
@@ -87,7 +87,7 @@ def best_and_worst(
     scores: Sequence[float], uids: Sequence[Hashable], is_scored: Sequence[bool] | None = None
 ) -> list[tuple[int, int]]:
     """The row with the highest and that with the lowest score of each group, the earlier of equals, in order of the groups'
-    first rows. A group whose scores are all equal has no pair. Rows that are not `is_scored` do not count."""
+    first rows. A group of equal scores has no pair. Rows that are not `is_scored` do not count."""
     groups: dict[Hashable, list[int]] = {}
     for row, uid in enumerate(uids):
         if is_scored is None or is_scored[row]:

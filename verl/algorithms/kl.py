@@ -35,9 +35,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Estimate KL(policy || reference) token by token, d = logprob - ref_logprob [batch, response].
 
     kl, k1: d.  abs: |d|.  mse, k2: d^2 / 2.  low_var_kl, k3: exp(-d) + d - 1, with d within 20 and the result within
-    10. A '+' after the name keeps that value and takes the gradient of k2, whose expectation is the gradient of the
-    KL. Source: Schulman, "Approximating KL divergence" (2020). Raises ConfigError on another name; `full` needs whole
-    distributions, which are never kept.
+    10. A '+' after the name keeps that value and takes the gradient of k2: its expectation is the gradient of the KL. Source:
+    Schulman, "Approximating KL divergence" (2020). Raises ConfigError on another name; `full` needs complete distributions, and
+    those are never kept.
     """
     name = kl_penalty.removesuffix("+")
     if name not in KL_ESTIMATORS:

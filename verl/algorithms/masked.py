@@ -36,8 +36,8 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def broadcast_true(mask: Tensor, rows: Tensor) -> Tensor:
-    """`rows` [batch] for each token where `mask` [batch, response] is true, and 0 elsewhere; on the CPU by numpy, which takes a
-    third of torch's time."""
+    """`rows` [batch] for each token where `mask` [batch, response] is true, and 0 elsewhere; on the CPU by numpy, in a third of
+    torch's time."""
     if not (is_in_memory(rows) and is_in_memory(mask)) or rows.dtype not in (torch.float32, torch.float64):
         return torch.where(mask, rows[:, None], 0.0)
     return torch.from_numpy(np.where(mask.numpy(), rows.numpy()[:, None], rows.new_zeros(()).numpy()))

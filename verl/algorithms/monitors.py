@@ -87,7 +87,7 @@ def breaks(name: str, value: float, limit: float) -> bool:
 
 @torch.no_grad()
 def monitor_tokens(names: Iterable[str], inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Token values [batch, response] of the monitors among `names` whose inputs are given."""
+    """Token values [batch, response] of the monitors among `names` with given inputs."""
     values = {}
     for name in names:
         monitor = MONITORS.get(name)

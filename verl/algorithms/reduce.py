@@ -35,10 +35,9 @@ def agg_loss(
                               (Dr. GRPO, 2503.20783; the width depends on padding, so give the factor)
     seq-mean-token-mean       sum_i [sum_t l m / (len_i + 1e-8)] / N_sequences
 
-    `batch_num_tokens` and `global_batch_size` are the totals of the whole mini-batch over all ranks: with them the
-    losses of micro-batches add up to the loss of the mini-batch. Without them the denominators are counted in this
-    matrix (sequences: rows with at least one token). Everything is multiplied by `dp_size`, which cancels the
-    averaging of gradients over ranks.
+    `batch_num_tokens` and `global_batch_size` are the totals of the mini-batch over all ranks: with them the losses of
+    micro-batches add up to the loss of the mini-batch. Without them the denominators are counted in this matrix (sequences:
+    rows with at least one token). The factor `dp_size` cancels the averaging of gradients over ranks.
 
     Raises ConfigError on an unknown mode, ValueError when dp_size > 1 comes without the total it needs.
     """

@@ -20,7 +20,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
 
 
 def logexp(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-    """log(1 + exp(r_l - r_w)) of each pair, whatever its margin (2204.05862, section 3.1). Arguments as for `bradley_terry`."""
+    """log(1 + exp(r_l - r_w)) of each pair, for any margin (2204.05862, section 3.1). Arguments as for `bradley_terry`."""
     return F.softplus(rejected - chosen)
 
 
@@ -28,8 +28,8 @@ PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"sigmoid":
 
 
 def pair_loss(name: str, chosen: Tensor, rejected: Tensor, margin: Tensor, center: float = 0.0) -> Tensor:
-    """The loss `name` of PAIR_LOSSES, [pairs], plus `center` * (r_w + r_l)^2, which keeps scores around 0 (2312.09244,
-    section 2). Raises ConfigError for another name."""
+    """The loss `name` of PAIR_LOSSES, [pairs], plus `center` * (r_w + r_l)^2 to keep scores around 0 (2312.09244, section 2).
+    Raises ConfigError for another name."""
     if name not in PAIR_LOSSES:
         raise ConfigError(f"There is no loss of pairs {name!r}; there are {', '.join(PAIR_LOSSES)}.")
     return PAIR_LOSSES[name](chosen, rejected, margin) + center * (chosen + rejected) ** 2
@@ -39,7 +39,7 @@ def calibration_error(logits: Tensor, correct: Tensor, num_bins: int = 10) -> fl
     """Expected calibration error: the mean distance of confidence and accuracy over equal bins of confidence, weighted by
     their size (1706.04599, eq. 3).
 
-    `logits` [n] are log-odds of a prediction, whose confidence sigmoid(|logit|) is at least 0.5; `correct` [n] is 1 where the
+    `logits` [n] are log-odds of a prediction, with a confidence sigmoid(|logit|) of at least 0.5; `correct` [n] is 1 if the
     prediction holds, 0.5 for a tie. NaN without predictions.
     """
     confidence, correct = torch.sigmoid(logits.double().abs()), correct.double()
@@ -49,7 +49,7 @@ def calibration_error(logits: Tensor, correct: Tensor, num_bins: int = 10) -> fl
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's correlation of two samples [n]; NaN where one of them does not vary."""
+    """Pearson's correlation of two samples [n]; NaN if one of them does not vary."""
     x, y = (values.double() - values.double().mean() for values in (x, y))
     return float((x * y).sum() / (x.norm() * y.norm()))
 

@@ -70,7 +70,7 @@ def agg_loss(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """verl.algorithms.reduce.agg_loss, which uses the totals of the mini-batch inside a user's policy loss."""
+    """verl.algorithms.reduce.agg_loss with the totals of the mini-batch inside a user's policy loss."""
     agg = _agg_in_force.get()
     if agg is not None and batch_num_tokens is None and global_batch_size is None:
         return agg(loss_mat, loss_mask, loss_agg_mode)
@@ -83,7 +83,7 @@ _LOSS_ARGUMENTS = "old_log_prob log_prob advantages response_mask loss_agg_mode 
 
 
 def require_loss_arguments(name: str, loss_fn: Callable[..., object]) -> None:
-    """Raises ConfigError for a loss of the older contract that needs an argument which it does not get."""
+    """Raises ConfigError for a loss of the older contract that needs a missing argument."""
     parameters = inspect.signature(loss_fn).parameters
     if "agg" not in parameters:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -30,8 +30,8 @@ def validation_metrics(
     """`val-core/{source}/{variable}/{metric}` and `val-aux/...`, averaged over the prompts of each source.
 
     All arguments have one entry per sample; samples of one prompt share a uid. Core are mean@n, best@n and maj@n for the
-    largest n, of the variable `acc`, or of `reward` where a source has no `acc`. `predictions` are the extracted answers
-    and give maj@k to sources that have any.
+    largest n, of the variable `acc`, or of `reward` if a source has no `acc`. `predictions` are the extracted answers and give
+    maj@k to sources that have any.
     """
     named: dict[str, float] = {}
     for source, variables in metrics_per_source(data_sources, uids, values, predictions).items():
@@ -53,7 +53,7 @@ def metrics_per_source(
     predictions: Sequence[object] | None = None,
     seed: int = SEED,
 ) -> dict[str, dict[str, Metrics]]:
-    """source -> variable -> metric -> mean over the prompts of which a sample has the variable."""
+    """source -> variable -> metric -> mean over the prompts with the variable in a sample."""
     rows_of: dict[tuple[str, str], list[int]] = {}
     for row, key in enumerate(zip(data_sources, uids, strict=True)):
         rows_of.setdefault(key, []).append(row)

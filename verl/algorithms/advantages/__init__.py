@@ -122,7 +122,7 @@ def _without_missing(
     available: Mapping[str, Any], is_scored: Tensor, settings: Mapping[str, Any], *, compares: bool
 ) -> dict[str, Any]:
     """The columns for an estimator: rows without a score train nothing and are compared with none. An estimator that `compares`
-    rows trains nothing on a row that has lost all others of its group: its own score would be its advantage."""
+    rows trains nothing on a row that has lost every other row of its group: its own score would be its advantage."""
     columns, trains = dict(available), is_scored
     if "index" in columns:
         groups = RowGroups.of(columns["index"], is_scored)

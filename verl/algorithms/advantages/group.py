@@ -60,9 +60,8 @@ def gdpo(
 ) -> tuple[Tensor, Tensor]:
     """GDPO (2601.05242): GRPO on each part of the reward by itself, their weighted sum whitened over the batch.
 
-    `reward_parts` is part name -> [batch], or the result of the reward function for each row; the part "score" is the
-    whole reward where the function returns none. Weights default to 1. Raises ConfigError when a part is missing or not
-    a number.
+    `reward_parts` is part name -> [batch], or the result of the reward function for each row; the part "score" is the full
+    reward if the function returns no parts. Weights default to 1. Raises ConfigError when a part is missing or not a number.
     """
     scores = token_level_rewards.sum(-1)
     parts = _reward_columns(reward_parts, gdpo_reward_keys, scores)
@@ -118,8 +117,8 @@ def grpo_passk(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Pass@k training (2503.19595): the best sample of a group gets (R_max - R_second) [/ (sigma + epsilon)], the
-    others 0. A sample without another has advantage 0; raises ConfigError when no group has two."""
+    """Pass@k training (2503.19595): the best sample of a group gets (R_max - R_second) [/ (sigma + epsilon)], every other
+    sample 0. A sample without another has advantage 0; raises ConfigError when no group has two."""
     scores = token_level_rewards.sum(-1)
     groups = RowGroups.of(index, scores)
     if bool(groups.is_single.all()):
@@ -146,7 +145,7 @@ def reinforce_plus_plus_baseline(
 
 
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) -> tuple[Tensor, Tensor]:
-    """Leave-one-out (2402.14740): (R_i - mu) G / (G - 1), which is R_i minus the mean of the other rewards.
+    """Leave-one-out (2402.14740): (R_i - mu) G / (G - 1): R_i minus the mean of the other rewards.
 
     A group of one keeps R_i (baseline 0), as `rloo` and as `rloo_vectorized`.
     """

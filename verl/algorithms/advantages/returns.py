@@ -81,10 +81,9 @@ def optimal_token_baseline(
 
     A_t = G_t - b_t with b_t = sum_j G_{j,t} W_{j,t} / (sum_j W_{j,t} + 1e-8) over the group's rows that train position t.
     G is the reward to go; W_t = sum_{s<=t} w_s is the accumulated squared norm of the score function, from
-    w_s = 1 - 2 pi_s + sum_v pi_v^2 (times the squared importance weight), pi_s = exp(old_log_probs). Where only
-    one row reaches a position, its baseline would be its own return: with `handle_zero_tail` b = 0 there, else A = 0.
-    The row of a group of one has b = 0. `sum_pi_squared` [batch, response] is computed with the old log-probs.
-    Returns (A, G).
+    w_s = 1 - 2 pi_s + sum_v pi_v^2 (times the squared importance weight), pi_s = exp(old_log_probs). If only one row reaches a
+    position, its baseline would be its return: with `handle_zero_tail` b = 0 there, else A = 0. The row of a group of one has b
+    = 0. `sum_pi_squared` [batch, response] is computed with the old log-probs. Returns (A, G).
     """
     mask = response_mask.to(token_level_rewards.dtype)
     groups = RowGroups.of(index, token_level_rewards)

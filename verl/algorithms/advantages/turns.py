@@ -18,7 +18,7 @@ from verl.algorithms.masked import masked_whiten
 
 
 def turn_numbers(response_mask: Tensor) -> Tensor:
-    """int64 [batch, response]: the number of the turn, a run of trained tokens, of each token; -1 on all others."""
+    """int64 [batch, response]: the number of the turn, a run of trained tokens, of each token; -1 on every other token."""
     mask = response_mask.bool()
     before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
     return torch.where(mask, (mask & ~before).cumsum(1) - 1, -1)
@@ -85,7 +85,7 @@ def gigpo(
     """GiGPO (2505.10978): GRPO's advantage of the episode, plus `step_advantage_w` times the turn's advantage.
 
     The turn's advantage compares G_k with the returns of all turns of the group that followed the same state: the same tokens
-    of a tool or an environment (`responses` between two turns), or the prompt. It is 0 where no other turn followed that state.
+    of a tool or an environment (`responses` between two turns), or the prompt. It is 0 if no other turn followed that state.
     """
     returns = _turn_returns(token_level_rewards, turn_ids, gamma)
     of_turns = _compared(returns, turn_ids, _states(responses, turn_ids, index), norm_adv_by_std_in_grpo, epsilon)

@@ -23,7 +23,7 @@ from verl.errors import ConfigError, ModelError, nearest
 __all__ = ["PRESETS", "importance_weights", "preset", "require_fresh", "rollout_correction", "rollout_gap_metrics"]
 
 # Named settings of `algorithm.rollout_correction`. decoupled_*: three policies (sampler, old, current); bypass_*: the sampler
-# is the old policy. is: importance weights (tis: truncated); rs: rejection; k1: by the whole row's ratio, geo: by its
+# is the old policy. is: importance weights (tis: truncated); rs: rejection; k1: by the row's ratio, geo: by its
 # geometric mean, k3: by its mean k3 divergence.
 _TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 _SEQ_IS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
@@ -114,7 +114,7 @@ def rollout_correction(
 
 
 def require_fresh(weight_version: Tensor, version: int, max_age: int, name: Callable[[int], str]) -> None:
-    """Raise ModelError for a sample whose weights are newer than `version` or more than `max_age` versions older.
+    """Raise ModelError for a sample of weights newer than `version`, or more than `max_age` versions older.
 
     `version`: of the weights that train now. weight_version [batch]: of each sample's oldest token. `name` is of the sample
     in a row.

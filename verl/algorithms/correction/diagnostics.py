@@ -14,7 +14,7 @@ _BLOCK = 1 << 15  # tokens
 
 
 def extremes(name: str, values: Tensor) -> dict[str, Metric]:
-    """The metrics `name`_max and `name`_min; {} where there are no values."""
+    """The metrics `name`_max and `name`_min; {} without values."""
     return {f"{name}_max": Metric.max(values.max()), f"{name}_min": Metric.min(values.min())} if values.numel() else {}
 
 

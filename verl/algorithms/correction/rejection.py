@@ -1,4 +1,4 @@
-"""Rejection of tokens or sequences whose probabilities under trainer and sampler differ too much.
+"""Rejection of tokens or sequences with too different probabilities under trainer and sampler.
 
 Bounds of k1 are bounds of the ratio rho = trainer / sampler. Existing releases document the same and apply them to 1 / rho.
 """
@@ -101,10 +101,9 @@ def rejection_mask(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """(mask of the kept tokens, bool [batch, response]; metrics). A token must pass all options.
 
-    token_*: each token by its divergence. seq_sum_*, seq_mean_*, seq_max_*: the whole row by the sum, mean or maximum
-    over its tokens. Metrics: rollout_rs_<option>_{mean,max,min,masked_fraction,seq_masked_fraction} of the divergence
-    that is compared, and rollout_rs_{masked_fraction,seq_masked_fraction} of all together (a row counts when it loses
-    a token).
+    token_*: each token by its divergence. seq_sum_*, seq_mean_*, seq_max_*: the row by the sum, mean or maximum over its
+    tokens. Metrics: rollout_rs_<option>_{mean,max,min,masked_fraction,seq_masked_fraction} of the divergence that is compared,
+    and rollout_rs_{masked_fraction,seq_masked_fraction} of all together (a row counts when it loses a token).
     """
     mask = mask.bool()
     accepted = mask

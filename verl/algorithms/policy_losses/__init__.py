@@ -2,9 +2,9 @@
 
 All tensors are [batch, response]; `agg` reduces a loss matrix (verl.algorithms.reduce.Aggregate). Further keywords are
 the keys of the actor's config that the loss reads, and `rollout_is_weights`. With totals bound in `agg`, the losses of
-micro-batches add up to the loss of the mini-batch; `clip_cov` and `kl_cov`, which use statistics of the micro-batch, are
-exceptions. `@zero_without_advantage` (terms.py) declares that rows whose advantages are all 0 need not be computed.
-Losses of the older contract (loss_agg_mode and config instead of agg) are called through verl.algorithms.user_functions.
+micro-batches add up to the loss of the mini-batch; `clip_cov` and `kl_cov` are exceptions: they use statistics of the
+micro-batch. `@zero_without_advantage` (terms.py) declares that rows with only advantages of 0 need not be computed. Losses of
+the older contract (loss_agg_mode and config instead of agg) are called through verl.algorithms.user_functions.
 """
 
 from __future__ import annotations

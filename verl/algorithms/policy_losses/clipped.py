@@ -107,9 +107,9 @@ def geo_mean(
     """GMPO (2507.20673): the geometric mean of the clipped token ratios times the sequence's mean advantage.
 
     l_i = -mean_t(A) exp(mean_t(sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)))) with d = lp - lp_old; the clips are
-    of the log ratio. The loss is sum_i l_i / number of sequences of the whole mini-batch, whatever the loss_agg_mode,
-    so that it does not depend on the micro-batch split. Importance weights enter by their geometric mean. Metrics:
-    pg_clipfrac (tokens clipped upwards where A > 0), pg_clipfrac_lower (downwards where A < 0), ppo_kl.
+    of the log ratio. The loss is sum_i l_i / number of sequences of the mini-batch, for any loss_agg_mode, so that it does not
+    depend on the micro-batch split. Importance weights enter by their geometric mean. Metrics: pg_clipfrac (tokens clipped
+    upwards where A > 0), pg_clipfrac_lower (downwards where A < 0), ppo_kl.
     """
     delta = log_prob - old_log_prob
     sign = advantages.sign()

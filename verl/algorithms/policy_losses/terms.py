@@ -17,7 +17,7 @@ _zero_without_advantage: set[Callable[..., object]] = set()
 
 
 def zero_without_advantage(loss: F) -> F:
-    """Decorator: rows whose advantages are all exactly 0 add exactly 0 to loss and gradient, so that they are skipped."""
+    """Decorator: rows with only advantages of exactly 0 add exactly 0 to loss and gradient, so that they are skipped."""
     _zero_without_advantage.add(loss)
     return loss
 
@@ -43,6 +43,6 @@ def old_policy_kl(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor)
 
 
 def clip_metrics(acts: Tensor, log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> dict[str, Metric]:
-    """pg_clipfrac, the share of tokens on which a clip `acts` [batch, response], and ppo_kl."""
+    """pg_clipfrac, the share of tokens with a clip that `acts` [batch, response], and ppo_kl."""
     kl = old_policy_kl(log_prob, old_log_prob, response_mask)
     return {"pg_clipfrac": token_mean(acts, response_mask), "ppo_kl": kl}
