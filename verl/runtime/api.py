@@ -24,7 +24,7 @@ class Runtime(Protocol):
     is_rank_zero: bool
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
-        """Load models and start reward processes, where the specs place them."""
+        """Load models and start reward processes, as the specs place them."""
         ...
 
     def any(self, flag: bool) -> bool:

@@ -51,7 +51,7 @@ _FSDP = ("fsdp", "fsdp2")  # strategies of several devices that map weights to a
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Deterministic kernels for this process, where they were asked for."""
+    """Deterministic kernels for this process, if they were requested."""
     if deterministic:
         # read when CUDA's matrix library starts: without it, its products may take their sums in any order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -96,7 +96,7 @@ def _join_groups(context: RankContext, spec: RoleSpec) -> None:
 
 
 def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
-    """The local engine where one device holds the model, else the engine of the spec's strategy."""
+    """The local engine if one device holds the model, else the engine of the spec's strategy."""
     mesh = context.mesh(spec.name)
     settings: dict[str, object] = {
         "model": spec.model,
@@ -132,9 +132,9 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
 
 
 def _hf_files(module: HFModule, model: ModelConfig, folder: Path) -> None:
-    """Write the config, generation config, tokenizer and image processor, which `from_pretrained` needs with the weights."""
+    """Write the config, generation config, tokenizer and image processor, for `from_pretrained` with the weights."""
     config, tokenizer = module.config, load_tokenizer(replace(model, text_tokens=[]))
-    if isinstance(module, SequenceScoreModel):  # whose score transformers reads before the last padding tokens
+    if isinstance(module, SequenceScoreModel):  # transformers reads its score before the last padding tokens
         config, padding = copy.deepcopy(config), TurnEnds(tokenizer).padding
         config.get_text_config().pad_token_id = padding
         tokenizer.pad_token = None if padding is None else tokenizer.convert_ids_to_tokens(padding)
@@ -148,7 +148,7 @@ def _hf_files(module: HFModule, model: ModelConfig, folder: Path) -> None:
 
 
 def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:
-    """Reward processes, and the reward model where there is one."""
+    """Reward processes, and the reward model, if any."""
     run, scoring = context.specs.run, _scoring_ranks(context)
     tokenizer = load_tokenizer(spec.model)
     share = spec.section.num_workers // len(scoring) if context.rank in scoring else 0
@@ -211,7 +211,7 @@ def build_rollout(
     reward: RewardWorker | None,
     weights: RankWeightSync,
 ) -> RolloutWorker:
-    """The engine generates with the policy's own module where that is whole and here: then there is one copy of the weights."""
+    """The engine generates with the policy's module if all of it is in this process: then there is one copy of the weights."""
     spec, run, devices = context.rollout, context.specs.run, context.placement.devices
     rollout, tokenizer = spec.section, load_tokenizer(spec.model)
     if tokenizer.processor is not None:

@@ -1,4 +1,4 @@
-"""Runtimes without a driver: every role in this process, where a breakpoint works anywhere, or equal ranks under torchrun."""
+"""Runtimes without a driver: every role in this process, so that a breakpoint works anywhere; or equal ranks under torchrun."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ _MIN_BYTES = 64 << 20  # next to a tiny model, everything is large
 
 
 class SwitchMemory:
-    """Of switches on `device`, after which the rank generates with `weight_bytes`."""
+    """Of switches on `device` to generation with `weight_bytes`."""
 
     def __init__(self, device: torch.device, weight_bytes: int):
         self._device, self._weight_bytes = device, weight_bytes
         self._largest = 0
-        self.extra_bytes: int | None = None  # of the last switch; None where the system does not tell
+        self.extra_bytes: int | None = None  # of the last switch; None if the system does not tell
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -50,7 +50,7 @@ class SwitchMemory:
             self._report(self.extra_bytes)
 
     def metrics(self) -> dict[str, float]:
-        """switch_peak_gb (memory held in addition to everything else) and switch_peak_ratio; {} where nothing was measured."""
+        """switch_peak_gb (memory held in addition to everything else) and switch_peak_ratio; {} if nothing was measured."""
         if self.extra_bytes is None or not self._weight_bytes:
             return {}
         return {"switch_peak_gb": self.extra_bytes / 1e9, "switch_peak_ratio": self._ratio(self.extra_bytes)}
@@ -87,8 +87,8 @@ class _Seen:
 
 
 class ModeSwitch:
-    """`engine` is the TrainEngine of this process, None where nothing trains here; `gives_back`: the rollout engine has its
-    own allocator. Reads drift_check and keep_weights_copy of `config`."""
+    """`engine` is the TrainEngine of this process, None if nothing trains here; `gives_back`: the rollout engine has its own
+    allocator. Reads drift_check and keep_weights_copy of `config`."""
 
     def __init__(
         self, engine: TrainEngine | None, config: RolloutConfig, device: torch.device, *, gives_back: bool = False
@@ -147,7 +147,7 @@ class ModeSwitch:
         return names[self._count % stride :: stride]
 
     def _drifted(self) -> dict[str, float]:
-        """Name -> relative difference of each tensor that has changed; infinite where only a checksum shows the change."""
+        """Name -> relative difference of each tensor that has changed; infinite if only a checksum reveals the change."""
         weights, snapshot = self._weights(), self._seen
         drifts = {}
         for name, before in snapshot.values.items():

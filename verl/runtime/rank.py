@@ -24,13 +24,12 @@ from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.rollout.api import holds_weights
 from verl.specs import RolloutSpec
 
-POLICY = "actor"  # the role whose weights the rollout generates with
+POLICY = "actor"  # the role with the weights of the rollout
 
 
 @dataclass
 class RankContext:
-    """A process of the run, and the facts that its roles are built from. `rank` is -1 in a driver, which holds no
-    role."""
+    """A process of the run, and the facts that its roles are built from. `rank` is -1 in a driver: it holds no role."""
 
     specs: RoleSpecs
     placement: Placement
@@ -38,10 +37,10 @@ class RankContext:
     device: torch.device
     total_steps: int
     data_sources: list[str]
-    device_names: tuple[str, ...] = ()  # by rank, as CUDA_VISIBLE_DEVICES has them; () where they are not needed
+    device_names: tuple[str, ...] = ()  # by rank, as CUDA_VISIBLE_DEVICES has them; () if they are not needed
 
     def spec(self, role: str) -> RoleSpec:
-        """The declaration of a model role, or of the role whose engine it shares."""
+        """The declaration of a model role, or of the role that shares its engine."""
         spec = self.specs.model(role)
         assert spec is not None, role
         return spec if spec.shares is None else self.spec(spec.shares)
@@ -58,8 +57,8 @@ class RankContext:
         return self.placement.devices[role if spec is None else self.spec(role).name]
 
     def mesh(self, role: str) -> Mesh | None:
-        """The arrangement of the ranks of an engine; None where one device holds the model. Raises ConfigError when they
-        do not divide as the config asks."""
+        """The arrangement of the ranks of an engine; None if one device holds the model. Raises ConfigError when they do not
+        divide as the config asks."""
         ranks = self.ranks(role)
         if len(ranks) == 1:
             return None
@@ -88,9 +87,9 @@ class RankContext:
 
     @cached_property
     def engine_plan(self) -> EnginePlan:
-        """The layout of the rollout engine over devices. Where the ranks themselves compute, ranks that also train are
-        grouped by their training shards. The weights that a rank trains then lie within the weights that it generates with,
-        as far as ascending ranks in a group allow. Raises ConfigError when devices do not divide as the config asks."""
+        """The layout of the rollout engine over devices. If the ranks themselves compute, ranks that also train are grouped by
+        their training shards. The weights that a rank trains then lie within the weights that it generates with, as far as
+        ascending ranks in a group allow. Raises ConfigError when devices do not divide as the config asks."""
         plan = EnginePlan.of(self.rollout, self.placement)
         training = self.mesh(POLICY) if self.trains_policy else None
         if self.has_own_weights or training is None or set(training.ranks) != set(plan.ranks):
@@ -112,25 +111,25 @@ class RankContext:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether generation uses the training module itself: one process holds the whole policy and generates with it."""
+        """Whether generation uses the training module itself: one process holds all of the policy and generates with it."""
         devices = self.placement.devices
         alone = len(devices[POLICY]) == 1 and devices[POLICY] == devices["rollout"]
         return not self.trains_policy or (alone and not self.has_own_weights)
 
     @property
     def has_own_weights(self) -> bool:
-        """Whether the rollout engine has a copy of the weights, which it is sent whole."""
+        """Whether the rollout engine has a copy of the weights, and gets all of them."""
         return holds_weights(self.rollout.section.name)
 
 
 def check_meshes(specs: RoleSpecs, placement: Placement, rank: int | None = None) -> EnginePlan | None:
     """The layout of the rollout engine, if there is one. Raises ConfigError, before anything is started, when devices do not
-    divide as the engines ask, MissingExtraError for an engine that is not installed. `rank`: of this process; None in a driver,
-    whose ranks may have other packages."""
+    divide as the engines ask, MissingExtraError for an engine that is not installed. `rank`: of this process; None in a driver:
+    its ranks may have other packages."""
     context = RankContext(specs, placement, rank or 0, torch.device("cpu"), 1, [])
     if rank is not None:
         require_packages(context)
-    # before the layout of the rollout engine, which reads the model's config where Megatron trains
+    # before the layout of the rollout engine: with Megatron it reads the model's config
     for spec in specs.models:
         _check_engine(context, spec)
     if specs.rollout is not None:
@@ -152,7 +151,7 @@ def check_packages(specs: RoleSpecs, placement: Placement) -> None:
 
 
 def require_packages(context: RankContext) -> None:
-    """Raise MissingExtraError where this process generates with an engine that is not installed."""
+    """Raise MissingExtraError if this process generates with an engine that is not installed."""
     if context.specs.rollout is not None and context.holds("rollout"):
         section = context.rollout.section
         ROLLOUT_ENGINES.get(section.name).require_package(section)

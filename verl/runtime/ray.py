@@ -1,6 +1,6 @@
 """The ray runtime: this process runs the program, and every device has a process with the roles that are placed on it.
 
-The processes are ranks as in the spmd runtime: they meet in one process group, through which engines and weights communicate.
+The processes are ranks as in the spmd runtime: they meet in one process group, for the communication of engines and weights.
 The driver divides the rows of a call over them, and gets the small results back.
 """
 
@@ -283,7 +283,7 @@ class RankProcess:
         return self.workers.facts()
 
     def call(self, role: str, method: str, arguments: Packed, answers: bool) -> PackedAnswer:
-        """Run a method of a worker; the result of a rank that does not answer for others stays here."""
+        """Run a method of a worker; the result of a rank that does not answer for its group stays here."""
         assert self.workers is not None
         workers = self.workers
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _ROOT_CAUSE_S = 3.0  # grace for naming the rank that died, once another rank has lost it
 _END_S = 5.0
 _STACK_S = 5.0  # for the stack of a process that is late
-_INLINE_BYTES = 64 * 1024  # below the 100 KB from which on Ray itself stores an argument
+_INLINE_BYTES = 64 * 1024  # Ray itself stores an argument of 100 KB or more
 _FEW = 32  # answers that are looked at one by one, so that an error is raised at once
 _FIRST_LOOK_S, _LOOK_S = 0.01, 0.5  # from one look at the answers of a call to the next
 # the keys with the deadline of a call, and of starting the processes
@@ -95,8 +95,8 @@ class RayCluster:
         ray_node.watch(worker.global_worker.node)
 
     def _check_resources(self) -> None:
-        """Refuse a run for which the whole cluster is too small. The run computes on GPUs if any node has them: this node may
-        have none."""
+        """Refuse a run that is too large for the cluster. The run computes on GPUs if any node has them: this node may have
+        none."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if self.request.gpus is None:
             self.request = replace(self.request, gpus=any(node.get("GPU", 0) >= 1 for node in nodes))
@@ -133,7 +133,7 @@ class RayCluster:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # all nodes, so ask once
         for group in self._groups:
             self._nodes[group] = next(iter(ray.util.placement_group_table(group)["bundles_to_node_id"].values()), "")
-        # ranks of a node do not depend on the order in which groups became ready
+        # ranks of a node do not depend on which groups became ready first
         self._groups.sort(key=lambda group: (addresses.get(self._nodes[group], ""), self._nodes[group]))
 
     def spawn(
@@ -141,8 +141,8 @@ class RayCluster:
         beside: Sequence[str] = (),
     ) -> list[Process]:  # fmt: skip
         """An actor of `cls` for every place, in rank order; `arguments(rank)` are for its constructor. It takes `share` of the
-        place, so that several fit. Calls run in the order in which they are made; calls of a group named in `beside` run on a
-        separate thread, in parallel with the others."""
+        place, so that several fit. Calls run in the order of their requests; calls of a group named in `beside` run in
+        parallel, on a separate thread."""
         processes: list[Process] = []
         actor = _actor_class(cls, environment, beside)
         for group in self._groups:
@@ -219,7 +219,7 @@ class Pending:
         cls, call: str, plan: CallPlan, send: Callable[[int], tuple[Process, object]], timeout_s: float,
         **more: Any,
     ) -> Pending:  # fmt: skip
-        """The call of a plan, which `send(index)` makes on the process of a rank of the group. For `more` see Pending."""
+        """The call of a plan; `send(index)` makes it on the process of a rank of the group. For `more` see Pending."""
         ranks = plan.ranks()
         order = [ranks.index(index) for index in plan.answering]
         refs = [send(index) for index in ranks]
@@ -256,7 +256,7 @@ class Pending:
                 try:
                     results[index] = self.opened(self._fetch(process, ref), process, ref)
                 except (WorkerLostError, DeadlineError) as error:
-                    ray_node.require(self.call)  # whose end takes the ranks with it
+                    ray_node.require(self.call)  # its end takes the ranks with it
                     if self.retry is None or not process.is_added or not isinstance(error.__cause__, RayError):
                         others = {ref: self.refs[i][0] for ref, i in waiting.items()}
                         raise self._root_cause(others, error) from error
@@ -280,7 +280,8 @@ class Pending:
             raise RuntimeError(f"{process} failed in {self.call}:\n{error}") from error
 
     def _root_cause(self, waiting: dict[object, Process], noticed: VerlError) -> VerlError:
-        """The error to raise: a rank that lost its peer answers before Ray notices the dead peer, which is the one to name."""
+        """The error to raise: a rank that lost its peer answers before Ray notices the dead peer. The error names the dead
+        peer."""
         until = time.monotonic() + _ROOT_CAUSE_S
         while waiting and time.monotonic() < until:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, until - time.monotonic()))
@@ -320,7 +321,7 @@ def own_address() -> str:
 
 
 def own_device(name: str) -> torch.device:
-    """The device that Ray has given to this process, for trainer.device `name`: one of several where Ray hides none of a node's
+    """The device that Ray has given to this process, for trainer.device `name`: one of several if Ray hides none of a node's
     GPUs (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)."""
     device = resolve_device(name)
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -331,15 +332,15 @@ def own_device(name: str) -> torch.device:
 
 
 def store_value(value: Packed) -> object:
-    """The argument of a call for `value`: a large one is stored once for several processes, a small one travels in the call,
-    which saves a request to Ray's object store on each side."""
+    """The argument of a call for `value`: a large one is stored once for several processes, a small one travels in the call, to
+    save a request to Ray's object store on each side."""
     small = len(value[0]) + sum(getattr(buffer, "nbytes", 0) for buffer in value[1:]) <= _INLINE_BYTES
     return value if small else ray.put(value)
 
 
 def store_call(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """The argument of a process for a call. The images of batches are in Ray's object store by themselves, where each process
-    reads the images of its rows. They are there until no row has them."""
+    """The argument of a process for a call. The images of batches are separate in Ray's object store: each process reads the
+    images of its rows there. They are there until no row has them."""
     for batch in (*args, *kwargs.values()):
         for row in (row_media_of(batch) or ()) if isinstance(batch, DataProto) else ():
             for media in images_in(row):

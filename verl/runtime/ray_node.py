@@ -35,13 +35,13 @@ def apart_from_signals(services: Any) -> Iterator[None]:
     """Processes that `services`, Ray's module, starts meanwhile get neither SIGTERM nor the signals of the run's process group.
 
     `timeout`, SLURM, systemd and terminals send them to the group or to every process of a job: a raylet that heeds one would
-    take the ranks with it before they have saved. Applies only on Linux, where these processes end with this one anyway.
-    The handler of SIGTERM stays; Ray's handler would exit.
+    take the ranks with it before they have saved. Applies only on Linux: these processes end with this one there. The handler
+    of SIGTERM stays; Ray's handler would exit.
     """
     plain, handler = services.ConsolePopen, signal.getsignal(signal.SIGTERM)
 
     class Apart(plain):  # type: ignore[misc, valid-type]
-        """A process in its own session, which only SIGKILL ends."""
+        """A process in its own session; only SIGKILL ends it."""
 
         def __init__(self, *arguments: object, **options: object):
             super().__init__(*arguments, start_new_session=True, **options)
@@ -71,8 +71,8 @@ def apart_from_signals(services: Any) -> Iterator[None]:
 def watch(node: Any) -> None:
     """From now on the end of one of them is an error in the log.
 
-    Those are processes that this one has started, or the raylet of `node`, Ray's object, which is None for a client of ray://.
-    Ray ends this process soon after its raylet, at some calls without a word.
+    Those are processes that this one has started, or the raylet of `node`, Ray's object (None for a client of ray://). Ray ends
+    this process soon after its raylet, at some calls without a word.
     """
     own = [p for p in psutil.Process().children() if p.name() in _NAMES]
     _watched.extend(own or (_raylets_at(node.raylet_socket_name) if node else ()))

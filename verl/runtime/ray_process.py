@@ -17,7 +17,7 @@ from verl.parallel.serialize import StoredBuffers, decode, encode
 
 log = logging.getLogger(__name__)
 
-Packed = list[Any]  # the document and the buffers of verl/parallel/serialize.py, which Ray carries without copying
+Packed = list[Any]  # the document and the buffers of verl/parallel/serialize.py; Ray carries them without copying
 PackedAnswer = Packed | dict[str, str]  # a packed result, or the class and the text of an error
 
 
@@ -34,7 +34,7 @@ class Process:
     log_file: Path | None = None
     is_added: bool = False  # after the start of the run, see verl/runtime/ray_scaling.py
     is_lost: bool = False  # it has died, and the run continues without it
-    watched_by: str = ""  # the concurrency group of its method `stuck`, which reports the running call
+    watched_by: str = ""  # the concurrency group of its method `stuck`: a report of the running call
 
     def __str__(self) -> str:
         node = f"node {self.node}, Ray's {self.node_id[:8]}" if self.node_id else f"node {self.node}"
@@ -72,7 +72,7 @@ def unpack(packed: Packed, read: Callable[[Any], Any] = np.asarray, reference: o
 
 
 def answer_call(run: Callable[[], object]) -> PackedAnswer:
-    """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
+    """The packed result of `run`, or its error: VerlError as it is, other errors with their traceback."""
     unblock_sigterm()  # Ray runs calls on several threads
     try:
         return pack(run(), is_answer=True)

@@ -75,8 +75,8 @@ def is_short(have: Sequence[int], need: Sequence[int]) -> bool:  # both in desce
 
 
 def ask_for_token() -> None:
-    """A local cluster listens on all interfaces and executes what clients send. Ray admits only clients with its token, which
-    this run generates instead of leaving one in a file, unless the user has one or has set RAY_AUTH_MODE=disabled."""
+    """A local cluster listens on all interfaces and executes what clients send. Ray admits only clients with its token. This
+    run generates a token instead of leaving one in a file, unless the user has one or has set RAY_AUTH_MODE=disabled."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ and not Path("~/.ray/auth_token").expanduser().exists():
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # it warns that there is a token

@@ -6,7 +6,7 @@
 
 An added process has a replica of the policy, or scorers, and is in no process group. Its weights come through Ray's object
 store, from a rank that generates. A sample is a function of (seed, step, prompt, sample, weights), and so the same
-wherever it is computed. Where rollout and reward share their devices, a process has both.
+wherever it is computed. If rollout and reward share their devices, a process has both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Added:
 
 
 class RoleScaling:
-    """Of the `roles` of a run, which generates by `spec`, and whose ranks were built for `task`."""
+    """Of the `roles` of a run that generates by `spec`, with ranks built for `task`."""
 
     def __init__(self, runtime: RayRuntime, roles: Roles, spec: RolloutSpec, task: Mapping[str, Any]):
         self._runtime, self._task, self._folder = runtime, task, runtime.run.folder
@@ -74,7 +74,7 @@ class RoleScaling:
         return [added.process for added in (*self._joined, *self._starting)]
 
     def watch(self, call: Pending) -> None:
-        """A call on the rollout, which is to end before the weights change."""
+        """A call on the rollout that is to end before the weights change."""
         if self._joined:
             self._calls.append(call)
 
@@ -198,8 +198,8 @@ def _only(answers: list[Any]) -> Any:
 
 
 def scalable_roles(spec: RolloutSpec, devices: Mapping[str, Sequence[int]]) -> list[str]:
-    """Rollout where each of its devices has a whole replica, no agents act, and none trains. A device that trains could not
-    recompute, under the old weights, the work that another process lost. Reward where it has devices without rollout."""
+    """Rollout if each of its devices has a complete replica, no agents act, and none trains. A device that trains could not
+    recompute, under the old weights, the work that another process lost. Reward if it has devices without rollout."""
     rollout = spec.section
     is_whole = rollout.name in ("native", "hf") and rollout.tensor_model_parallel_size == 1
     trains = set(devices["rollout"]) & set(devices[POLICY])

@@ -22,7 +22,7 @@ from verl.runtime.worker_group import Runner, WorkerGroup
 def make_groups(
     context: RankContext, runner: Runner, facts: dict[str, object], weights: WeightSync | None, end: Callable[[], None]
 ) -> Roles:
-    """A group for every role of the run, whose calls `runner` carries out."""
+    """A group for every role of the run; `runner` carries out its calls."""
     specs, devices = context.specs, context.placement.devices
     roles = Roles(specs=specs.models, facts=facts, num_devices=context.placement.num_devices, weights=weights, end=end)
     if roles.num_devices > 1:

@@ -106,7 +106,7 @@ def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, o
 def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
     """A copy of the policy in the compute dtype, only for generation; divided over `group`, if there is one. Weights
     are rounded as in a policy that trains, and adapters are merged in."""
-    place = device if group is None else torch.device("cpu")  # a divided model may not fit the device whole
+    place = device if group is None else torch.device("cpu")  # all of a divided model may not fit the device
     dtype, rounding = compute_dtype(spec.dtype, device), Rounding(spec.rounding)
     module = build_module(spec.model, "lm", place, dtype, rounding, trains=False)
     if group is not None:
@@ -133,7 +133,7 @@ _BUCKET_BYTES = 64 << 20  # weights that travel to another process at a time
 
 
 class RankWeightSync:
-    """The WeightSync of one rank; all ranks of a run call `sync` together. `engine` trains the policy on this rank, None where
+    """The WeightSync of one rank; all ranks of a run call `sync` together. `engine` trains the policy on this rank, None if
     another rank does. `comm` is None in a run of one process."""
 
     def __init__(self, context: RankContext, comm: Collectives | None, engine: TrainEngine | None):
@@ -143,10 +143,10 @@ class RankWeightSync:
         self.switch = ModeSwitch(engine, context.rollout.section, context.device, gives_back=context.has_own_weights)
         self.rollout: RolloutWorker | None = None
         self.memory: SwitchMemory | None = None  # None: nothing is copied
-        self.update: PlannedUpdate | None = None  # None: there is one set of weights, or they are gathered whole
+        self.update: PlannedUpdate | None = None  # None: there is one set of weights, or all of them are gathered
 
     def connect(self, rollout: RolloutWorker | None) -> None:
-        """The rollout of this rank, None where it has none. Plans the transfer, with all ranks."""
+        """The rollout of this rank, None without one. Plans the transfer, with all ranks."""
         self.rollout = rollout
         context = self.context
         if self.comm is not None and not context.shares_weights and not context.has_own_weights:
@@ -159,7 +159,7 @@ class RankWeightSync:
             self.memory = SwitchMemory(context.device, self._weight_bytes())
 
     def sync(self, version: int, weights: Weights | None = None) -> None:
-        """See WeightSync. A rank that is in no process group is given whole `weights`, by name."""
+        """See WeightSync. A rank in no process group gets all `weights`, by name."""
         with nullcontext() if self.comm is None else self.comm.doing("weights.sync"):
             self.switch.to_generation()
             if self.context.has_own_weights:  # the transfer needs memory for them
@@ -177,7 +177,7 @@ class RankWeightSync:
         return {} if self.memory is None else self.memory.metrics()
 
     def _weight_bytes(self) -> int:
-        """Bytes of the weights that this rank generates with, or of the whole model where another process does or none."""
+        """Bytes of the weights that this rank generates with, or of the full model if another process generates, or none."""
         if self.rollout is not None and self.rollout.replica is not None:
             return sum(p.nbytes for p in self.rollout.replica.module.parameters())
         if self.engine is None:
@@ -200,7 +200,7 @@ class RankWeightSync:
             pass
 
     def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole weights, tensor by tensor, on the ranks of the policy and of the rollout alike."""
+        """The full weights, tensor by tensor, on the ranks of the policy and of the rollout alike."""
         placement = self.context.placement.devices
         if set(placement["rollout"]) <= set(placement[POLICY]):
             return self.engine.gather_weights() if self.engine is not None else iter(())
@@ -232,7 +232,7 @@ class RankWeightSync:
 
 
 def layouts(context: RankContext) -> tuple[TrainingLayout, RolloutLayout]:
-    """Layouts of the policy in training, and in the rollout replicas, whose ranks divide the experts."""
+    """Layouts of the policy in training, and in the rollout replicas. The ranks of a replica divide the experts."""
     copies = context.rollout_mesh()
     engines = consecutive_engines(copies.ranks, dict(copies.axes)["tp"])
     return context.training_layout(POLICY), RolloutLayout(engines, expert_groups=engines)

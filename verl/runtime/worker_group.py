@@ -63,7 +63,7 @@ class WorkerGroup:
     def _call(self, method: str, declared: Registered, *args: object, **kwargs: object) -> object:
         if declared.materialize_futures:
             args, kwargs = tuple(map(resolve, args)), {k: resolve(v) for k, v in kwargs.items()}
-        # without a name, which would hold the plan's rows as long as the runner waits
+        # a name would hold the plan's rows as long as the runner waits
         return self._runner(self, method, self._plan(method, declared, args, kwargs), declared.blocking)
 
     def _plan(self, method: str, declared: Registered, args: tuple[object, ...], kwargs: dict[str, object]) -> CallPlan:
