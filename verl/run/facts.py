@@ -12,7 +12,7 @@ _FEW_STEPS = 10
 
 
 def with_facts(loaded: LoadedConfig[RunConfig], num_rows: int | None) -> LoadedConfig[RunConfig] | None:
-    """`loaded` with defaults that fit `num_rows` rows that train and the model; None where it has them. Raises ModelError."""
+    """`loaded` with defaults that fit `num_rows` rows that train and the model; None if it has them. Raises ModelError."""
     if loaded.defaults != "command":
         return None
     config = loaded.config
@@ -22,7 +22,7 @@ def with_facts(loaded: LoadedConfig[RunConfig], num_rows: int | None) -> LoadedC
 
 
 def num_rows_of(data: ProgramData) -> int | None:
-    """The rows that train; None where the program or a sampler of the user's does not say."""
+    """The rows that train; None if the program or a sampler of the user does not say."""
     return getattr(data, "num_rows", None)
 
 

@@ -75,7 +75,7 @@ def inputs_of(loaded: LoadedConfig[RunConfig], program: type[Program[Any]]) -> d
 
 def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mapping[str, str], action: str) -> str:
     """A sentence with the differences between the inputs `saved` in `checkpoint` (None: by a version without digests) and
-    `now`; "" without any. Raises CheckpointError, unless `action` is "warn", where the trained weights depend on one."""
+    `now`; "" without any. Raises CheckpointError, unless `action` is "warn", if the trained weights depend on one."""
     changed = [name for name in now if (saved or {}).get(name, now[name]) != now[name]]
     essential = [name for name in changed if name.endswith(_TRAIN) or name.startswith((_WEIGHTS, _TOKENIZER))]
     if essential and action != "warn":
@@ -99,7 +99,7 @@ def _add(digests: dict[str, str], name: str, digest: Any) -> None:
 
 
 def _data_files(names: str | list[str] | None) -> list[Path]:
-    """The local files of a list of data files, in order. Raises FileNotFoundError where all are of the hub."""
+    """The local files of a list of data files, in order. Raises FileNotFoundError if all are of the hub."""
     files = [file for name in ([names] if isinstance(names, str) else names or []) for file in files_behind(name)]
     if names and not files:
         raise FileNotFoundError(names)
@@ -196,7 +196,7 @@ def _references(value: object) -> Iterator[str]:
 
 
 def _file(key: str, text: str) -> Path | None:
-    """The file that a text names: a path, or path/to/file.py:name, or a module where the text or its key says so."""
+    """The file that a text names: a path, or path/to/file.py:name, or a module if the text or its key says so."""
     name = text.removeprefix("pkg://").removeprefix("file://")
     reference = name.rpartition(":")[0]
     for path in filter(None, (name, reference)):
@@ -232,7 +232,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def _settings(file: Path) -> object:
-    """The values of a YAML or JSON file; None where it cannot be read."""
+    """The values of a YAML or JSON file; None if it cannot be read."""
     try:
         return read_limited(file)
     except ConfigError:

@@ -52,8 +52,8 @@ class StopRequested(Exception):
 class StopSignal:
     """While entered, SIGINT and SIGTERM ask for an orderly end between two phases, after saving; a second Ctrl-C ends at once.
 
-    A run that has not left `timeout_s` after the request (0: no limit) is ended as it is, whatever it waits for, with the step
-    and phase of `root`/heartbeat.json in the message."""
+    A run that has not left `timeout_s` after the request (0: no limit) is ended as it is, during any wait, with the step and
+    phase of `root`/heartbeat.json in the message."""
 
     def __init__(self, root: Path, timeout_s: float) -> None:
         self.requested = False
@@ -105,7 +105,7 @@ class StopSignal:
             self._timeout_s,
             place,
         )
-        os._exit(DeadlineError.exit_code)  # whatever the main thread waits for may never end
+        os._exit(DeadlineError.exit_code)  # the wait of the main thread may never end
 
     def share(self, any_process: Callable[[bool], bool]) -> None:
         """From now on all processes of the run stop at the same `check`, whichever got the signal; `any_process(flag)` returns
@@ -120,8 +120,8 @@ class StopSignal:
 
 @dataclass(eq=False)
 class Loop:
-    """Runs `program` from `state` to the last step of `data`. `trainer` is the config section; `write_config` writes the whole
-    config to a folder."""
+    """Runs `program` from `state` to the last step of `data`. `trainer` is the config section; `write_config` writes the config
+    to a folder."""
 
     trainer: TrainerConfig
     _: KW_ONLY
@@ -251,7 +251,7 @@ class Loop:
         }
 
     def _warn_of_hidden_updates(self, metrics: Mapping[str, float]) -> None:
-        """Warn once for each role whose updates are mostly lost in rounding."""
+        """Warn once for each role that loses most of its updates in rounding."""
         for spec in self.roles.specs:
             shown = metrics.get(f"{spec.name}/visible_update_ratio", 1.0)
             if metrics.get(f"{spec.name}/grad_norm") == 0.0:  # only weight decay moved the weights
@@ -308,7 +308,7 @@ class Loop:
         raise FolderLostError(f"{lost} {hint}, and run the same command again.")
 
     def _rescue(self) -> Path:
-        """Save the last step to a new folder, from which the run can resume."""
+        """Save the last step to a new folder, so that the run can resume from there."""
         with contextlib.suppress(VerlError):
             self.store.finish()
         root = Path(self.broadcast(str(rescue_folder(self.folder.root)) if self.is_rank_zero else ""))
@@ -324,7 +324,7 @@ class Loop:
         return root
 
     def _finish_last_save(self) -> None:
-        """Wait for the background save. A failure is logged, and does not keep the run from saving where it stops."""
+        """Wait for the background save. A failure is logged, and does not keep the run from saving at its stop."""
         failure = ""
         try:
             self.store.finish()

@@ -33,9 +33,8 @@ class DynamicConfigScheduler:
             {"from_step": 5001, "changes": {"enable_chunked_attention": False}},
         ])
 
-    A value holds from its step on, until another phase changes it. The keys are batch_group_size, enable_chunked_attention
-    and chunk_size, which belong to the actor, or full keys such as critic.fsdp.batch_group_size. Raises ConfigError for
-    anything else.
+    A value holds from its step on, until another phase changes it. The keys are batch_group_size, enable_chunked_attention and
+    chunk_size of the actor, or full keys such as critic.fsdp.batch_group_size. Raises ConfigError for anything else.
     """
 
     def __init__(self, phases: Sequence[Mapping[str, Any]] = ()):
@@ -45,7 +44,7 @@ class DynamicConfigScheduler:
         self._set: dict[str, object] = {}
 
     def set(self, changes: Mapping[str, object] | None = None, **named: object) -> None:
-        """Other values from the next step on, whatever the phases say; not remembered by a run that resumes."""
+        """Other values from the next step on, in place of the values of the phases; not remembered by a run that resumes."""
         merged = {**(changes or {}), **named}
         _check_changes(merged)
         self._set.update(merged)

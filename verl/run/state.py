@@ -53,7 +53,7 @@ class RunState:
         "step": is_count,
         "seconds": is_number,
         "num_tokens": is_count,
-        "first_validation": each(lambda value: isinstance(value, int | float)),  # NaN, where nothing was measured
+        "first_validation": each(lambda value: isinstance(value, int | float)),  # NaN, if nothing was measured
         "command": maybe(is_text),  # null, as `inputs`, in older checkpoints
         "inputs": maybe(each(is_text)),
         "started_at": lambda value: value is None or _is_time(value),
@@ -64,15 +64,15 @@ class RunState:
         return asdict(self)
 
     def load_state_dict(self, saved: Mapping[str, object]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue from a result of `state_dict`."""
         for name in ("step", "seconds", "num_tokens", "first_validation"):
             setattr(self, name, saved[name])
 
 
 def time_of_start(root: Path, trainer: TrainerConfig, *, restarted: bool) -> str:
     """The local time at which the run in `root`, or the run that it resumes from, has started (ISO 8601); now for a new run.
-    Chat templates that write the date get this time, so that a run which is resumed a day later renders the same prompts.
-    `trainer` is the config section; `restarted`: after a crash of the same command."""
+    Chat templates that write the date get this time, so that a run resumed a day later renders the same prompts. `trainer` is
+    the config section; `restarted`: after a crash of the same command."""
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
         states = [Path(trainer.resume_from_path).expanduser() / "trainer_state.json"]
     elif trainer.resume_mode == "auto" or restarted:
@@ -100,7 +100,7 @@ def now() -> str:
 
 
 def _value(file: Path, name: str, check: Check) -> Any:
-    """The value of `name` in a JSON file; None where it cannot be read, or is missing as in an earlier version."""
+    """The value of `name` in a JSON file; None if it cannot be read, or is missing as in an earlier version."""
     try:
         return read_json(file, has(**{name: check}))[name]
     except (OSError, ValueError):
@@ -190,8 +190,8 @@ def saves_in_background(specs: Sequence[RoleSpec]) -> bool:
 
 
 def rescue_folder(lost: Path) -> Path:
-    """Create a folder for the state of a run whose folder `lost` is gone: next to `lost`, or in the temporary folder. Raises
-    OSError."""
+    """Create a folder for the state of a run that has lost its folder `lost`: next to `lost`, or in the temporary folder.
+    Raises OSError."""
     prefix = f"{lost.name}_rescued_"
     try:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=lost.absolute().parent))
@@ -209,7 +209,7 @@ def open_store(root: Path, specs: Sequence[RoleSpec], *, timeout_s: float, is_ra
     report.require()
     for notice in report.notices:
         log.warning("The run folder %s: %s.", root, notice)
-    # checkpoints are kept whole: the role that wants more of them decides
+    # all roles of a checkpoint are kept: the role that wants more of them decides
     store = CheckpointStore(root, keep=max((spec.checkpoints_to_keep or 0 for spec in specs), default=0))
     return BackgroundStore(store, timeout_s) if saves_in_background(specs) else store
 
@@ -241,7 +241,7 @@ class Resume:
 
     @property
     def source(self) -> Path | None:
-        """The folder of the run whose checkpoint `find` has chosen."""
+        """The folder of the run with the checkpoint that `find` has chosen."""
         return None if self._saved is None else Path(self._saved[0]).parent
 
     def start(self, roles: Roles, program: Program[Any], *, same_run: bool = False) -> None:
@@ -252,8 +252,8 @@ class Resume:
         self._first_step = self.state.step
 
     def go_back(self, back: RollBack, saved_step: int) -> None:
-        """Continue from the newest checkpoint of this run, whose last save was at step `saved_step`. Raises NumericsError when
-        there is no checkpoint."""
+        """Continue from the newest checkpoint of this run, last saved at step `saved_step`. Raises NumericsError when there is
+        no checkpoint."""
         self.store.finish()  # a save that is under way counts
         # before the first save of this process, checkpoints in the folder may be of an earlier run
         mode = "auto" if saved_step > self._first_step else self.trainer.resume_mode
@@ -278,7 +278,7 @@ class Resume:
 
     def _load(self, mode: str, back: RollBack | None = None, *, same_run: bool = False) -> None:
         while self._saved is not None and not self._load_roles(self._saved[0]):
-            self._saved = self._find(mode, math.inf)  # names the damage; raises where no checkpoint is left
+            self._saved = self._find(mode, math.inf)  # names the damage; raises if no checkpoint is left
         path, values = (None, None) if self._saved is None else (Path(self._saved[0]), self._saved[1])
         if values is not None:
             self.state.load_state_dict(values)
@@ -316,7 +316,7 @@ def resumable_state(
 
 
 def read_state(checkpoint: Path, command: str, schema: Mapping[str, Check]) -> dict[str, Any]:
-    """The content of trainer_state.json, for a run of `command` whose program has the state schema `schema`. Raises
+    """The content of trainer_state.json, for a run of `command`, by a program with the state schema `schema`. Raises
     CheckpointError when no such run can have written it."""
     values = trainer_state(checkpoint)
     saved_by = values.get("command")
