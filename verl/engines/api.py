@@ -53,8 +53,8 @@ class MicroBatching:
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Sizes of the whole mini-batch over all ranks: the denominators of the loss, so that neither the micro-batch
-    split nor the number of ranks changes it.
+    """Sizes of the mini-batch over all ranks: the denominators of the loss, so that neither the micro-batch split nor
+    the number of ranks changes it.
 
     >>> BatchTotals(num_tokens=2048, num_sequences=16, num_units=16).num_chosen_tokens
     0
@@ -63,7 +63,7 @@ class BatchTotals:
     num_tokens: int  # response_mask.sum()
     num_sequences: int  # rows with a token in response_mask
     num_units: int  # of the objective: rows, or groups of rows that belong together
-    num_chosen_tokens: int = 0  # response_mask.sum() of the rows whose column `chosen` is true
+    num_chosen_tokens: int = 0  # response_mask.sum() of the rows with `chosen`
 
 
 class LossFn(Protocol):
@@ -85,15 +85,15 @@ class StepCheck(Protocol):
         ...
 
     def __call__(self, metrics: Mapping[str, float], /) -> bool:
-        """Whether the step may be taken. `metrics` are of the whole mini-batch, equal on all ranks: `grad_norm`, and the
-        metrics in `names` that a loss has given."""
+        """Whether the step may be taken. `metrics` are of the mini-batch, equal on all ranks: `grad_norm`, and the metrics in
+        `names` that a loss has given."""
         ...
 
 
 @runtime_checkable
 class TrainEngine(Protocol):
     """A model with its optimizer. Rows come as a DataProto with the columns prompts, prompt_mask, responses,
-    attention_mask, response_mask and whatever the loss reads; results are [batch, response] or [batch] tensors in row order.
+    attention_mask, response_mask and the columns of the loss; results are [batch, response] or [batch] tensors in row order.
 
     In an engine of several ranks, every rank calls the same methods in the same order. Each data-parallel rank gets its
     own rows (their numbers may differ). The ranks of one tensor or sequence parallel group get the same rows. Metrics are
@@ -122,20 +122,20 @@ class TrainEngine(Protocol):
         rows: Sequence[int] | None = None,
         unit: str = "row",
     ) -> dict[str, Metric]:
-        """One optimizer step on the whole of `batch` (gradients accumulated over micro-batches, clipped). Rows that are
-        equal in the column `unit` reach the loss in one micro-batch; "row": each by itself. Only `rows` (default: all;
-        whole units) are computed: the loss is zero and has a zero gradient on the others, which count in the totals. A
-        rank may have none of them, as long as another one has some. A gradient
-        norm that is not finite, or `check`, skips the step on all ranks alike, which leaves weights, optimizer and random
-        state as they were and is reported. Metrics of the loss are merged; adds `grad_norm` and `loss`."""
+        """One optimizer step on `batch` (gradients accumulated over micro-batches, clipped). Rows that are equal in the column
+        `unit` reach the loss in one micro-batch; "row": each by itself. Only `rows` (default: all; never a part of a unit) are
+        computed: the loss is zero and has a zero gradient on all further rows. Those count in the totals. A rank may have none
+        of them, as long as another one has some. A gradient norm that is not finite, or `check`, skips the step on all ranks
+        alike, and is reported: weights, optimizer and random state stay as they were. Metrics of the loss are merged; adds
+        `grad_norm` and `loss`."""
         ...
 
     def forward_backward(
         self, batch: DataProto, loss: LossFn, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Metric]:
         """Add the gradient of the loss on `batch` to the gradients of earlier calls since the last `optim_step`; returns the
-        metrics of the loss. The totals that the loss gets are of this call. Raises ConfigError where the engine takes one
-        call per step."""
+        metrics of the loss. The totals that the loss gets are of this call. Raises ConfigError if the engine takes one call per
+        step."""
         ...
 
     def forget_gradients(self) -> None:
@@ -156,12 +156,12 @@ class TrainEngine(Protocol):
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, `forward` computes the frozen model under the adapters: the reference policy of LoRA training
-        without a second copy. Raises ConfigError where there are no adapters."""
+        without a second copy. Raises ConfigError without adapters."""
         ...
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(parameter name, whole tensor in the compute dtype), adapters merged in, tied weights once, for a rollout
-        engine with its own weights. Collective: every rank takes every tensor, in the same order."""
+        """(parameter name, full tensor in the compute dtype), adapters merged in, tied weights once, for a rollout engine with
+        its own weights. Collective: every rank takes every tensor, in the same order."""
         ...
 
     def reconfigure(self, changes: Mapping[str, object]) -> None:
@@ -171,7 +171,7 @@ class TrainEngine(Protocol):
 
     def visible_update_ratio(self) -> float | None:
         """The fraction of the masters' movement since the start of the run that the weights in the compute dtype show (see
-        verl.models.visible), measured on a sample of each tensor. None where nothing is rounded, or nothing has moved."""
+        verl.models.visible), measured on a sample of each tensor. None if nothing is rounded, or nothing has moved."""
         ...
 
     def free_cached_memory(self) -> None:
@@ -186,13 +186,13 @@ class TrainEngine(Protocol):
         ...
 
     def weight_layout(self) -> WeightLayout | None:
-        """A description of the weights that a sync transfers: all of them, or the adapters of LoRA training. None where
-        other parameters train in addition to adapters: then `gather_weights` is the only way."""
+        """A description of the weights that a sync transfers: all of them, or the adapters of LoRA training. None if other
+        parameters train in addition to adapters: then `gather_weights` is the only way."""
         ...
 
     def local_weights(self) -> Mapping[str, torch.Tensor]:
         """This rank's part of each parameter by Hugging Face name, tied ones once, not copied: the weights that compute. With
-        adapters: the masters, which are merged before they are rounded."""
+        adapters: the masters, merged before their rounding."""
         ...
 
     def trained_weights(self) -> Mapping[str, torch.Tensor]:
@@ -218,10 +218,10 @@ class TrainEngine(Protocol):
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The weights that a sync transfers; equal on all ranks. `adapter_scales` is empty where all weights travel, else the
-    factor of each adapted layer. `layers_at_a_time` limits the staging memory (fsdp_config.layer_per_group)."""
+    """The weights that a sync transfers; equal on all ranks. `adapter_scales` is empty if all weights travel, else the factor
+    of each adapted layer. `layers_at_a_time` limits the staging memory (fsdp_config.layer_per_group)."""
 
-    shapes: dict[str, tuple[int, ...]]  # of whole tensors, by Hugging Face name
+    shapes: dict[str, tuple[int, ...]]  # of full tensors, by Hugging Face name
     dtype: torch.dtype
     rounding: str  # fsdp_config.master_rounding
     adapter_scales: dict[str, float]

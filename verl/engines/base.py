@@ -48,7 +48,7 @@ class TrainedEngine(ABC):
     adapts_head = False  # whether adapters are also put on the output projection
     accumulates_calls = True  # whether gradients of several `forward_backward` add up
     computes_images = False  # whether its forward reads images of prompts
-    goes_together = False  # whether every rank goes backward with the others, through a zero where nothing trains
+    goes_together = False  # whether all ranks go backward together, through a zero if nothing trains
     _trained: TrainedState
 
     def __init__(
@@ -66,7 +66,7 @@ class TrainedEngine(ABC):
         self.config, self.dimensions = engine, Dimensions.of(engine)
         self.model_config, self.optim = model, optim
         if optim is not None:
-            lr_at(0, optim, total_steps)  # which refuses what it cannot follow
+            lr_at(0, optim, total_steps)  # it refuses a module that it cannot follow
         self.compute_dtype = compute_dtype(engine.dtype, device)
         self.rounding = Rounding(engine.master_rounding)
         self.spec = LoRASpec.of(model, self.adapts_head) if self.optim is not None else None
@@ -77,7 +77,7 @@ class TrainedEngine(ABC):
         self._pending: PendingGradients | None = None
 
     def _keep_prompts_apart(self, forward: ForwardKind) -> None:
-        """Plan micro-batches by padded tokens where the forward pads, since padded rows share no prompt."""
+        """Plan micro-batches by padded tokens if the forward pads, since padded rows share no prompt."""
         self.pads = forward != "packed"
         self.share_prompts = self.share_prompts and not self.pads
 
@@ -223,7 +223,7 @@ class TrainedEngine(ABC):
         return self._trained.save({"num_lr_steps": self.num_lr_steps})
 
     def load_state(self, state: EngineState) -> None:
-        """See TrainEngine. Empty parts stay as they are. Every rank reads whole tensors and keeps its part, so any number of
+        """See TrainEngine. Empty parts stay as they are. Every rank reads full tensors and keeps its part, so any number of
         ranks will do. Raises CheckpointError when names or shapes are not this model's."""
         self._trained.load(state)
         if state.extra:
@@ -237,7 +237,7 @@ class TrainedEngine(ABC):
 
     @abstractmethod
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
-        """The named outputs, with a graph where gradients are enabled."""
+        """The named outputs, with a graph if gradients are enabled."""
 
     def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:  # noqa: B027  (few layouts need it)
         """Called before micro-batch `number` of `count`."""
@@ -356,11 +356,11 @@ class TrainedEngine(ABC):
     def _backward(
         self, named_outputs: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
     ) -> dict[str, Metric]:
-        """The metrics of one micro-batch, whose gradients are added to the other micro-batches' gradients."""
+        """The metrics of one micro-batch. Its gradients are added to the other micro-batches' gradients."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         skips = self.goes_together and not len(part)
         value, metrics = (None, {}) if skips else loss(named_outputs, part, totals)
-        if value is not None and value.requires_grad:  # a micro-batch in which nothing trains has no graph
+        if value is not None and value.requires_grad:  # a micro-batch without trained tokens has no graph
             self.optimizer.backward(value)
         elif self.goes_together:
             self.optimizer.backward(torch.stack([v.sum() * 0 for v in named_outputs.values() if v.requires_grad]).sum())
@@ -392,5 +392,5 @@ class TrainedEngine(ABC):
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
         batch_metrics = whole_batch_metrics(metrics, check.names, self._over_ranks)
         scale = self.optimizer.loss_scale if self.optimizer else None
-        overflows = scale is not None and scale.overflows(grad_norm)  # which lowers the scale; nothing looks wrong
+        overflows = scale is not None and scale.overflows(grad_norm)  # the scale falls; nothing looks wrong
         return check(batch_metrics if overflows else {**batch_metrics, "grad_norm": grad_norm})

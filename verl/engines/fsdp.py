@@ -47,7 +47,7 @@ class FSDPEngine(TrainedEngine):
     """The TrainEngine of several ranks. `mesh` is their arrangement (default: all ranks of the default process
     group, as `engine` asks); the process group exists before.
 
-    The first rank reads the model and sends it to the others layer by layer, so no other rank ever has more than its part
+    The first rank reads the model and sends it to the other ranks layer by layer, so none of those ever has more than its part
     and one layer. `module` has the shards; call it through the engine only.
     """
 
@@ -84,7 +84,7 @@ class FSDPEngine(TrainedEngine):
         if self.groups.tensor.size() * self.groups.sequence.size() * engine.expert_parallel_size > 1:
             keys = "tensor_parallel_size, ulysses_sequence_parallel_size or expert_parallel_size"
             require_packed(self.module, f"fsdp_config.{keys}")
-        if self.spec is not None and self.spec.dora:  # whose lengths of rows compute in float32, unlike FSDP's units
+        if self.spec is not None and self.spec.dora:  # its lengths of rows compute in float32, unlike FSDP's units
             raise ConfigError("model.use_dora needs one device, or strategy=megatron. Choose one, or use_dora=False.")
         if self.groups.tensor.size() > 1:
             keep_fused(self.module, "tensor parallel ranks have parts of the vocabulary")
@@ -114,7 +114,7 @@ class FSDPEngine(TrainedEngine):
         check_place(folder, kind)
         self._mapped = MappedWeights(shard_places(self.model), folder)
 
-    @torch.no_grad()  # a local part is then had without a graph, which takes a tenth of the time
+    @torch.no_grad()  # a local part then comes without a graph, in a tenth of the time
     def local_weights(self) -> dict[str, torch.Tensor]:
         if self.spec is not None:
             return {name: local(shard.parameter).detach() for name, shard in self.shards.items()}
@@ -147,7 +147,7 @@ class FSDPEngine(TrainedEngine):
 
     def load_state(self, state: EngineState) -> None:
         """See TrainEngine. Without reshard_after_forward, parameters that a forward pass has gathered are still there."""
-        with self._on_device(trains=True):  # the optimizer's step counts, which are not offloaded, are to lie there
+        with self._on_device(trains=True):  # the optimizer's step counts are to lie there: they are not offloaded
             super().load_state(state)
         self._free_gathered()
 
@@ -176,7 +176,7 @@ class FSDPEngine(TrainedEngine):
 
     @property
     def _offloads(self) -> tuple[bool, bool]:
-        moves = self.device.type != "cpu" and not self.config.offload_policy  # by which all is on the CPU already
+        moves = self.device.type != "cpu" and not self.config.offload_policy  # with it all is on the CPU already
         return moves and self.config.param_offload, moves and self.config.optimizer_offload
 
 

@@ -1,8 +1,8 @@
 """Timing of parameter gathers, of their release, and of gradient reductions in a sharded model.
 
 Plain FSDP gathers each unit twice a micro-batch and adds its gradients up once. For a group of micro-batches both happen
-once. A unit that is gathered for the first one stays until the last one's backward has passed it. Meanwhile each rank sums
-whole gradients. That costs memory for the whole model and its gradients, and saves all but one exchange of each.
+once. A unit that is gathered for the first one stays until the last one's backward has passed it. Meanwhile each rank sums full
+gradients. That costs memory for all of the model and its gradients, and saves all but one exchange of each.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class _CountedScatter(DefaultReduceScatter):
 
 
 def zero_unused_gradients(units: Iterable[Any]) -> None:
-    """Give every trained parameter of `units` a gradient in each backward, zero where the loss does not depend on it.
+    """Give every trained parameter of `units` a gradient in each backward, zero if the loss does not depend on it.
 
-    FSDP reduces the gradients that a rank has. A rank without predictions, or an expert without tokens, has none where others
-    have one, and the ranks' messages would differ in size."""
+    FSDP reduces the gradients that a rank has. A rank without predictions, or an expert without tokens, has none while another
+    rank has one, and the ranks' messages would differ in size."""
     for unit in units:
         inner: list[Any] = [part for part in unit.modules() if isinstance(part, FSDPModule) and part is not unit]
         nested = {part for unit_inside in inner for part in unit_inside.modules()}
@@ -108,7 +108,7 @@ def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: object
 
 
 class _Anchor(torch.autograd.Function):
-    """The first `count` tensors as they are, plus zero times the sum of the others."""
+    """The first `count` tensors as they are, plus zero times the sum of the further ones."""
 
     @staticmethod
     def forward(ctx: AutogradContext, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

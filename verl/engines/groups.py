@@ -32,7 +32,7 @@ class ProcessGroups:
     """Made collectively: every rank of the default group calls this at the same point, those outside `mesh` too.
 
     Parameters are sharded over shard x sp ranks; experts are divided over `expert_parallel` of these and sharded over the
-    rest. Waits end after `timeout_s` seconds with an error (default: the default group's timeout).
+    remaining ones. Waits end after `timeout_s` seconds with an error (default: the default group's timeout).
     """
 
     def __init__(self, mesh: Mesh, device_type: str, expert_parallel: int = 1, timeout_s: float | None = None):

@@ -3,8 +3,8 @@
     bytes per token = most memory beyond the resting state of a micro-batch / its tokens
     limit           = share of what can be allocated / bytes per token, at most doubled from one step to the next
 
-Losses divide by the totals of the whole mini-batch, so the split changes no loss and no gradient but for the rounding of sums;
-since memory decides, two runs may round differently.
+Losses divide by the totals of the mini-batch, so the split changes no loss and no gradient but for the rounding of sums; since
+memory decides, two runs may round differently.
 """
 
 from __future__ import annotations

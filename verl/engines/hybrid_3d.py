@@ -1,10 +1,10 @@
-"""The three dimensions in which `use_3d_hybrid` divides training work: layers, tokens of a sequence, micro-batches.
+"""The three dimensions of `use_3d_hybrid`, for the division of training work: layers, tokens of a sequence, micro-batches.
 
     layer_per_group           decoder layers whose parameters are gathered, freed and added up together
     chunk_size                tokens that attention and feed-forward compute at a time (enable_chunked_attention)
     batch_group_size          micro-batches for which parameters are gathered, and gradients added up, once
 
-None of them changes a loss. The first is fixed when a model is sharded, the others may change between two steps.
+None of them changes a loss. The first is fixed when a model is sharded, the second and third may change between two steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHANGEABLE: dict[str, type] = {"enable_chunked_attention": bool, "chunk_size": i
 
 @dataclass(frozen=True)
 class Dimensions:
-    """`chunk_tokens` None: sequences are computed whole."""
+    """`chunk_tokens` None: sequences are not divided."""
 
     layer_per_group: int = 1
     chunk_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""Models as engines hold them: loaded by a model section, with adapters where it asks for them."""
+"""Models as engines hold them: loaded by a model section, with adapters if it asks for them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def build_skeleton(
 @torch.no_grad()
 def _make_uniform(module: nn.Module, dtype: torch.dtype) -> None:
     """Give `dtype` to parameters that a family makes in another one, such as the routers of DeepSeek V3 in float32: masters are
-    rounded whatever the family makes, and FSDP gathers parameters of one dtype together. A scalar head stays wide."""
+    rounded for every family, and FSDP gathers parameters of one dtype together. A scalar head stays wide."""
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and not name.startswith("score."):
             parameter.data = parameter.data.to(dtype)

@@ -76,9 +76,9 @@ class LocalEngine(TrainedEngine):
 
     def map_weights(self, folder: Path, kind: str) -> None:
         """Keep the weights of this frozen engine, made with `memory_map`, in a file below `folder`, on a file system of `kind`,
-        in place of memory; a GPU reads them layer by layer. Raises ConfigError where they cannot be there."""
+        in place of memory; a GPU reads them layer by layer. Raises ConfigError if the device cannot have them."""
         check_place(folder, kind)
-        DenseDecoder.of(self.module)  # which lays projections back to back: once mapped, they cannot move
+        DenseDecoder.of(self.module)  # it lays projections back to back: once mapped, they cannot move
         self._mapped = MappedWeights([(p, "data") for p in self.module.parameters()], folder)
         if self.device.type != "cpu":
             self._streamed = StreamedWeights(self.module, self.device)

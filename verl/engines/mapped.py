@@ -2,7 +2,7 @@
 
 The file holds the bits that the engine would hold, as they lie in memory, so that every forward reads them in place; a GPU
 copies a layer at a time from it. Between two calls no page of it is resident; the system caches as much as is free, and reads
-the rest from the disk again.
+all further pages from the disk again.
 """
 
 from __future__ import annotations

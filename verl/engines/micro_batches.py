@@ -48,8 +48,8 @@ def rows_of(
 
 
 def image_costs(module: nn.Module) -> Callable[[Media], int] | None:
-    """The cost of computing images with the tower of `module`, as the number of tokens for which the language model keeps as
-    many activations. None for text models, and for frozen towers, which keep none."""
+    """The cost of computing images with the tower of `module`, as the number of tokens with as many activations in the language
+    model. None for text models, and for frozen towers: they keep none."""
     if not is_vision_model(module) or not any(p.requires_grad for t in vision_towers(module) for p in t.parameters()):
         return None
     config: Any = module.config
@@ -70,7 +70,7 @@ def image_costs(module: nn.Module) -> Callable[[Media], int] | None:
 
 
 def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> list[RowMedia] | None:
-    """The images of a batch for `module`. Raises ModelError where it reads none, ConfigError where the engine does not."""
+    """The images of a batch for `module`. Raises ModelError if it reads none, ConfigError if the engine does not."""
     media = row_media_of(batch)
     if media is None or not any(media):
         return None
@@ -94,8 +94,8 @@ def plan_micro_batches(
     """Row indices of each micro-batch, ascending; every row is in exactly one, and there is at least one micro-batch. Rows
     with equal `units[row.index]` (None: no two rows) are in the same one; a unit above the limit is by itself.
 
-    By tokens, rows that share a prompt stay together as far as they fit, since then the prompt is computed once. Units
-    in which nothing trains cost nothing and join the first micro-batch. Where a forward `pads`, its padding counts.
+    By tokens, rows that share a prompt stay together as far as they fit, since then the prompt is computed once. Units without
+    trained tokens cost nothing and join the first micro-batch. If a forward `pads`, its padding counts.
     """
     whole: dict[int, Unit] = {}
     for row in rows:

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class EngineRouting:
-    """Of one engine. Until `follow` its routers choose the experts of every token, whatever the batch has."""
+    """Of one engine. Until `follow` its routers choose the experts of every token, for any batch."""
 
     def __init__(self) -> None:
         self._config: Any = None  # of the model, after `follow`
         self._records: dict[int, np.ndarray] | None = None
 
     def follow(self, module: HFModule) -> None:
-        """From now on the routers of `module` choose the experts in the column `routed_experts`, where a batch has it. Raises
-        ConfigError for a model without experts, or whose forward takes no packed batches."""
+        """From now on the routers of `module` choose the experts in the column `routed_experts`, if a batch has it. Raises
+        ConfigError for a model without experts, or without a forward for packed batches."""
         require_packed(module, "actor.router_replay.mode")
         follow_routing(module)
         self._config = module.config

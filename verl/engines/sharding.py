@@ -42,9 +42,9 @@ def shard_model(
     pins: bool = True,
 ) -> tuple[ParallelModel, dict[str, Shard]]:
     """Divide `module` (on the meta device) over the ranks of `groups` and fill it with the weights of `source`. Only the
-    first rank has `source` (None elsewhere). One layer at a time is whole on a rank. With `pins`, shards that `offload_policy`
-    keeps on the host of a GPU are in pinned memory. Returns the model to call, and the shard of each parameter by its
-    Hugging Face name."""
+    first rank has `source` (None elsewhere). One layer at a time is complete on a rank. With `pins`, shards that
+    `offload_policy` keeps on the host of a GPU are in pinned memory. Returns the model to call, and the shard of each parameter
+    by its Hugging Face name."""
     shapes = {name: p.shape for name, p in module.named_parameters()}
     experts = set(divide_experts(module, groups.expert, DispatchedExperts)) if groups.expert is not None else set()
     division = divide(module, groups.tensor)
@@ -79,7 +79,7 @@ def shard_model(
 
 
 def from_first(groups: ProcessGroups, device: torch.device, build: Callable[[], object]) -> Any:
-    """`build()` on the first rank, None on the others. When it fails, all ranks raise its error."""
+    """`build()` on the first rank, None on all further ranks. When it fails, all ranks raise its error."""
     built, error, text = None, None, b""
     if groups.is_first:
         try:
@@ -145,7 +145,7 @@ def _shard(
     offload: OffloadPolicy,
     is_root: bool = False,
 ) -> None:
-    """Modules that run one after the other, whose parameters are gathered together."""
+    """Modules that run one after the other; their parameters are gathered together."""
     for part in unit:
         fill(part)
     target: Any = list(unit) if len(unit) > 1 else unit[0]
@@ -200,7 +200,7 @@ def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
     else:
         chosen = decoder_layers(module)
     towers = vision_towers(module) if is_vision_model(module) else []
-    # a rank whose rows have no images would not take part in gathering these
+    # a rank without images in its rows would not take part in gathering these
     inside = {part for tower in towers for part in tower.modules()}
     return [part for part in chosen if part not in inside]
 
@@ -214,7 +214,7 @@ def wrapped_classes(module: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _chosen_by(reference: str, parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules in `parts` for which the wrap policy `reference` is true. Raises ConfigError when it fails or there are none."""
+    """Modules in `parts` that the wrap policy `reference` chooses. Raises ConfigError when it fails or there are none."""
     policy = load_object(reference)
     try:
         if not inspect.signature(policy).parameters:

@@ -1,4 +1,4 @@
-"""Sharded parameters: from a rank's part to the whole tensor and back."""
+"""Sharded parameters: from a rank's part to the full tensor and back."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from verl.parallel.slices import chunk_span
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter. The whole tensor of `shape` was cut along `tensor_dim` over tensor parallel ranks or along 0 over
-    expert parallel ranks. Each part was then cut along 0 over the FSDP ranks.
+    """One parameter. The full tensor of `shape` was cut along `tensor_dim` over tensor parallel ranks or along 0 over expert
+    parallel ranks. Each part was then cut along 0 over the FSDP ranks.
 
     `partial` says that all tensor parallel ranks hold the parameter, each with a part of its gradient. `rounded` are the
-    compute weights, where the parameter is their master.
+    compute weights, if the parameter is their master.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Shard:
         return local(self.parameter.detach()) if self.rounded is None else self.rounded.weights
 
     def region(self, groups: ProcessGroups) -> Region:
-        """This rank's part of the whole tensor."""
+        """This rank's part of the full tensor."""
         first = [0] * len(self.shape)
         rows = self.parameter.shape[0]  # before FSDP
         if self.tensor_dim is not None:
@@ -61,8 +61,8 @@ class Shard:
     def whole(
         self, groups: ProcessGroups, value: torch.Tensor, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The tensor of which `value` (this parameter, or what lies as it does) is a part, in `dtype`. Collective; every
-        rank gets it."""
+        """The full tensor of the part `value` (this parameter, or a tensor of its layout), in `dtype`. Collective; every rank
+        gets it."""
         rows, size = self.parameter.shape[0], self.fsdp_group.size()
         chunks = [stop - first for first, stop in (chunk_span(rows, size, rank) for rank in range(size))]
         out = gather_rows(local(value).to(device, dtype), chunks, self.fsdp_group)
@@ -73,7 +73,7 @@ class Shard:
         return out
 
     def own_part(self, groups: ProcessGroups, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, before FSDP (a view)."""
+        """This rank's part of a full tensor, before FSDP (a view)."""
         if self.tensor_dim is not None:
             whole = whole.narrow(self.tensor_dim, *own_range(whole.shape[self.tensor_dim], groups.tensor))
         if self.is_expert and groups.expert is not None:
@@ -145,7 +145,7 @@ def sum_over_shards(
 
 
 def add_up_partial_gradients(shards: Mapping[str, Shard], groups: ProcessGroups, device: torch.device) -> None:
-    """Sum the gradients of which tensor parallel ranks hold parts."""
+    """Sum the gradients that tensor parallel ranks hold in parts."""
     if groups.tensor.size() == 1:
         return
     grads = [local(s.parameter.grad) for s in shards.values() if s.partial and s.parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""State of an engine, and its weights for rollout, whatever holds its parameters."""
+"""State of an engine, and its weights for rollout, for any holder of its parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 
 class Parameters:
-    """The parameters of a module, with masters where there are any: here on one device; a subclass has them over ranks."""
+    """The parameters of a module, with masters, if any: here on one device; a subclass has them over ranks."""
 
     are_parts = False  # whether a rank has parts of the tensors
 
@@ -37,15 +37,15 @@ class Parameters:
         return {name: self.masters.get(name, p).detach() for name, p in self.module.named_parameters()}
 
     def computing(self, name: str) -> torch.Tensor:
-        """This rank's part of the weights that compute: the rounded master, where there is one."""
+        """This rank's part of the weights that compute: the rounded master, if there is one."""
         return self.module.get_parameter(name).detach()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole parameter."""
+        """The shape of the full parameter."""
         return tuple(self.module.get_parameter(name).shape)
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The whole of `value`, which is laid out as parameter `name`. May be collective."""
+        """The full tensor of `value`, laid out as parameter `name`. May be collective."""
         return value.to(dtype)
 
     def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor | Deferred:
@@ -65,7 +65,7 @@ class ReadBuffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def whole(self, tensor: torch.Tensor | Deferred, target: torch.Tensor | None = None) -> torch.Tensor:
-        """The tensor itself, until the next call. A file is read into `target` where that is laid out like the file."""
+        """The tensor itself, until the next call. A file is read into a `target` of the same layout."""
         if not isinstance(tensor, Deferred) or tensor.read is None:
             return whole(tensor)
         if type(target) is torch.Tensor and target.device.type == "cpu" and target.is_contiguous():
@@ -101,7 +101,7 @@ class TrainedState:
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, one at a time, as they compute in `dtype`: rounded masters, or what adapters are merged into."""
+        """Full tensors, one at a time, as they compute in `dtype`: rounded masters, or what adapters are merged into."""
         held = self.parameters.named()
         for name in held:
             if is_adapter(name):
@@ -121,7 +121,7 @@ class TrainedState:
             optimizer[key] = self.parameters.deferred(key.rpartition("/")[0], value) if value.dim() else value
         extra = {**extra, "num_optimizer_steps": self.optimizer.num_steps if self.optimizer else 0}
         if self.untrained.deferred:
-            extra["untrained"] = list(self.untrained.deferred)  # which an export does not round
+            extra["untrained"] = list(self.untrained.deferred)  # an export does not round them
         if self.optimizer is not None and self.optimizer.loss_scale is not None:
             extra["loss_scale"] = asdict(self.optimizer.loss_scale)
         return EngineState(model, optimizer, extra, self._adapter(held))
@@ -207,9 +207,8 @@ class TrainedState:
 
 class UntrainedTensors:
     """The tensors of the folder or hub name `source` that training `module` leaves as they are, and that every checkpoint has
-    again: heads that predict further tokens, which transformers' models leave out, and buffers, such as the biases by which
-    routers choose experts. `deferred` has them by name; it is empty on a rank without weight files, which writes no
-    checkpoint."""
+    again: heads that predict further tokens (transformers' models leave them out), and buffers, such as the biases of routers.
+    `deferred` has them by name; it is empty on a rank without weight files: that rank writes no checkpoint."""
 
     def __init__(self, module: HFModule, source: str):
         self._config = getattr(module, "config", None)  # a module of a user may have none

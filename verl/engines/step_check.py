@@ -17,8 +17,8 @@ from verl.models.randomness import RandomState
 def whole_batch_metrics(
     metrics: Mapping[str, Metric], names: Mapping[str, str], over_ranks: Callable[..., torch.Tensor]
 ) -> dict[str, float]:
-    """The metrics `names` of a whole mini-batch from the metrics of this rank's share; equal on all ranks. Metrics that no
-    rank has are left out. `names` gives the reduction of each: sum, mean or max. `over_ranks(numbers, op)` reduces."""
+    """The metrics `names` of a mini-batch from the metrics of this rank's share; equal on all ranks. Metrics that no rank has
+    are left out. `names` gives the reduction of each: sum, mean or max. `over_ranks(numbers, op)` reduces."""
     sums = torch.zeros(len(names), 3, dtype=torch.float64)  # total, weight, ranks that have it
     peaks = torch.full((len(names),), -math.inf, dtype=torch.float64)
     for i, (name, kind) in enumerate(names.items()):

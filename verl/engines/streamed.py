@@ -1,4 +1,4 @@
-"""A frozen model whose weights lie on the host and come to the device layer by layer, during the forward that reads them.
+"""A frozen model with its weights on the host; they come to the device layer by layer, during the forward that reads them.
 
     device   | embeddings, last norm, head ............................ |    for a call
              | layer 0 | layer 1 | layer 2 | ...                             each during its own forward
@@ -18,7 +18,7 @@ from verl.models.hf_module import HFModule
 
 
 class StreamedWeights:
-    """Hooks of the layers of `module`, whose parameters are on the host; its buffers move to `device` and stay there."""
+    """Hooks of the layers of `module`, with parameters on the host; its buffers move to `device` and stay there."""
 
     def __init__(self, module: HFModule, device: torch.device):
         self._device = device
