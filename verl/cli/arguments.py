@@ -75,7 +75,7 @@ class ConfigArguments:
         return loaded
 
     def set_by(self, option: str, key: str, value: object) -> None:
-        """Add the override that `option` stands for. Raises ConfigError where another argument names the key too."""
+        """Add the override that `option` stands for. Raises ConfigError if another argument names the key too."""
         setting = self.load(check=False).settings.get(key)
         if setting is not None and setting.source == COMMAND_LINE:
             raise ConfigError(
@@ -85,7 +85,7 @@ class ConfigArguments:
 
 
 def with_model(loaded: LoadedConfig[Any]) -> LoadedConfig[Any]:
-    """`loaded`. Raises ConfigError where nothing names a model and the default of existing releases is no folder here."""
+    """`loaded`. Raises ConfigError if nothing names a model and the default of existing releases is no folder here."""
     key = "actor_rollout_ref.model.path" if loaded.schema is PPO else "model.path"
     default = loaded.schema.leaves[key].default
     if loaded.origins[key] == "default" and not Path(str(default)).expanduser().exists():
@@ -165,8 +165,8 @@ _NAMES = ("trainer.default_local_dir", "trainer.project_name", "trainer.experime
 
 
 def with_run_folder(loaded: LoadedConfig[Any]) -> LoadedConfig[Any]:
-    """`loaded` with a run folder and an experiment name, unless its user has given one or a launcher starts several processes,
-    whose clocks may differ. The newest folder of the same task and settings is taken again, so that the run resumes; keys of
+    """`loaded` with a run folder and an experiment name, unless its user has given one or a launcher starts several processes:
+    their clocks may differ. The newest folder of the same task and settings is taken again, so that the run resumes; keys of
     `trainer` and sizes may differ."""
     if any(name in loaded.settings for name in _NAMES) or "RANK" in os.environ:
         return loaded

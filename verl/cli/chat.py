@@ -81,7 +81,7 @@ class Chat:
         self._settings = {"pad_token_id": self._tokenizer.pad_token_id, **sampled}
 
     def answer(self, messages: Sequence[dict[str, str]]) -> str | None:
-        """The answer to `messages`; None where the model cannot read them all. Ctrl-C ends it early."""
+        """The answer to `messages`; None if the model cannot read them all. Ctrl-C ends it early."""
         import torch
 
         ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)

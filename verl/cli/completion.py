@@ -1,4 +1,4 @@
-"""`verl completion SHELL`: the script by which bash, zsh or fish complete verbs, options and keys."""
+"""`verl completion SHELL`: the script for bash, zsh or fish to complete verbs, options and keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run_completion(argv: list[str]) -> int:
 
 
 def completions_of(words: Sequence[str]) -> list[str]:
-    """Completions of the last of `words`, which follow `verl` on a command line."""
+    """Completions of the last of `words` after `verl` on a command line."""
     from verl.cli.main import VERBS
 
     *before, begun = words or [""]

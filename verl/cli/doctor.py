@@ -75,7 +75,7 @@ def _engines() -> str:
     try:
         from verl.engines.api import ENGINES as TRAINING
         from verl.rollout.api import ENGINES as ROLLOUT
-    except ImportError as error:  # which has its own finding
+    except ImportError as error:  # it has its own finding
         return f"unknown without the package {error.name}"
     return f"rollout {', '.join(ROLLOUT)} and training {', '.join(TRAINING)} come with verl"
 

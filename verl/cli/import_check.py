@@ -1,4 +1,5 @@
-"""`verl import-check`: which commands, keys, functions and classes of scripts and files run here, read without running them."""
+"""`verl import-check`: the commands, keys, functions and classes of scripts and files that run here, read without running
+them."""
 
 from __future__ import annotations
 

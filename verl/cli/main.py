@@ -27,7 +27,7 @@ class Verb(NamedTuple):
 
     function: str
     meaning: str
-    supervised: bool = False  # if it has the whole process, it may fork and is called with supervised=True
+    supervised: bool = False  # if it has the process to itself, it may fork and is called with supervised=True
 
 
 VERBS = {
@@ -94,15 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _open_streams()
         try:
             return _main(list(sys.argv[1:] if argv is None else argv), whole_process=argv is None)
-        finally:  # after --help too, which exits
+        finally:  # after --help too
             sys.stdout.flush()
     except BrokenPipeError:
         return _output_closed()
 
 
 def _open_streams() -> None:
-    """Open /dev/null in place of a standard stream with which the process was not started: else the next file that is opened
-    gets its number, and what a library or a child writes there."""
+    """Open /dev/null in place of a standard stream that the process lacks: else the next file that is opened gets its number,
+    and what a library or a child writes there."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -191,9 +191,9 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
 
 
 def _output_closed() -> int:
-    """The exit code where the reader of our output, for example `head`, has closed it."""
+    """The exit code if the reader of our output, for example `head`, has closed it."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes buffered output at its end
     return 0
 
 
@@ -245,14 +245,14 @@ def _cause(error: Exception) -> str:
 
 
 def _install_problem(error: BaseException | None) -> str:
-    """A sentence for an error that is due to a package which is missing, broken or too old; "" for any other."""
+    """A sentence for an error due to a missing, broken or too old package; "" for any other."""
     from verl.cli.machine.requirements import install_problem
 
     return "" if error is None else install_problem(error)
 
 
 def _place_outside(error: BaseException) -> str:
-    """File and line where code of the user's has raised `error`, itself or in a library that it called; "" for code of verl."""
+    """File and line of the user's code that has raised `error`, itself or in a library that it called; "" for code of verl."""
     package = f"{Path(__file__).parents[1]}{os.sep}"
     libraries = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -1,4 +1,4 @@
-"""The argument parser of every verb, which needs the standard library only."""
+"""The argument parser of every verb; it needs the standard library only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HYDRA_OPTIONS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors that name the nearest option, or a key of `schema` instead."""
+    """An argument parser with ConfigErrors that name the nearest option, or a key of `schema` instead."""
 
     def __init__(self, schema: Schema[Any] | None = None, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)

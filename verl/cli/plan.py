@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verl.models.shapes import ModelShape
     from verl.planner.search import RunPlan
 
-_FULL = 0.95  # share of the memory from which a plan is called full
+_FULL = 0.95  # from this share of the memory on a plan is called full
 
 _ABOUT = """Plan a run: which roles share devices, how each divides its model, how much memory and how long.
 Takes the keys of verl train (--program: of verl sft, preference or rm), and plan.*: plan.cluster={gpu: h100_sxm, nodes: 4},
@@ -108,7 +108,7 @@ def _check_simulation(name: str | None, steps: int) -> None:
 
 
 def _simulate(plan: RunPlan, name: str | None, beside: str | None, steps: int) -> None:
-    """Write a simulated run to the folder `name`, which is new or empty, and its steps into the run folder `beside`."""
+    """Write a simulated run to the new or empty folder `name`, and its steps into the run folder `beside`."""
     from verl.planner.simulate import Conditions, simulate
 
     if beside:
@@ -157,7 +157,7 @@ def show_plan(plan: RunPlan, second: RunPlan | None, chosen: list[str], console:
 
 
 def engine_notice(engine: str, shape: ModelShape) -> str:
-    """A sentence where the training engine cannot have a model of this shape; "" where it can."""
+    """A sentence if the training engine cannot have a model of this shape, else ""."""
     parts = {
         "latent attention": shape.is_latent,
         "shared experts": shape.shared_intermediate > 0,
@@ -222,7 +222,7 @@ def _show_time(plan: RunPlan, console: Console) -> None:
 
 
 def why_it_lost(best: RunPlan, second: RunPlan) -> str:
-    """One sentence: the stage in which the second plan is slowest against the best one."""
+    """One sentence: the stage with the largest loss of the second plan against the best one."""
     mode = ", rollout ahead" if second.asynchronous else ""
     head = f"{second.placement()}{mode}: {_seconds(second.step_s)} s ({second.step_s / best.step_s - 1:+.0%})"
     names = [" and ".join(call.name for call in stage) for stage in best.flow.stages]

@@ -1,4 +1,4 @@
-"""The supervisor of `verl train`: the run is its child process, which it watches and restarts after a crash.
+"""The supervisor of `verl train`: the run is its child process. It watches the child and restarts it after a crash.
 
 The supervisor forks before torch is imported, so it is small. The child has its terminal, its input and its config, and its
 exit code is the supervisor's. After a crash a new child resumes from the newest checkpoint, at most `trainer.max_restarts`
@@ -91,14 +91,14 @@ def supervise(work: Callable[[Path | None, bool], int], folder: Path, rules: Tra
         finally:
             os.close(reader)
         if code is not None:
-            while signal.sigtimedwait(_WATCHED, 0):  # pending signals were meant for the run, which has ended
+            while signal.sigtimedwait(_WATCHED, 0):  # pending signals were meant for the run, and it has ended
                 pass
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return code
 
 
 def _reporting(work: Callable[[], int], writer: int) -> int:
-    """Run `work`, and send its error to the supervisor, which sees only an exit code otherwise."""
+    """Run `work`, and send its error to the supervisor: it sees only an exit code otherwise."""
     try:
         code = work()
     except BaseException as error:
@@ -270,7 +270,7 @@ def _identity(folder: Path) -> os.stat_result | None:
 
 
 def _has_summary(folder: Path, since: float) -> bool:
-    """Whether the run has written its summary, which it does behind its last step."""
+    """Whether the run has written its summary, as after its last step."""
     with contextlib.suppress(OSError):
         return (folder / "summary.json").stat().st_mtime >= since
     return False
@@ -313,7 +313,7 @@ def _ending(
         cause = clean(f"{note['error']}: {first[0].split('. ')[0]}", limit=_MAX_CAUSE_CHARS).rstrip(".: ")
     else:
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code} and no error"
-        if code == 1 and (raylet := (others or {}).get(_RAYLET)):  # Ray's library ends a process whose raylet is lost
+        if code == 1 and (raylet := (others or {}).get(_RAYLET)):  # Ray's library ends a process with a lost raylet
             cause = f"the end of Ray's {_RAYLET} (pid {raylet}), without which Ray lets no run continue"
     was_asked = code == -signal.SIGTERM  # before the run could handle it
     return Ending(shown, cause, was_asked or not crash, beat, note["error"] if note else "")

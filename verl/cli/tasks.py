@@ -63,7 +63,7 @@ def _evaluate(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         model, tasks=names, num_fewshot=arguments.num_fewshot, limit=arguments.limit, task_manager=manager,
         apply_chat_template=arguments.chat_template, log_samples=arguments.output is not None,
     )  # fmt: skip
-    assert results is not None  # which other ranks get
+    assert results is not None  # other ranks get it
     return dict(results)
 
 

@@ -62,7 +62,7 @@ def _run(
     supervised: bool = False,
 ) -> int:
     """Train by the keys of `schema`: the exit code. `setting` is an override unless its key is given. `supervised`: in a child
-    process, which is restarted after a crash."""
+    process, restarted after a crash."""
     arguments = parse(verb, about, argv, _DRY_RUN, schema=schema)
     if setting and setting.partition("=")[0] not in arguments.load(check=False).settings:
         arguments.overrides.append(setting)

@@ -21,7 +21,7 @@ NUM_CHARACTERS = 300  # of the text of a row
 
 @dataclass
 class Subject:
-    """The config, and results of earlier checks (None before them, or where they failed)."""
+    """The config, and results of earlier checks (None before them, or if they failed)."""
 
     loaded: LoadedConfig[Any]
     tokenizer: Any = None
@@ -62,13 +62,13 @@ class Subject:
 
 
 def no_rows(subject: Subject, name: str, key: str) -> Line:
-    """The line of an empty set of files, without which a run cannot train."""
+    """The line of an empty set of files: a run cannot train without it."""
     needed = name == "training" and not subject.config.trainer.val_only
     return Line("fail" if needed else "info", f"no {name} rows: {key} is empty")
 
 
 def steps_line(subject: Subject, num_rows: int, unit: str) -> Line:
-    """The steps of a run on `num_rows` usable rows, which this sets in `subject`."""
+    """The steps of a run on `num_rows` usable rows. Sets them in `subject`."""
     from verl.run.facts import about_steps, with_facts
 
     subject.num_rows = num_rows
@@ -89,7 +89,7 @@ def beginning(text: str) -> str:
 
 
 def unusable_rows(problems: Sequence[str], num_more: int, name: str) -> Iterator[Line]:
-    """A line for each described row of a set of files that cannot be used, and one for the number of the others."""
+    """A line for each described row of a set of files that cannot be used, and one for the number of further rows."""
     yield from map(fail, problems)
     if num_more:
         yield fail(f"{num_more:,} more {name} rows cannot be used")

@@ -109,7 +109,7 @@ def _teachers(subject: Subject) -> Line:
 
 
 def _load(subject: Subject, files: Any, max_samples: int) -> PromptRows:
-    """The rows that a run reads, which an earlier check has examined."""
+    """The rows that a run reads, after an earlier check of them."""
     from verl.data.dataset import load_dataset
     from verl.programs.ppo_data import scoring_of
 
@@ -157,7 +157,7 @@ def check_reward(subject: Subject) -> Iterator[Line]:
     if config.reward.reward_model.enable:
         model = config.reward.reward_model
         examine_reward_model(model)
-        if model.model_path and model.rollout.name not in ("http", "sglang"):  # whose models other processes load
+        if model.model_path and model.rollout.name not in ("http", "sglang"):  # other processes load its models
             load_tokenizer(model.model_path)
         with closing(build_pool(config.reward)) as pool:
             pool.start([])

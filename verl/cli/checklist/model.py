@@ -73,7 +73,7 @@ def check_sequence_lengths(subject: Subject) -> Iterator[Line]:
 
 
 def _skeleton(model: ModelConfig) -> tuple[Any, ModelShape]:
-    """The model without values, whose layers can be adapted as the config asks, and its shape."""
+    """The model without values, for the layers that adapters take, and its shape."""
     import torch
 
     from verl.models.load import empty_model, num_parameters

@@ -39,7 +39,7 @@ REWARD_WORKER_BYTES = 60_000_000
 _CHUNK_ELEMENTS = 1 << 26  # of logits that exist at once (verl/models/log_probs.py)
 _ENGINE = "rollout engine or gradients and activations"
 _ENGINE_OVER_WEIGHTS = 1.25  # least memory of a rollout engine over its weights
-_TIGHT = 0.8  # share of the free memory above which the estimate may be too low
+_TIGHT = 0.8  # above this share of the free memory the estimate may be too low
 
 
 def trained_bytes(num_parameters: int, width: int) -> int:
@@ -54,7 +54,7 @@ def host_bytes(engine: FSDPConfig, num_parameters: int, width: int) -> int:
 
 
 def checkpoint_bytes(num_parameters: int, contents: list[str]) -> int:
-    """Bytes of float32 weights and AdamW's states, where `contents` includes them."""
+    """Bytes of float32 weights and AdamW's states, if `contents` includes them."""
     weights = FLOAT32 if {"model", "hf_model"} & set(contents) else 0
     return num_parameters * (weights + (ADAM_STATES if "optimizer" in contents else 0))
 
@@ -129,7 +129,7 @@ def memory_needed(
 def memory_of_fine_tuning(
     config: SFTConfig | PreferenceConfig, model: ModelShape, width: int, on_host: int = 0
 ) -> dict[str, int]:
-    """Bytes by purpose at the peak of a step on given rows, on one device, of which `on_host` are in host memory."""
+    """Bytes by purpose at the peak of a step on given rows, on one device; `on_host` are in host memory."""
     data = config.data
     tokens = data.max_token_len_per_gpu
     if not data.use_dynamic_bsz and data.micro_batch_size_per_gpu and data.max_length:
@@ -218,14 +218,14 @@ def reused_bytes(config: PPOConfig) -> float:
 
 
 def _recorded_bytes(config: PPOConfig, policy: ModelShape, free: int) -> int:
-    """Bytes of activations that the sampler keeps for the update, where all samples have their longest lengths."""
+    """Bytes of activations that the sampler keeps for the update, if all samples have their longest lengths."""
     rollout = config.actor_rollout_ref.rollout
     tokens = config.data.train_batch_size * (rollout.prompt_length + rollout.n * rollout.response_length)
     return int(recorded_activations(policy, tokens, min(reused_bytes(config), free // REUSED_SHARE)))
 
 
 def _share_that_fits(parts: dict[str, int], reserved: int, free: int, capacity: int, weights: int) -> str:
-    """The keys to lower where a rollout engine reserves `reserved` bytes of a GPU, with the share that fits."""
+    """The keys to lower if a rollout engine reserves `reserved` bytes of a GPU, with the share that fits."""
     share = math.floor(100 * (_TIGHT * free - sum(parts.values()) + reserved) / capacity) / 100
     key = "actor_rollout_ref.rollout.gpu_memory_utilization"
     if share * capacity > _ENGINE_OVER_WEIGHTS * weights:

@@ -143,7 +143,7 @@ def check_trackers(subject: Subject) -> Iterator[Line]:
 
 
 def check_run_folder(subject: Subject) -> Iterator[Line]:
-    """The run folder, and others that the config names, can be written; its checkpoints, if any."""
+    """The run folder, and other folders that the config names, can be written; its checkpoints, if any."""
     from verl.checkpoint.filesystem import examine_folder
     from verl.checkpoint.retention import candidates
     from verl.manifest import find_damage
@@ -185,7 +185,7 @@ def _resumption(subject: Subject, folder: Path, steps: list[int]) -> Iterator[Li
 
 
 def _changed_inputs(subject: Subject, checkpoint: Path) -> Iterator[Line]:
-    """A line for files whose content has changed since `checkpoint` was saved. Raises CheckpointError as the run does."""
+    """A line for files that have changed since `checkpoint` was saved. Raises CheckpointError as the run does."""
     from verl.programs.api import PROGRAMS
     from verl.run.inputs import inputs_of
     from verl.run.state import RunState, resumable_state

@@ -127,7 +127,7 @@ def _expand(text: str, values: dict[str, str]) -> str:
 
 
 def _compute(text: str, values: dict[str, str]) -> str:
-    """`text` with $((...)) evaluated where it is integer arithmetic."""
+    """`text` with $((...)) evaluated if it is integer arithmetic."""
 
     def computed(match: re.Match[str]) -> str:
         term = re.sub(r"\b[A-Za-z_]\w*", lambda m: values.get(m[0], m[0]), _expand(match[1], values))

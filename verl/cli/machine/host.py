@@ -101,7 +101,7 @@ def _file_system(path: str) -> dict[str, object]:
     """Kind of the file system, reasons why it cannot hold checkpoints, and its limitations."""
     try:
         from verl.checkpoint.filesystem import examine_folder
-    except ImportError:  # of a package that is not installed, which has its own finding
+    except ImportError:  # a package that is not installed has its own finding
         return {"kind": "", "refusals": [], "notices": []}
     file_system = examine_folder(Path(path))
     return {"kind": file_system.kind, "refusals": file_system.refusals, "notices": file_system.notices}
@@ -139,10 +139,10 @@ def links() -> dict[str, object]:
 
 
 def interfaces() -> dict[str, int]:
-    """Network interfaces that are up -> Mbit/s, 0 where the system does not say."""
+    """Network interfaces that are up -> Mbit/s, 0 if the system does not say."""
     try:
         import psutil
-    except ImportError:  # not installed, which has its own finding
+    except ImportError:  # not installed: that has its own finding
         return {}
     names = ("lo", "docker", "veth", "br-", "virbr")
     return {
@@ -168,7 +168,7 @@ def fabric() -> list[Facts]:
 
 
 def islands(gpu_links: list[list[str]]) -> list[list[int]]:
-    """GPUs that reach each other over NVLink, directly or over others."""
+    """GPUs that reach each other over NVLink, directly or over other GPUs."""
     groups: list[list[int]] = []
     for gpu in range(len(gpu_links)):
         near = [part for part in groups if any(gpu_links[gpu][other].startswith("NV") for other in part)]

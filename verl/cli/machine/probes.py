@@ -28,7 +28,7 @@ def torch_facts() -> dict[str, object]:
         from verl.models.ops.linear import Matmul
 
         facts["bf16"] = "widened" if Matmul(torch.bfloat16, torch.device("cpu")).widens else "native"
-    except ImportError:  # of another package, which has its own probe
+    except ImportError:  # another package has its own probe
         pass
     facts["mps_available"] = bool(getattr(torch.backends, "mps", None) and torch.backends.mps.is_available())
     facts["gflops"] = {}
@@ -43,7 +43,7 @@ def torch_facts() -> dict[str, object]:
 
 
 def transformers_facts() -> dict[str, object]:
-    """The version of a transformers whose models can be imported."""
+    """The version of transformers, if its models can be imported."""
     import transformers
     from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
 

