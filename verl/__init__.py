@@ -10,7 +10,7 @@ imported afterwards (verl/parallel/process_settings.py).
 
 import sys
 
-if sys.version_info < (3, 10):  # noqa: UP036 - a checkout on the path, which no installer has checked
+if sys.version_info < (3, 10):  # noqa: UP036 - no installer has checked a checkout on the path
     raise ImportError(
         "verl needs Python 3.10 or newer, and this is {}.{} ({}). Make an environment with a newer one: "
         "python3.11 -m venv .venv".format(*sys.version_info[:2], sys.executable)

@@ -8,8 +8,8 @@
             print(metrics["critic/score/mean"])
 
 Further arguments are keys of docs/config.md, nested or dotted: `trainer={"save_freq": 10}`, or for sections that an argument
-is named like `config={"data": {"train_batch_size": 64}, "reward.num_workers": 2}`. A value may be a function or a class where
-the key takes "path/to/file.py:name".
+is named like `config={"data": {"train_batch_size": 64}, "reward.num_workers": 2}`. A value may be a function or a class if the
+key takes "path/to/file.py:name".
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Trainer(SteppedRun):
       "sft", "preference", "reward_model"
     loss: of "preference" (docs/preferences.md)
     eval_data: rows for validation, in the forms of `data`
-    output_dir: the run folder, in which the same call resumes after an interruption; without one a new folder below `runs/`
-    callbacks: called with (trainer, metrics) after each step
-    config, keys: keys of docs/config.md, nested or dotted; `config` may be a list of "key=value" texts. An argument that is not
+    output_dir: the run folder; the same call resumes there after an interruption; without one a new folder below `runs/`
+    callbacks: called with (trainer, metrics) after each step config, keys: keys of docs/config.md, nested or dotted; `config`
+    may be a list of "key=value" texts. An argument that is not
       given leaves its key to them
 
     Raises ConfigError and DataError before training.
@@ -104,7 +104,7 @@ class Trainer(SteppedRun):
     ):
         _refuse_import_by_worker()
         model = getattr(model, "model_path", model)
-        if isinstance(reward, Iterator):  # which can be read once only
+        if isinstance(reward, Iterator):  # it can be read once only
             reward = list(reward)
         self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
         name = algorithm if isinstance(algorithm, str | None) else reference_to(algorithm)
@@ -176,7 +176,7 @@ class Trainer(SteppedRun):
         rows: list[Row]
         if self.program_name == "ppo":
             prompts = [prompt_row(row, number, media) for number, row in enumerate(data)]
-            columns = dict.fromkeys(name for row in prompts for name in row["extra_info"])  # None where a row has none
+            columns = dict.fromkeys(name for row in prompts for name in row["extra_info"])  # None if a row has none
             rows = [{**row, "extra_info": columns | row["extra_info"]} for row in prompts]
         else:
             rows = [checked_row(unfilled(row), number) for number, row in enumerate(data)]
@@ -263,7 +263,7 @@ class _Sampler(Trainer):
 
 @short_traceback
 def train(model: Model, data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
-    """Train to the last step and save; returns the run, whose `model_path` is the trained model:
+    """Train to the last step and save; returns the run. Its `model_path` is the trained model:
 
         verl.train("Qwen/Qwen3-0.6B", rows, reward, algorithm="grpo", actor_rollout_ref={"rollout": {"n": 8}})
 
@@ -312,8 +312,8 @@ def evaluate(model: Model, data: Data, reward: Reward | None = None, **arguments
 @short_traceback
 def generate(model: Model, data: Data, reward: Reward | None = None, **arguments: Any) -> list[dict[str, Any]]:
     """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
-    (None where nothing scores). `data` may also be a list of prompts, each a text or messages. In a list of
-    data files at least one exists. Sampling follows `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
+    (None if nothing scores). `data` may also be a list of prompts, each a text or messages. In a list of data files at least
+    one exists. Sampling follows `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
     from verl.programs.generate import generate as write_samples
 
     rows = listed_rows("prompt", data)  # `data` may be read once only
@@ -367,7 +367,7 @@ def _require_columns(functions: Sequence[RewardFunction], rows: Rows, media: Seq
 
 
 def _refuse_import_by_worker() -> None:
-    """Raises ConfigError where a process of a run imports the script that started it, and would start another run."""
+    """Raises ConfigError if a process of a run imports the script that started it, and would start another run."""
     frame = sys._getframe(1)
     while str(frame.f_globals.get("__name__")).startswith("verl.") and frame.f_back is not None:
         frame = frame.f_back

@@ -1,7 +1,7 @@
 """Every error that verl raises on purpose.
 
-A message is one or two sentences: what is wrong (cause), where (place), what to do (fix). The command line prints the
-message only; a traceback is kept for errors that are not of these types, because those are our bugs.
+A message is one or two sentences: the cause, the place and the fix. The command line prints the message only; a traceback is
+kept for errors that are not of these types, because those are our bugs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from verl.foreign_text import printable
 
 
 class VerlError(Exception):
-    """Base of all errors whose message is meant for the user; `exit_code` is what the command line returns. Control
-    characters of foreign text in the message become their escapes."""
+    """Base of all errors with a message for the user; `exit_code` is what the command line returns. Control characters of
+    foreign text in the message become their escapes."""
 
     exit_code = 1
 
     def __str__(self) -> str:
-        return printable(Exception.__str__(self))  # not that of KeyError, which quotes it
+        return printable(Exception.__str__(self))  # KeyError would quote it
 
 
 def is_failure(error: BaseException) -> bool:
@@ -53,8 +53,8 @@ class FewRowsError(ConfigError):
 
 
 class NameConfigError(ConfigError, ValueError, KeyError, AttributeError):
-    """A registry or module has no such name, or has it already. The further bases are the types that Python's mappings,
-    modules and functions raise, which scripts catch."""
+    """A registry or module has no such name, or has it already. The further bases are the types of Python's mappings, modules
+    and functions: scripts catch those."""
 
 
 class DataError(VerlError):
@@ -98,8 +98,8 @@ class FolderLostError(CheckpointError):
 
 
 def install_command(extra: str, package: str) -> str:
-    """The command that installs the packages of an extra, or `package` where it brings none. It names no extra of verl: the
-    index has another project under that name."""
+    """The command that installs the packages of an extra, or `package` if it brings none. It names no extra of verl: the index
+    has another project under that name."""
     try:
         declared = importlib.metadata.requires("verl") or []
     except importlib.metadata.PackageNotFoundError:
@@ -160,7 +160,7 @@ class InterruptedRun(VerlError):
 
 
 def error_of(kind: str, text: str, other: type[Exception] = VerlError) -> Exception:
-    """The error that another process had: of the class `kind` of this module, or of `other` where it has none."""
+    """The error that another process had: of the class `kind` of this module, or of `other` if it has none."""
     cls = globals().get(kind)
     error = Exception.__new__(cls if isinstance(cls, type) and issubclass(cls, VerlError) else other)
     Exception.__init__(error, text)
@@ -205,8 +205,8 @@ _NO_THREAD = {
 
 
 def os_error_of(error: BaseException) -> OSError | None:
-    """The operating system's error that `error` is, or that its text reports: tokenizers and safetensors raise others, and
-    Python and tokenizers have no number for a thread that does not start."""
+    """The operating system's error that `error` is, or that its text reports: tokenizers and safetensors raise errors of other
+    types, and Python and tokenizers have no number for a thread that does not start."""
     if isinstance(error, OSError):
         return error
     if any(words in str(error) for words in _NO_THREAD.get(type(error).__name__, ())):

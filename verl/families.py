@@ -113,7 +113,7 @@ REFERENCE_COLUMNS = ("chosen_ratio", "rejected_ratio", "delta", "mean_delta", "m
 TRAINING_ENGINES = Registry(
     "training engine",
     {
-        "local": "verl.engines.local:LocalEngine",  # of one device, whatever strategy a config names
+        "local": "verl.engines.local:LocalEngine",  # of one device, for any strategy of a config
         "fsdp": "verl.engines.fsdp:FSDPEngine",
         "fsdp2": "verl.engines.fsdp:FSDPEngine",
         "megatron": "verl.engines.megatron.engine:MegatronEngine",

@@ -1,4 +1,4 @@
-"""Folders and files that a later start can trust: written whole, synced, and listed with their digests in a manifest.
+"""Folders and files that a later start can trust: written completely, synced, and listed with their digests in a manifest.
 
     FOLDER/manifest.json        size and digest of every file of FOLDER and its subfolders; written last
     FILE.manifest.json          the same for a single file
@@ -89,8 +89,8 @@ def write_manifest(folder: Path, step: int, records: Mapping[str, FileRecord], n
 
 
 def seal(folder: Path, what: str, records: Mapping[str, FileRecord] | None = None, step: int = 0) -> None:
-    """Complete a folder: sync it, and write the manifest. `records` has files whose digests were computed while they were
-    written; the others are read. Raises CheckpointError where the disk returns other bytes than were written."""
+    """Complete a folder: sync it, and write the manifest. `records` has files with digests from memory; all further files are
+    read. Raises CheckpointError if the disk returns other bytes than were written."""
     listed = dict(records or {})
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         if (name := file.relative_to(folder).as_posix()) not in listed:
@@ -114,7 +114,7 @@ def is_there(path: Path) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename `source` to the free name `target`. A network client whose server's reply was lost sends the request again and
+    """Rename `source` to the free name `target`. If the reply of a server is lost, a network client sends the request again and
     gets FileNotFoundError; the rename then happened."""
     try:
         os.rename(source, target)
@@ -124,7 +124,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Give a complete folder or file its name, which is free or an empty folder's, for good."""
+    """Give a complete folder or file its name for good. The name is free, or an empty folder's."""
     rename(temporary, final)
     sync_folder(final.parent)
 
@@ -150,7 +150,7 @@ def new_folder(final: Path, *, replaces: bool = False) -> Iterator[tuple[Path, d
 
 @contextlib.contextmanager
 def new_file(final: Path) -> Iterator[Path]:
-    """As `new_folder`, for a file, whose manifest is beside it."""
+    """As `new_folder`, for a file with a manifest next to it."""
     manifest = final.with_name(f"{final.name}.{MANIFEST}")
     with whole_file(final) as temporary:
         yield temporary
@@ -225,7 +225,7 @@ def file_damage(file: Path) -> str | None:
 
 
 def manifest_above(folder: Path) -> tuple[Path, str] | None:
-    """(the folder whose manifest lists the files of `folder`, the beginning of their names in it): a model in a checkpoint has
+    """(the folder with a manifest of the files of `folder`, the beginning of their names in it): a model in a checkpoint has
     none of its own. None for a folder of another program."""
     folder = folder.resolve()
     for root in [folder, *folder.parents][:_DEPTH]:
@@ -237,7 +237,7 @@ def manifest_above(folder: Path) -> tuple[Path, str] | None:
         except (OSError, ValueError):
             return (root, part) if root == folder else None
         try:
-            document = json.loads(text)  # fails where a manifest was cut, of any program
+            document = json.loads(text)  # fails for a truncated manifest, of any program
             files = document["files"] if _OURS in text else {}
             if any(name.startswith(part) for name in files):
                 return root, part
@@ -257,7 +257,7 @@ def _unlisted(folder: Path, files: Mapping[str, object]) -> str | None:
 
 
 def sealed(document: Mapping[str, object]) -> str:
-    """One line of JSON that ends with the digest of the rest, so that any changed byte is detected."""
+    """One line of JSON that ends with the digest of the line before it, so that any changed byte is detected."""
     bare = {key: value for key, value in document.items() if key != "blake2b"}
     digest = hashlib.blake2b(json.dumps(bare).encode(), digest_size=32).hexdigest()
     return json.dumps({**bare, "blake2b": digest})
@@ -275,7 +275,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _unsealed(text: str) -> dict[str, Any] | None:
-    """The document in a text of `sealed`; None where a byte was changed. Raises ValueError for text that is no JSON."""
+    """The document in a text of `sealed`; None if a byte was changed. Raises ValueError for text that is no JSON."""
     document = json.loads(text)
     return document if sealed(document) == text else None
 

@@ -133,9 +133,9 @@ _referenced: dict[str, object] = {}  # objects by the reference that `reference_
 
 
 def reference_to(obj: object) -> str:
-    """The reference by which `load_object` returns `obj`: "path/to/file.py:name" or "package.module:name", which other
-    processes can load too. "in_process:name", which only this process can load, for a lambda, an instance, and an object of a
-    notebook, of standard input, of a function's body or of `if __name__ == "__main__":`."""
+    """The reference by which `load_object` returns `obj`: "path/to/file.py:name" or "package.module:name". Other processes can
+    load these too. "in_process:name", for this process only, for a lambda, an instance, and an object of a notebook, of
+    standard input, of a function's body or of `if __name__ == "__main__":`."""
     name, module = getattr(obj, "__qualname__", ""), sys.modules.get(getattr(obj, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     is_global = "." not in name and getattr(module, name, None) is obj and not (file and differs_from_file(obj, file))
@@ -151,8 +151,8 @@ def reference_to(obj: object) -> str:
 
 
 def _is_hidden(file: str, name: str) -> bool:
-    """Whether a script is no file, as standard input, or defines `name` under `if __name__ == "__main__":`, which processes
-    that import it skip."""
+    """Whether a script is no file, as standard input, or defines `name` under `if __name__ == "__main__":`, so that processes
+    that import it lack the name."""
     body = ast.parse(Path(file).read_bytes()).body if os.path.isfile(file) else []
     guards = [n for n in body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -217,7 +217,7 @@ def _origin(obj: Any) -> Any:
 
 
 def _names(reference: object, obj: object) -> bool:
-    """Whether `reference` is the text by which another process has named `obj`, whose module is being imported."""
+    """Whether `reference` is the name of `obj` in another process, while the module of `obj` is being imported."""
     path, _, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
     module = getattr(obj, "__module__", "")
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -261,9 +261,9 @@ class BuiltIn:
 
 
 class Registry:
-    """Names of one family; a lookup of an unknown name says which names there are. `shared`: arguments of every function of
-    the family, in addition to the ones that its BuiltIn names. `base`: the class, by reference, whose methods a user's class
-    must have; "function" of a family of functions."""
+    """Names of one family; a lookup of an unknown name lists the names. `shared`: arguments of every function of the family, in
+    addition to the ones that its BuiltIn names. `base`: a class, by reference; a user's class must have its methods; "function"
+    of a family of functions."""
 
     def __init__(self, family: str, rows: Mapping[str, object] | None = None, *, shared: str = "", base: str = ""):
         self.family, self.shared, self.base = family, frozenset(shared.split()), base
@@ -273,7 +273,7 @@ class Registry:
         self.built_in = tuple(self._declared)
 
     def reading(self, *arguments: str) -> tuple[str, ...]:
-        """The built-in names whose functions read one of `arguments`, in the order of the table."""
+        """The built-in names with functions that read one of `arguments`, in the order of the table."""
         return tuple(n for n, reads in self.reads.items() if reads.intersection(arguments) and self.is_built_in(n))
 
     def may_read(self, name: str, *arguments: str) -> bool:
@@ -281,7 +281,7 @@ class Registry:
         return not (name in self.reads and self.is_built_in(name)) or not self.reads[name].isdisjoint(arguments)
 
     def declared(self, name: str) -> Any:
-        """The object that this package declares for `name`, whatever the registry has now."""
+        """The object that this package declares for `name`, even if the registry has another one now."""
         declared = self._declared[name]
         return load_object(declared) if isinstance(declared, str) else declared
 
@@ -352,13 +352,13 @@ class Registry:
 
 class RegistryMapping(MutableMapping[str, Any]):
     """A registry as scripts of other releases use it: an assignment, a deletion and `clear` change what runs choose from. Keys
-    may be members of a string enumeration. `older` are objects of their contract, which stand for built-in rows."""
+    may be members of a string enumeration. `older` are objects of their contract in place of built-in rows."""
 
     def __init__(self, registry: Registry, older: Mapping[str, object] | None = None):
         self._registry, self._older = registry, older or {}
 
     def __getitem__(self, name: str) -> Any:
-        """Raises NameConfigError, which is a KeyError and a ValueError, with the nearest names."""
+        """Raises NameConfigError (a KeyError and a ValueError) with the nearest names."""
         key = _plain(name)
         row = self._registry.get(key)
         return self._older[key] if key in self._older and self._registry.is_built_in(key) else row
@@ -379,11 +379,11 @@ class RegistryMapping(MutableMapping[str, Any]):
         return len(self._registry)
 
     def copy(self) -> dict[str, object]:
-        """The rows as a dict, which `update` puts back."""
+        """The rows as a dict; `update` puts them back."""
         return {name: self._registry.get(name) for name in self}
 
     def replace(self, rows: Mapping[str, object]) -> None:
-        """Have `rows` and no others."""
+        """Have only `rows`."""
         rows = dict(rows)
         self.clear()
         self.update(rows)

@@ -1,5 +1,5 @@
 """The one reader of files that a user or a run folder names: regular files, and nothing that blocks or has no end; and files
-that appear whole or not at all."""
+that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from verl.errors import ConfigError, VerlError, nearest
 from verl.foreign_text import clean
 
-MAX_BYTES = 64 << 20  # of a file that is read whole
+MAX_BYTES = 64 << 20  # of a file that is read at once
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
@@ -23,7 +23,7 @@ _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pip
 
 def kind_of(path: Path) -> str | None:
     """The kind of `path`, links followed: "a file", "a folder", "a pipe", "a link to itself"; None for nothing. Raises OSError
-    where looking is forbidden, ValueError for a name that no file can have."""
+    if looking is forbidden, ValueError for a name that no file can have."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
     except (FileNotFoundError, NotADirectoryError):
@@ -35,8 +35,8 @@ def kind_of(path: Path) -> str | None:
 
 
 def require_regular(path: str | Path, what: str, error: type[VerlError] = ConfigError, fix: str = "") -> Path:
-    """`path` with `~` replaced. Raises `error`, which begins with `what`, unless it is a regular file, or a link to one, that
-    this process may read; `fix` ends the sentence."""
+    """`path` with `~` replaced. Raises `error`, beginning with `what`, unless it is a regular file, or a link to one, that this
+    process may read; `fix` ends the sentence."""
     file, name = Path(os.path.expanduser(path)), f"{what} {clean(path)}"
     fix = fix or "Name a regular file."
     try:
@@ -79,8 +79,8 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file. Raises OSError, also for a pipe, which would block, and a device, which may have no
-    end."""
+    """A descriptor of a regular file. Raises OSError, also for a pipe, since it would block, and for a device, since it may
+    have no end."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -108,7 +108,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> bool:
-    """Sync the names in a folder; False where the file system has no such operation."""
+    """Sync the names in a folder; False if the file system has no such operation."""
     try:
         sync_file(path)
     except OSError as error:
@@ -119,7 +119,7 @@ def sync_folder(path: Path) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, for good; nothing where it is there."""
+    """Make a folder and those above it, for good; nothing if it exists."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -128,7 +128,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary name next to `path`, which becomes `path`, synced, when the block ends without an error."""
+    """A temporary name next to `path`. The file becomes `path`, synced, when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary

@@ -78,7 +78,7 @@ def _call(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[
 
 
 class SessionRoles:
-    """The roles of a session: the policy without a loss, a reference policy where `actor.use_kl_loss` asks for one, and the
+    """The roles of a session: the policy without a loss, a reference policy if `actor.use_kl_loss` asks for one, and the
     rollout engine. Rewards are the script's."""
 
     @classmethod
@@ -138,10 +138,10 @@ class Session:
         """`n` samples (default: rollout.n) of each prompt under the weights of the last `sync_weights`, samples of a prompt
         adjacent.
 
-        A prompt is a text (put through the chat template where there is one), a list of messages, or token ids. A sample has
-        prompt (its index), prompt_ids, response_ids, log_probs (of the sampled tokens, at rollout.temperature), response
-        (text) and finish_reason ("stop" or "length"). Random numbers differ in each call; a loaded session
-        continues with the numbers of the saved one. Raises DataError.
+        A prompt is a text (put through the chat template, if there is one), a list of messages, or token ids. A sample has
+        prompt (its index), prompt_ids, response_ids, log_probs (of the sampled tokens, at rollout.temperature), response (text)
+        and finish_reason ("stop" or "length"). Random numbers differ in each call; a loaded session continues with the numbers
+        of the saved one. Raises DataError.
         """
         listed = [] if isinstance(prompts, str) else list(prompts)
         if not listed:
@@ -217,9 +217,9 @@ class Session:
 
     @_call
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write weights, optimizer and position to the new folder, which appears complete and synced, or not at all; returns
-        it. `actor/huggingface` in it opens with `from_pretrained`. Raises CheckpointError for a folder that exists, and where
-        the disk fails."""
+        """Write weights, optimizer and position to the new folder: it appears complete and synced, or not at all; returns it.
+        `actor/huggingface` in it opens with `from_pretrained`. Raises CheckpointError for a folder that exists, and if the disk
+        fails."""
         if self._has_gradients:
             raise ConfigError("Gradients wait for optim_step, and a checkpoint has none. Call optim_step before save.")
         path = Path(folder).expanduser().absolute()
@@ -243,7 +243,7 @@ class Session:
         put_in_place(temporary, path)
 
     def _on_rank_zero(self, act: Callable[[], object]) -> None:
-        """Let rank 0 act on files. Every rank raises CheckpointError where that fails."""
+        """Let rank 0 act on files. Every rank raises CheckpointError if that fails."""
         failure = ""
         if self._runtime.is_rank_zero:
             try:
@@ -356,7 +356,7 @@ def _require_intact(path: Path, state: Mapping[str, object]) -> None:
 
 
 def _value_columns(rows: Sequence[Row], lengths: Sequence[int], width: int) -> dict[str, torch.Tensor]:
-    """float32 columns of the numbers of `rows`: [rows, 1], or [rows, response] where a row has a number for each token."""
+    """float32 columns of the numbers of `rows`: [rows, 1], or [rows, response] if a row has a number for each token."""
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row if name not in _TOKENS):
         if (numbers := next(filter(lambda n: n is not None, (_numbers(row.get(name)) for row in rows)), None)) is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class AgentSpec:
     """Episodes in place of single responses. `limits` has the limits of sandboxed tools and commands. Only loops written for
-    other releases read `config`, the user's whole config."""
+    other releases read `config`, the user's config."""
 
     rollout: RolloutConfig
     data: DataConfig
@@ -27,10 +27,10 @@ class AgentSpec:
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Generation with the weights of the role "actor", or of `model`'s files where nothing trains. `section` has sampling,
-    lengths, and the engine with its settings. `dtype`: the compute dtype of the weights, as the config spells it;
-    `rounding`: how wider weights become it (fsdp_config.master_rounding).
-    `devices_key`: the keys that say on how many devices it runs, with their values, for errors."""
+    """Generation with the weights of the role "actor", or of `model`'s files if nothing trains. `section` has sampling,
+    lengths, and the engine with its settings. `dtype`: the compute dtype of the weights, as the config spells it; `rounding`:
+    how wider weights become it (fsdp_config.master_rounding). `devices_key`: the keys that say on how many devices it runs,
+    with their values, for errors."""
 
     section: RolloutConfig
     model: ModelConfig
@@ -42,7 +42,7 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Scores of responses of at most `max_response_length` tokens, which are decoded by the tokenizer of `model`.
+    """Scores of responses of at most `max_response_length` tokens, decoded by the tokenizer of `model`.
 
     `parts` names the numbers of a sample that the algorithm reads in addition to its score. `needs_answer`, `turn_rewards`: see
     RewardWorker. `only_built_in`: episodes bring their rewards, so a data source without a built-in scorer is no error.
@@ -61,8 +61,9 @@ class RewardSpec:
 class RunSpec:
     """Facts that all roles of a run share. `folder` is the run folder, `log_folder` has a log file of each rank.
 
-    A process has `start_timeout_s` to start and to find the others. A call on a worker may take `call_timeout_s`, a collective
-    `collective_timeout_s`. `pools`: devices of the training node and of the rollout node, where each is one node; else ().
+    A process has `start_timeout_s` to start and to find the other processes. A call on a worker may take `call_timeout_s`, a
+    collective `collective_timeout_s`. `pools`: devices of the training node and of the rollout node, if each is one node; else
+    ().
     """
 
     folder: Path

@@ -154,7 +154,7 @@ def _codes_in(code: types.CodeType) -> list[types.CodeType]:
 
 
 def _globals_of(function: types.FunctionType) -> dict[str, object]:
-    """The globals that a function reads, without modules and those that it sets, which are its state."""
+    """The globals that a function reads, without modules, and without globals that it sets as its state."""
     uses = [(op.opname, op.argval) for code in _codes_in(function.__code__) for op in dis.get_instructions(code)]
     names = {name for use, name in uses if use == "LOAD_GLOBAL"} - {name for use, name in uses if use == "STORE_GLOBAL"}
     values = {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
@@ -188,7 +188,7 @@ def differs_from_file(obj: object, file: str) -> bool:
 
 
 def _other_names(function: types.FunctionType, file: str) -> list[str]:
-    """Functions that `function` calls and plain globals that it reads, for which the file has others."""
+    """Functions that `function` calls and plain globals that it reads, if the file has other ones."""
     try:
         source = Path(file).read_bytes()
         tree = ast.parse(source)
@@ -244,7 +244,7 @@ def _names_bound(statement: ast.AST) -> Iterator[str]:
 
 
 def require_call(label: str, function: Callable[..., object], *positional: str, keywords: Iterable[str] = ()) -> None:
-    """Raises ConfigError, which begins with `label`, where `function` does not take these arguments, given by their names."""
+    """Raises ConfigError, beginning with `label`, if `function` does not take these arguments, given by their names."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of an extension module
@@ -257,7 +257,7 @@ def require_call(label: str, function: Callable[..., object], *positional: str, 
 
 
 def require_kind(label: str, row: object, base: type | None) -> None:
-    """Raises ConfigError, which begins with `label`, unless `row` has the public methods of `base`, or is a function if that is
+    """Raises ConfigError, beginning with `label`, unless `row` has the public methods of `base`, or is a function if that is
     None."""
     if base is None and (isinstance(row, type) or not callable(row)):
         raise ConfigError(f"{label} is no function, but {type(row).__name__} {row!r}.")
