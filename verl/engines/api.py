@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from verl.engines.routing import EngineRouting
     from verl.models.optim import AdamStep
 
-_LIBRARIES = {
-    "deepspeed": ("deepspeed", "deepspeed"),
-    "megatron": ("megatron.core", "megatron-core"),
-}  # engine -> its module, its package
+# engine -> its module, its package
+_LIBRARIES = {"deepspeed": ("deepspeed", "deepspeed"), "megatron": ("megatron.core", "megatron-core")}
 
 
 def require_library(engine: str) -> None:

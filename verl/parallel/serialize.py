@@ -36,9 +36,7 @@ _NUMPY: dict[torch.dtype, type] = {
     torch.bool: np.bool_, torch.uint8: np.uint8,
 }  # fmt: skip
 _PLAIN_TYPES = {type(None), str, bool, int}
-_STORED_BYTES = (
-    1 << 17
-)  # from which on a tensor stays in the store; above the 100 KB up to which Ray sends a value itself
+_STORED_BYTES = 1 << 17  # of a tensor that stays in the store; Ray itself sends a value of up to 100 KB
 _LOOKED_AT = 256  # rows of a column that are looked at for shared objects, and objects that become text at a time
 _PLAIN = (str, bool, int)  # float is apart: JSON has no NaN that every reader takes
 

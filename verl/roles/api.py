@@ -96,9 +96,7 @@ class RoleSpec:
     shares: str | None = None
     follows: str | None = None
     strategy: str = "fsdp"  # the training engine when the role is on several devices
-    settings: MegatronConfig | DeepSpeedConfig | None = (
-        None  # the engine's own section, in addition to `engine`; see `settings_of`
-    )
+    settings: MegatronConfig | DeepSpeedConfig | None = None  # a section in addition to `engine`, see `settings_of`
     engine_keys: tuple[str, ...] = ()  # config paths of `engine`, the first one for messages; "" for bare keys
     micro: MicroBatching = _WHOLE  # of `update`
     forward_micro: MicroBatching = _WHOLE  # of `forward`

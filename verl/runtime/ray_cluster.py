@@ -65,9 +65,8 @@ class RayCluster:
 
     def _start(self, settings: dict[str, Any], address: str | None) -> None:
         environment = {k: v for k, v in (settings.pop("runtime_env", None) or {}).items() if v is not None}
-        own: dict[str, Any] = {
-            "address": address or "local"
-        }  # by None it would join what `ray start` left on this node
+        # by None it would join what `ray start` left on this node
+        own: dict[str, Any] = {"address": address or "local"}
         if address is None:
             own["include_dashboard"] = False
             ask_for_token()

