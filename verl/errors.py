@@ -104,8 +104,8 @@ def install_command(extra: str, package: str) -> str:
         declared = importlib.metadata.requires("verl") or []
     except importlib.metadata.PackageNotFoundError:
         declared = []
-    of_extra = [text.partition(";")[0] for text in declared if text.endswith(f'extra == "{extra}"')]
-    return " ".join(["pip install", *(f"'{requirement}'" for requirement in of_extra or [package])])
+    requirements = [text.partition(";")[0] for text in declared if text.endswith(f'extra == "{extra}"')]
+    return " ".join(["pip install", *(f"'{requirement}'" for requirement in requirements or [package])])
 
 
 class MissingExtraError(VerlError):
@@ -167,9 +167,9 @@ def error_of(kind: str, text: str, other: type[Exception] = VerlError) -> Except
     return error
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """A clause "; did you mean 'a' or 'b'?" for an unknown name, or "" when nothing is close."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
     if not close:
         return ""
     return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
@@ -211,8 +211,8 @@ def os_error_of(error: BaseException) -> OSError | None:
         return error
     if any(words in str(error) for words in _NO_THREAD.get(type(error).__name__, ())):
         return OSError(errno.EAGAIN, "a thread could not be started")
-    of_library = type(error) is Exception or type(error).__module__.startswith("safetensors")
-    match = _IN_TEXT.search(str(error)) if of_library else None
+    has_errno_text = type(error) is Exception or type(error).__module__.startswith("safetensors")
+    match = _IN_TEXT.search(str(error)) if has_errno_text else None
     if match is None:
         return None
     number = int(match[1] or match[2])

@@ -15,12 +15,12 @@ def clean(text: object, limit: int = LIMIT) -> str:
     'a \\x1b[31mb'
     """
     try:
-        whole = str(text)
+        full = str(text)
     except Exception as error:  # noqa: BLE001 - the __str__ of foreign code
-        whole = f"<{type(text).__name__} without a text: {type(error).__name__}>"
-    start = " ".join(whole[: 4 * limit].split())
-    shown = "".join(c if c.isprintable() else _escape(c) for c in start)
-    return shown if len(shown) <= limit and len(whole) <= 4 * limit else shown[: limit - 3] + "..."
+        full = f"<{type(text).__name__} without a text: {type(error).__name__}>"
+    start = " ".join(full[: 4 * limit].split())
+    escaped = "".join(c if c.isprintable() else _escape(c) for c in start)
+    return escaped if len(escaped) <= limit and len(full) <= 4 * limit else escaped[: limit - 3] + "..."
 
 
 def quoted(value: object, limit: int = LIMIT) -> str:

@@ -246,9 +246,9 @@ def match_all(
     names, entries = list(names), list(entries)
     for entry in entries:
         if not any(matches(name, entry) for name in names):
-            known = sorted({name.rpartition(".")[2] for name in names})
-            shown = f"There are: {', '.join(known[:20])}{', ...' if len(known) > 20 else '.'}"
-            raise ConfigError(f"{key}: {entry!r} matches no {what}{nearest(str(entry), known) or '.'} {shown}")
+            choices = sorted({name.rpartition(".")[2] for name in names})
+            listed = f"There are: {', '.join(choices[:20])}{', ...' if len(choices) > 20 else '.'}"
+            raise ConfigError(f"{key}: {entry!r} matches no {what}{nearest(str(entry), choices) or '.'} {listed}")
     return [name for name in names if any(matches(name, entry) for entry in entries)]
 
 

@@ -45,9 +45,9 @@ def require_regular(path: str | Path, what: str, error: type[VerlError] = Config
         raise error(f"{name} cannot be read: {getattr(caught, 'strerror', None) or caught}. {fix}") from caught
     if kind is None:
         folder = file.absolute().parent
-        there = [entry.name for entry in os.scandir(folder)] if os.access(folder, os.R_OK | os.X_OK) else []
+        siblings = [entry.name for entry in os.scandir(folder)] if os.access(folder, os.R_OK | os.X_OK) else []
         place = "" if str(file.absolute()) == str(path) else f" (looked at {clean(file.absolute())})"
-        raise error(f"{name} does not exist{place}{nearest(file.name, there) or '.'} {fix}")
+        raise error(f"{name} does not exist{place}{nearest(file.name, siblings) or '.'} {fix}")
     if kind != "a file":
         raise error(f"{name} is {kind}. {fix}")
     if not os.access(file, os.R_OK):

@@ -80,8 +80,7 @@ def metrics_per_source(
                 totals[name] = (total + float(per_prompt.sum()), count + len(per_prompt))
     return {
         source: {
-            variable: {m: total / count for m, (total, count) in of_variable.items()}
-            for variable, of_variable in by_name.items()
+            variable: {m: total / count for m, (total, count) in pairs.items()} for variable, pairs in by_name.items()
         }
         for source, by_name in sums.items()
     }

@@ -68,9 +68,9 @@ class ConfigArguments:
             self.overrides, *names, schema=self.schema, check=check, defaults=self.defaults, fallbacks=self.preset
         )
         origins, flat = loaded.origins, loaded.schema.flatten(loaded.config)
-        others = [key for key, value in self.preset.items() if flat[key] != value and origins[key] != "default"]
-        if others:
-            values = ", ".join(f"{key}={quoted(flat[key], 80)} ({origins[key]})" for key in others)
+        changed = [key for key, value in self.preset.items() if flat[key] != value and origins[key] != "default"]
+        if changed:
+            values = ", ".join(f"{key}={quoted(flat[key], 80)} ({origins[key]})" for key in changed)
             loaded.notices.append(f"--preset {self.options.preset} gives way to {values}.")
         return loaded
 
@@ -148,9 +148,9 @@ def parse(
 def _key_help(schema: Schema[RunConfig], face: Face) -> str:
     from verl.config.sources import built_in_names
 
-    shown = {path: meaning for path, meaning in schema.sections.items() if "." not in path or path in _SUBSECTIONS}
-    width = max(map(len, shown))
-    lines = ["sections:", *(f"  {path:<{width}}  {meaning}" for path, meaning in shown.items())]
+    listed = {path: meaning for path, meaning in schema.sections.items() if "." not in path or path in _SUBSECTIONS}
+    width = max(map(len, listed))
+    lines = ["sections:", *(f"  {path:<{width}}  {meaning}" for path, meaning in listed.items())]
     lines += ["", "common keys with their defaults (docs/config.md has all):"]
     defaults = (*DEFAULTS[schema.name], _RUN_FOLDER) if face == "command" else (_RUN_FOLDER,)
     for path in COMMON_KEYS[schema.name]:

@@ -85,20 +85,20 @@ class Chat:
         import torch
 
         ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        most = (
+        limit = (
             getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
             or len(ids) + self._max_tokens
         )
-        if len(ids) >= most:
+        if len(ids) >= limit:
             print(
-                f"With this text the conversation has {len(ids)} tokens, and the model reads {most}. The text is left out; "
+                f"With this text the conversation has {len(ids)} tokens, and the model reads {limit}. The text is left out; "
                 "/clear begins a new conversation."
             )
             return None
         prompt = torch.tensor([ids], device=self._device)
         texts: list[str] = []
         streamer, mask = _streamer(self._tokenizer, texts), torch.ones_like(prompt)
-        settings = {**self._settings, "max_new_tokens": min(self._max_tokens, most - len(ids))}
+        settings = {**self._settings, "max_new_tokens": min(self._max_tokens, limit - len(ids))}
         try:
             self._model.generate(prompt, attention_mask=mask, streamer=streamer, **settings)
         except KeyboardInterrupt:

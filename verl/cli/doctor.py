@@ -23,14 +23,14 @@ def run_doctor(argv: list[str]) -> int:
     from verl.cli.machine.packages import packages
     from verl.cli.report import Report, info
 
-    of_host, of_packages = {**host(), "links": links()}, packages()
-    lines = list(findings(of_host, of_packages))
+    host_facts, versions = {**host(), "links": links()}, packages()
+    lines = list(findings(host_facts, versions))
     if arguments.json:
-        shown = [{"level": line.level, "text": line.text} for line in lines]
-        print(json.dumps({"host": of_host, "packages": of_packages, "findings": shown}, indent=2))
+        records = [{"level": line.level, "text": line.text} for line in lines]
+        print(json.dumps({"host": host_facts, "packages": versions, "findings": records}, indent=2))
         return 1 if any(line.level == "fail" for line in lines) else 0
     report = Report()
-    for topic, text in facts(of_host, of_packages):
+    for topic, text in facts(host_facts, versions):
         report.add(topic, info(text))
     for line in lines:
         report.add("findings", line)
@@ -123,10 +123,10 @@ def _devices(torch: Facts, driver: Facts | None) -> str:
     ]
     if torch.get("mps_available"):
         devices.append("an Apple GPU, unused by verl")
-    known = (
+    driver_text = (
         f"; driver: {'; '.join(driver['gpus'])}, CUDA up to {driver['newest_cuda']}" if driver else "; no NVIDIA driver"
     )
-    return (", ".join(devices) or "the CPU alone") + known
+    return (", ".join(devices) or "the CPU alone") + driver_text
 
 
 def _gib(size: int | None) -> str:

@@ -116,12 +116,12 @@ def _dataset_class(node: ast.ClassDef) -> Iterator[Line]:
 
     methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
     replaced = [name for name in methods if hasattr(RLHFDataset, name)]
-    own = [name for name in methods if name not in replaced]
+    uncalled = [name for name in methods if name not in replaced]
     yield passed(
         f"line {node.lineno}: {node.name} is a dataset for data.custom_cls; it replaces {', '.join(replaced) or 'nothing'}"
     )
-    if own:
-        yield info(f"{', '.join(own)} of {node.name}: verl does not call it")
+    if uncalled:
+        yield info(f"{', '.join(uncalled)} of {node.name}: verl does not call it")
     init = methods.get("__init__")
     if init is not None and not init.args.kwarg:
         names = [a.arg for a in (*init.args.args, *init.args.kwonlyargs)]
@@ -139,26 +139,26 @@ def _trainer_class(node: ast.ClassDef) -> Iterator[Line]:
     assert spec is not None
     assert spec.origin is not None
     here = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    known = {name for cls in here.body if isinstance(cls, ast.ClassDef) for name in _own_attributes(cls)[0]}
-    own, read = _own_attributes(node)
+    here_attributes = {name for cls in here.body if isinstance(cls, ast.ClassDef) for name in _own_attributes(cls)[0]}
+    defined, read = _own_attributes(node)
     for name, line in read.items():
-        if name not in own | known and not name.startswith("__"):
-            yield fail(f"line {line}: RayPPOTrainer has no {name!r} here{nearest(name, known)}")
+        if name not in defined | here_attributes and not name.startswith("__"):
+            yield fail(f"line {line}: RayPPOTrainer has no {name!r} here{nearest(name, here_attributes)}")
 
 
 def _own_attributes(node: ast.ClassDef) -> tuple[set[str], dict[str, int]]:
     """(names that a class defines or sets on self, name that it reads of self -> first line)."""
-    own = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+    defined = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
     read: dict[str, int] = {}
     for item in ast.walk(node):
         if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
-            own.add(item.id)  # of the class; the names of a function's variables do no harm
+            defined.add(item.id)  # of the class; the names of a function's variables do no harm
         elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "self":
             if isinstance(item.ctx, ast.Load):
                 read.setdefault(item.attr, item.lineno)
             else:
-                own.add(item.attr)
-    return own, read
+                defined.add(item.attr)
+    return defined, read
 
 
 def _last_name(node: ast.expr) -> str:

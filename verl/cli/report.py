@@ -61,7 +61,7 @@ class Report:
         """Print one line; the topic is shown before its first line only."""
         self.counts[line.level] += 1
         topic = printable(topic)
-        shown = "" if topic == self._topic else topic
+        heading = "" if topic == self._topic else topic
         self._topic = topic
         text = printable(line.text)
         if not self.console.is_terminal:  # a log file: one line each, not folded
@@ -71,7 +71,7 @@ class Report:
         row.add_column(width=4)
         row.add_column(width=10)
         row.add_column(overflow="fold")
-        row.add_row(Text(line.level, style=_STYLES[line.level]), Text(shown, style="bold"), Text(text))
+        row.add_row(Text(line.level, style=_STYLES[line.level]), Text(heading, style="bold"), Text(text))
         self.console.print(row)
 
     @property

@@ -26,9 +26,9 @@ def run_scale(argv: list[str]) -> int:
     folder = Path(arguments.run).expanduser()
     sizes = dict(map(_size, arguments.sizes))
     requested = ask_role_sizes(folder, sizes) if sizes else read_role_sizes(folder)
-    asked = ", ".join(f"{role}={size}" for role, size in requested.items())
+    sizes_text = ", ".join(f"{role}={size}" for role, size in requested.items())
     note = ". The run follows at a weight sync, once Ray has free devices; roles that share processes change together."
-    print(f"{asked}{note if sizes else ''}" if asked else "no other size was requested")
+    print(f"{sizes_text}{note if sizes else ''}" if sizes_text else "no other size was requested")
     if sizes and read_progress(folder).status != "running":
         print(f"verl: the run in {folder} is not running; it follows when it is resumed.", file=sys.stderr)
     return 0

@@ -54,10 +54,10 @@ def _evaluate(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     manager = TaskManager(include_path=arguments.include_path)
     names = [name for name in arguments.tasks.split(",") if name]
-    known = set(manager.all_tasks)
+    all_tasks = set(manager.all_tasks)
     for name in names:
-        if not any(char in name for char in "*?[/") and name not in known:
-            raise ConfigError(f"lm_eval has no task {name!r}{nearest(name, known) or '; see `lm_eval ls tasks`.'}")
+        if not any(char in name for char in "*?[/") and name not in all_tasks:
+            raise ConfigError(f"lm_eval has no task {name!r}{nearest(name, all_tasks) or '; see `lm_eval ls tasks`.'}")
     model = HFLM(str(folder), device=str(resolve_device(arguments.device)), batch_size=arguments.batch_size)
     results = simple_evaluate(
         model, tasks=names, num_fewshot=arguments.num_fewshot, limit=arguments.limit, task_manager=manager,

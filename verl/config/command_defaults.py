@@ -90,14 +90,14 @@ def command_defaults(
     return derived
 
 
-def _fitting_batch(num_rows: int, most: int, divisor: int) -> int:
-    """The size of a batch: all rows up to `most`. It is less if equal batches leave out fewer rows of an epoch, and the
+def _fitting_batch(num_rows: int, limit: int, divisor: int) -> int:
+    """The size of a batch: all rows up to `limit`. It is less if equal batches leave out fewer rows of an epoch, and the
     `divisor` (devices or another size) divides them."""
-    if num_rows <= most:
+    if num_rows <= limit:
         return num_rows
-    num_steps = -(-num_rows // most)
+    num_steps = -(-num_rows // limit)
     even = num_rows // num_steps
-    return even if num_rows - even * num_steps < num_rows % most and even % divisor == 0 else most
+    return even if num_rows - even * num_steps < num_rows % limit and even % divisor == 0 else limit
 
 
 def _cases(values: Mapping[str, Any], facts: Facts) -> Iterator[str]:

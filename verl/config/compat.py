@@ -14,20 +14,20 @@ from typing import Any, cast
 from verl.config.keys import read_yaml
 
 
-def nearest_keys(known: Iterable[str], spelled: str, path: str | None = None) -> list[str]:
-    """Full names of at most three `known` keys closest to an unknown key, the likeliest first. `path` is `spelled`
+def nearest_keys(keys: Iterable[str], spelled: str, path: str | None = None) -> list[str]:
+    """Full names of at most three of `keys` closest to an unknown key, the likeliest first. `path` is `spelled`
     with its older spellings replaced, if it has any.
 
     Keys that are one typo away, if any; else keys with the same last name elsewhere in the tree, or a similar full name.
     """
-    known = list(known)
-    typos = [key for text in dict.fromkeys((spelled, path or spelled)) for key in one_typo_away(known, text)]
-    return list(dict.fromkeys(typos or _similar(known, path or spelled)))[:3]
+    keys = list(keys)
+    typos = [key for text in dict.fromkeys((spelled, path or spelled)) for key in one_typo_away(keys, text)]
+    return list(dict.fromkeys(typos or _similar(keys, path or spelled)))[:3]
 
 
-def one_typo_away(known: Iterable[str], path: str) -> list[str]:
+def one_typo_away(keys: Iterable[str], path: str) -> list[str]:
     """Keys that become `path` by inserting, leaving out or replacing one character, or by swapping two neighbours."""
-    return sorted(key for key in known if abs(len(key) - len(path)) < 2 and _is_one_typo(path, key))
+    return sorted(key for key in keys if abs(len(key) - len(path)) < 2 and _is_one_typo(path, key))
 
 
 def _is_one_typo(one: str, other: str) -> bool:
@@ -36,24 +36,24 @@ def _is_one_typo(one: str, other: str) -> bool:
     return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
 
 
-def _similar(known: list[str], path: str) -> list[str]:
+def _similar(keys: list[str], path: str) -> list[str]:
     last = path.rpartition(".")[2]
-    names = {key.rpartition(".")[2] for key in known}
+    names = {key.rpartition(".")[2] for key in keys}
     same = {
         name: difflib.SequenceMatcher(None, last, name).ratio()
         for name in difflib.get_close_matches(last, names, 5, 0.8)
     }
-    close = difflib.get_close_matches(path, known, 5, 0.7)
+    close = difflib.get_close_matches(path, keys, 5, 0.7)
     scores = {}
-    for key in {*close, *(key for key in known if key.rpartition(".")[2] in same)}:
+    for key in {*close, *(key for key in keys if key.rpartition(".")[2] in same)}:
         full = difflib.SequenceMatcher(None, path, key, autojunk=False).ratio()
         scores[key] = max(full, 0.9 * same.get(key.rpartition(".")[2], 0.0) + 0.1 * full)
     return sorted(scores, key=lambda key: (-scores[key], key))
 
 
-def clause(known: Iterable[str], spelled: str, path: str | None = None) -> str:
+def clause(keys: Iterable[str], spelled: str, path: str | None = None) -> str:
     """A clause "; did you mean 'a' or 'b'?" for an unknown key; arguments as in `nearest_keys`."""
-    close = nearest_keys(known, spelled, path)
+    close = nearest_keys(keys, spelled, path)
     if not close:
         return "; docs/config.md lists all keys."
     return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
@@ -145,7 +145,7 @@ class Compat:
             path, used = row.new + path[len(row.old) :], row
         return path, used
 
-    def other_name(self, spelled: str, known: Iterable[str]) -> str:
+    def other_name(self, spelled: str, keys: Iterable[str]) -> str:
         """The key for another trainer's name, also below a section of ours: `critic.optim.learning_rate` is critic.optim.lr.
         "" for any other name."""
         section, _, last = spelled.rpartition(".")
@@ -154,7 +154,7 @@ class Compat:
         if name := self.other_trainers.get(section.partition(".")[0]):
             return name
         name = self.other_trainers.get(last, "").partition(" ")[0].rpartition(".")[2]
-        below = [key for key in known if name and key.startswith(f"{section}.") and key.endswith(f".{name}")]
+        below = [key for key in keys if name and key.startswith(f"{section}.") and key.endswith(f".{name}")]
         return next((key for key in below if key == f"{section}.{name}" or len(below) == 1), "")
 
     def without_effect(self, key: str, value: object) -> str | None:
@@ -169,8 +169,8 @@ class Compat:
 def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
     """The rows of the schema `name`. `classes`: class of a section -> paths of its sections in the tree; the rows of a class
     hold at each."""
-    own = _file()[name]
-    parts = [("", own)]
+    top = _file()[name]
+    parts = [("", top)]
     parts += [(f"{path}.", rows) for cls, rows in _file()["sections"].items() for path in classes.get(cls, ())]
     return Compat(
         aliases=tuple(
@@ -185,8 +185,8 @@ def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
             for row in rows.get("removed", ())
             for key in row["keys"]
         ),
-        other_trainers=own.get("other_trainers", {}),
-        other_values=own.get("other_values", {}),
+        other_trainers=top.get("other_trainers", {}),
+        other_values=top.get("other_values", {}),
         unavailable=tuple(
             Unavailable(prefix + key, **_without_keys(row))
             for prefix, rows in parts
@@ -199,8 +199,8 @@ def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
             for row in rows.get("only_elsewhere", ())
             for pattern in row["keys"]
         },
-        differences=tuple((row["key"], row["theirs"], row["ours"], row["why"]) for row in own.get("differences", ())),
-        unavailable_configs=own.get("unavailable_configs", {}),
+        differences=tuple((row["key"], row["theirs"], row["ours"], row["why"]) for row in top.get("differences", ())),
+        unavailable_configs=top.get("unavailable_configs", {}),
     )
 
 

@@ -179,19 +179,19 @@ _SIZES = {  # of Megatron -> of FSDP2
 
 def _fallback(values: Mapping[str, Any], key: str, section: str) -> Derived:
     """FSDP2 with Megatron's sizes, in place of an engine that is not available, if trainer.engine_fallback asks for it."""
-    asked, role = values[key], key.rpartition(".")[0]
-    lacking = _lacking(values, role) if asked == "megatron" else ""
-    is_there = asked not in ELSEWHERE and not lacking and not _is_missing(_PACKAGES.get(asked))
+    engine, role = values[key], key.rpartition(".")[0]
+    lacking = _lacking(values, role) if engine == "megatron" else ""
+    is_there = engine not in ELSEWHERE and not lacking and not _is_missing(_PACKAGES.get(engine))
     if values["trainer.engine_fallback"] != "fsdp" or is_there:
         return {}
-    origin, place = f"{FALLS_BACK}{asked}", ".".join(filter(None, (role, section)))
-    sizes = {name: values[f"{role}.megatron.{name}"] for name in _SIZES} if asked == "megatron" else {}
+    origin, place = f"{FALLS_BACK}{engine}", ".".join(filter(None, (role, section)))
+    sizes = {name: values[f"{role}.megatron.{name}"] for name in _SIZES} if engine == "megatron" else {}
     sizes = {name: size for name, size in sizes.items() if size != 1}
-    stages = values[f"{role}.megatron.pipeline_model_parallel_size"] if asked == "megatron" else 1
+    stages = values[f"{role}.megatron.pipeline_model_parallel_size"] if engine == "megatron" else 1
     mapped = [f"{name}={size} as {_SIZES[name]}" for name, size in sizes.items()]
     mapped += [f"{stages} stages as data-parallel shards"] * (stages > 1)
     sizes_said = f", with {', '.join(mapped)}" if mapped else ""
-    log.warning("%s=%s is not available%s: fsdp2 instead%s.", key, asked, lacking, sizes_said)
+    log.warning("%s=%s is not available%s: fsdp2 instead%s.", key, engine, lacking, sizes_said)
     return {key: ("fsdp2", origin), **{f"{place}.{_SIZES[name]}": (size, origin) for name, size in sizes.items()}}
 
 
@@ -210,13 +210,13 @@ def _lacking(values: Mapping[str, Any], role: str) -> str:
 
 def _device(values: Mapping[str, object]) -> Derived:
     """The existing device in place of a kind that is not available, if trainer.engine_fallback asks for it."""
-    asked = values["trainer.device"]
-    if values["trainer.engine_fallback"] != "fsdp" or not isinstance(asked, str):
+    device = values["trainer.device"]
+    if values["trainer.engine_fallback"] != "fsdp" or not isinstance(device, str):
         return {}
-    if asked.partition(":")[0] not in DEVICES_ELSEWHERE:
+    if device.partition(":")[0] not in DEVICES_ELSEWHERE:
         return {}
-    log.warning("trainer.device=%s is not available: auto instead.", asked)
-    return {"trainer.device": ("auto", f"{FALLS_BACK}{asked}")}
+    log.warning("trainer.device=%s is not available: auto instead.", device)
+    return {"trainer.device": ("auto", f"{FALLS_BACK}{device}")}
 
 
 def _is_missing(package: str | None) -> bool:

@@ -86,8 +86,8 @@ def _user_settings(
     for values_tree in filter(None, [values] if isinstance(values, Mapping) else values):
         user.add_file("Python", dict(values_tree))
     user.add_overrides(overrides)
-    of_user = {setting.path for setting in user.settings if setting.source != "preset"}
-    user.settings = [s for s in user.settings if s.source != "preset" or BRIEFER.get(s.path) not in of_user]
+    user_paths = {setting.path for setting in user.settings if setting.source != "preset"}
+    user.settings = [s for s in user.settings if s.source != "preset" or BRIEFER.get(s.path) not in user_paths]
     return user
 
 
@@ -269,15 +269,15 @@ def _interpolate(schema: Schema[object], values: dict[str, object], origins: dic
     tree = OmegaConf.create(nested({path: None if path in texts else value for path, value in values.items()}))
     for step in (_insert, _select):
         for path in [path for path in texts if path not in misfits]:
-            leaf, shown = schema.leaves[path], f"{path}={clean(texts[path])} ({origins[path]})"
+            leaf, setting = schema.leaves[path], f"{path}={clean(texts[path])} ({origins[path]})"
             values[path] = leaf.default
             try:
                 values[path] = step(tree, leaf, texts[path])
             except Misfit as misfit:
-                misfits[path] = (texts[path], f"{shown} {misfit}")
+                misfits[path] = (texts[path], f"{setting} {misfit}")
             except Exception as error:  # noqa: BLE001 - keys may name one another, and a resolver is a user's function
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                misfits[path] = (texts[path], f"{shown} cannot be resolved: {clean(reason)}.")
+                misfits[path] = (texts[path], f"{setting} cannot be resolved: {clean(reason)}.")
     return misfits
 
 

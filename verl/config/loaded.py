@@ -74,11 +74,11 @@ class LoadedConfig(Generic[R]):
             if not (is_chosen and isinstance(value, str) and path.endswith(_CREATED) and path.startswith(only)):
                 continue
             place = Path(value).expanduser().absolute()
-            there = next(p for p in (place, *place.parents) if os.path.lexists(p))
-            kind = "a file" if there == place and path.endswith(CREATED_FILES) else "a folder"
-            fits = there.is_file() if kind == "a file" else there.is_dir()
-            if not fits or not os.access(there, os.W_OK):
-                faults.append(f"{path}={value} cannot be written: {there} is not {kind} that this user can write to.")
+            above = next(p for p in (place, *place.parents) if os.path.lexists(p))
+            kind = "a file" if above == place and path.endswith(CREATED_FILES) else "a folder"
+            fits = above.is_file() if kind == "a file" else above.is_dir()
+            if not fits or not os.access(above, os.W_OK):
+                faults.append(f"{path}={value} cannot be written: {above} is not {kind} that this user can write to.")
         if faults:
             raise ConfigError("\n".join(faults))
 

@@ -157,8 +157,8 @@ class Schema(Generic[R]):
         def holds(root: object, node: object) -> bool:
             return str(value_at(node if key.startswith(".") else root, path)) in values
 
-        shown = f"{section}{key}".lstrip(".") if key.startswith(".") else path
-        return Condition(holds, f"{shown} is not {' or '.join(values)}", f"set {shown}={values[0]}")
+        full_name = f"{section}{key}".lstrip(".") if key.startswith(".") else path
+        return Condition(holds, f"{full_name} is not {' or '.join(values)}", f"set {full_name}={values[0]}")
 
     def build(self, values: Mapping[str, object]) -> R:
         """The typed tree of a value for every key."""
@@ -198,8 +198,8 @@ class Schema(Generic[R]):
         name = next((v for v in values if v is not None and v not in family.names and ":" not in v), None)
         if name is None or (family.plugins and value_at(config, external_lib) is not None):
             return
-        own = f" One of your own is named as path/to/file.py:name, or registered by {external_lib}."
-        hint = (nearest(name, family.names) or f"; there are {', '.join(family.names)}.") + own * family.plugins
+        added = f" One of your own is named as path/to/file.py:name, or registered by {external_lib}."
+        hint = (nearest(name, family.names) or f"; there are {', '.join(family.names)}.") + added * family.plugins
         if "," in name:
             hint = f"; several are given as [{name}]."
         if meant := self.compat.other_values.get(path, {}).get(name):
@@ -219,13 +219,13 @@ def _walk(
     for f in dataclasses.fields(node):
         key: Key = with_bound_of_unit(f.name, f.metadata["key"])
         value, path = getattr(node, f.name), prefix + f.name
-        own = (*conditions, (key.when, prefix.rstrip("."))) if key.when else conditions
-        own = () if key.when == ALWAYS else own
+        inner = (*conditions, (key.when, prefix.rstrip("."))) if key.when else conditions
+        inner = () if key.when == ALWAYS else inner
         if isinstance(value, Section):
-            yield from _walk(value, path + ".", own, key.sizing or sizing, key.strict or strict)
+            yield from _walk(value, path + ".", inner, key.sizing or sizing, key.strict or strict)
         else:
-            free, refused = str(f.type).startswith("dict["), key.strict or (strict if own else "")
-            yield Leaf(path, value, key, key.inert, own, key.sizing or sizing, refused, free, type(node))
+            free, refused = str(f.type).startswith("dict["), key.strict or (strict if inner else "")
+            yield Leaf(path, value, key, key.inert, inner, key.sizing or sizing, refused, free, type(node))
 
 
 def _sections(node: Any, prefix: str) -> Iterator[tuple[str, str, Section]]:

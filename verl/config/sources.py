@@ -22,8 +22,8 @@ PACKAGE = Path(__file__).parents[1] / "trainer"  # Hydra looks for --config-path
 
 def built_in_names(schema: Schema[object]) -> list[str]:
     """Names that `config_name` may take without a `config_path`."""
-    own = [f.stem for f in BUILT_IN.glob("*.yaml") if f.stem.partition("_")[0] in schema.config_prefixes]
-    return sorted({*(name for name in schema.config_names if not name.startswith("_")), *own})
+    files = [f.stem for f in BUILT_IN.glob("*.yaml") if f.stem.partition("_")[0] in schema.config_prefixes]
+    return sorted({*(name for name in schema.config_names if not name.startswith("_")), *files})
 
 
 def find(schema: Schema[object], config_path: str | None, config_name: str | None) -> Path | None:
@@ -48,8 +48,8 @@ def find(schema: Schema[object], config_path: str | None, config_name: str | Non
     unavailable = schema.compat.unavailable_configs
     if config_path is not None:
         file = Path(config_path).expanduser() / f"{name}.yaml"
-        known = name in schema.config_names or (name in unavailable and _is_of_package(config_path))
-        if (file.is_file() and not _is_of_package(config_path)) or not known:
+        is_built_in = name in schema.config_names or (name in unavailable and _is_of_package(config_path))
+        if (file.is_file() and not _is_of_package(config_path)) or not is_built_in:
             return _existing(file)
     if name in schema.config_names:
         defaults = schema.config_names[name]
@@ -85,10 +85,10 @@ def _is_of_package(config_path: str) -> bool:
 def _existing(file: Path) -> Path:
     if kind_of(file) is not None:
         return require_regular(file, "The config file", fix="Name a YAML file.")
-    there = ", ".join(sorted(f.name for f in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
+    siblings = ", ".join(sorted(f.name for f in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
     raise ConfigError(
         f"The config file {file} does not exist"
-        + (f"; its folder has {there}." if there else " and its folder has no YAML file.")
+        + (f"; its folder has {siblings}." if siblings else " and its folder has no YAML file.")
     )
 
 
@@ -102,7 +102,7 @@ def read_tree(
             f"The config file {file} includes itself through its defaults list ({' -> '.join(map(str, above))})."
         )
     tree = _parse(file)
-    own = {k: v for k, v in tree.items() if k not in ("defaults", "hydra")}
+    values = {k: v for k, v in tree.items() if k not in ("defaults", "hydra")}
     if tree.get("hydra"):
         notices.append(f"hydra: in {file} has no effect: outputs go to trainer.default_local_dir.")
     entries = _entries(file, tree)
@@ -110,7 +110,7 @@ def read_tree(
         entries = [*entries, "_self_"]
     for entry in entries:
         if entry == "_self_":
-            yield file, own
+            yield file, values
             continue
         for group, option in entry.items() if isinstance(entry, dict) else ():
             choices = schema.group_choices.get(str(group).partition("@")[0], {})

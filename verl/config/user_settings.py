@@ -124,19 +124,19 @@ class UserSettings:
 
     def _delete(self, key: str) -> None:
         path, _ = self.schema.resolve(key)
-        known = [p for p in self.schema.leaves if p == path or p.startswith(path + ".")]
-        if not known and self.schema.locate(path) is None:
+        deleted = [p for p in self.schema.leaves if p == path or p.startswith(path + ".")]
+        if not deleted and self.schema.locate(path) is None:
             self._fault(path, self._unknown(key, path, COMMAND_LINE))
             return
-        self.settings = [s for s in self.settings if s.path not in known and s.spelled != key]
+        self.settings = [s for s in self.settings if s.path not in deleted and s.spelled != key]
         self.notices.append(f"~{key}: back to its default.")
 
     def conflicts(self) -> list[Problem]:
         """Keys that one source gives different values, under two spellings or nested and dotted. On a command line the last
         of equal spellings holds."""
-        problems, of_key = [], defaultdict[tuple[str, str], list[Setting]](list)
+        problems, by_key = [], defaultdict[tuple[str, str], list[Setting]](list)
         for setting in self.settings:
-            formers = of_key[setting.path, setting.source]
+            formers = by_key[setting.path, setting.source]
             for former in formers:
                 respelled = former.spelled != setting.spelled
                 if (respelled or setting.source != COMMAND_LINE) and _clash(former.value, setting.value):

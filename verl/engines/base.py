@@ -274,10 +274,10 @@ class TrainedEngine(ABC):
         self._move(torch.device("cpu"), True)
 
     def _move(self, device: torch.device, and_optimizer: bool) -> None:
-        of_parameters, of_optimizer = self._offloads
-        if of_parameters:
+        offloads_parameters, offloads_optimizer = self._offloads
+        if offloads_parameters:
             self._move_parameters(device)
-        if of_optimizer and and_optimizer and self.optimizer is not None:
+        if offloads_optimizer and and_optimizer and self.optimizer is not None:
             self.optimizer.move_state(device)
 
     # -- micro-batches and the step ----------------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ class Headroom:
             before = self._resting = before if self._resting is None else self._resting
         yield
         if num_tokens and before is not None:
-            most = max(0, peak_memory(self._device) - before)
-            self._bytes_per_token = max(self._bytes_per_token, most / num_tokens)
+            growth = max(0, peak_memory(self._device) - before)
+            self._bytes_per_token = max(self._bytes_per_token, growth / num_tokens)
 
     def _free_bytes(self) -> int:
         """Bytes for a micro-batch: free memory, and memory that the allocator keeps from former micro-batches."""

@@ -35,14 +35,14 @@ def build_module(
     spec = LoRASpec.of(model, adapts_head) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
-    own: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
     checkpoints = model.enable_gradient_checkpointing
     if not trains:
-        module = load_frozen(model.path, head, device=device, dtype=dtype, rounding=rounding, build=build, **own)
+        module = load_frozen(model.path, head, device=device, dtype=dtype, rounding=rounding, build=build, **options)
     elif build is not None:
         module = adopt_model(build(), head, device=device, dtype=dtype, gradient_checkpointing=checkpoints)
     else:
-        module = load_model(model.path, head, device=device, dtype=dtype, gradient_checkpointing=checkpoints, **own)
+        module = load_model(model.path, head, device=device, dtype=dtype, gradient_checkpointing=checkpoints, **options)
     _make_uniform(module, dtype)
     module.fused_log_probs = model.use_fused_kernels
     _adapt(module, model, spec, wide)

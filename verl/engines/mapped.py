@@ -37,13 +37,13 @@ class MappedWeights:
             starts[address], size = size, -(-(size + storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = size
         self._map = _mapped_file(folder, size, [(starts[address], storage) for address, storage in storages.items()])
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        stored = torch.frombuffer(self._map, dtype=torch.uint8)
         for (owner, name), t in zip(places, tensors, strict=True):
             if t.untyped_storage().nbytes() == 0:  # a rank's part of a tensor with few rows
                 continue
             start = starts[t.untyped_storage().data_ptr()] + t.storage_offset() * t.element_size()
             assert t.is_contiguous()
-            setattr(owner, name, whole[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape))
+            setattr(owner, name, stored[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape))
         log.info("The reference's %.2f GB of weights are mapped from a file in %s.", size / 1e9, folder)
         self.release()
 

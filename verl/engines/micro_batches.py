@@ -97,15 +97,15 @@ def plan_micro_batches(
     By tokens, rows that share a prompt stay together as far as they fit, since then the prompt is computed once. Units without
     trained tokens cost nothing and join the first micro-batch. If a forward `pads`, its padding counts.
     """
-    whole: dict[int, Unit] = {}
+    by_unit: dict[int, Unit] = {}
     for row in rows:
-        whole.setdefault(row.index if units is None else units[row.index], []).append(row)
+        by_unit.setdefault(row.index if units is None else units[row.index], []).append(row)
     if micro.max_tokens is None:
-        planned = _by_rows(list(whole.values()), micro.max_rows or max(1, len(rows)))
+        planned = _by_rows(list(by_unit.values()), micro.max_rows or max(1, len(rows)))
     elif pads:
-        planned = _by_padded_tokens(list(whole.values()), micro.max_tokens)
+        planned = _by_padded_tokens(list(by_unit.values()), micro.max_tokens)
     else:
-        planned = _by_tokens(list(whole.values()), micro.max_tokens, share_prompts)
+        planned = _by_tokens(list(by_unit.values()), micro.max_tokens, share_prompts)
     return [sorted(row.index for unit in part for row in unit) for part in planned]
 
 

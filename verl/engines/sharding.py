@@ -114,10 +114,10 @@ class _Filler:
             if not parameter.is_meta:
                 continue
             shard = self.shards[id(parameter)]
-            whole = torch.empty(shard.shape, dtype=parameter.dtype, device=self.device)
+            full = torch.empty(shard.shape, dtype=parameter.dtype, device=self.device)
             if self.groups.is_first:
-                whole.copy_(self.source.pop(shard.name))
-            part = shard.own_part(self.groups, self.groups.broadcast_(whole))
+                full.copy_(self.source.pop(shard.name))
+            part = shard.own_part(self.groups, self.groups.broadcast_(full))
             filled = nn.Parameter(part.contiguous(), requires_grad=parameter.requires_grad)
             for owner, leaf in self.sites[id(parameter)]:
                 setattr(owner, leaf, filled)
@@ -239,10 +239,10 @@ def _large(module: nn.Module, least: int) -> list[nn.Module]:
     modules: list[nn.Module] = []
 
     def visit(part: nn.Module) -> int:
-        left = sum(visit(child) for child in part.children())
-        left += sum(p.numel() for p in part.parameters(recurse=False))
-        if left < least or part is module or isinstance(part, nn.ModuleList | nn.Embedding):
-            return left
+        num_unwrapped = sum(visit(child) for child in part.children())
+        num_unwrapped += sum(p.numel() for p in part.parameters(recurse=False))
+        if num_unwrapped < least or part is module or isinstance(part, nn.ModuleList | nn.Embedding):
+            return num_unwrapped
         modules.append(part)
         return 0
 

@@ -72,17 +72,17 @@ class Shard:
             out = _gather(out, self.tensor_dim, self.shape[self.tensor_dim], groups.tensor)
         return out
 
-    def own_part(self, groups: ProcessGroups, whole: torch.Tensor) -> torch.Tensor:
+    def own_part(self, groups: ProcessGroups, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a full tensor, before FSDP (a view)."""
         if self.tensor_dim is not None:
-            whole = whole.narrow(self.tensor_dim, *own_range(whole.shape[self.tensor_dim], groups.tensor))
+            full = full.narrow(self.tensor_dim, *own_range(full.shape[self.tensor_dim], groups.tensor))
         if self.is_expert and groups.expert is not None:
-            whole = whole.narrow(0, *own_range(whole.shape[0], groups.expert))
-        return whole
+            full = full.narrow(0, *own_range(full.shape[0], groups.expert))
+        return full
 
-    def put(self, groups: ProcessGroups, target: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this rank's part of `whole` into `target`."""
-        part = self.own_part(groups, whole)
+    def put(self, groups: ProcessGroups, target: torch.Tensor, full: torch.Tensor) -> None:
+        """Write this rank's part of `full` into `target`."""
+        part = self.own_part(groups, full)
         first, stop = chunk_span(part.shape[0], self.fsdp_group.size(), self.fsdp_group.rank())
         local(target).copy_(part[first:stop])
 
@@ -107,9 +107,9 @@ class ShardedParameters(Parameters):
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.shards[name].whole(self.groups, value, self.device, dtype)
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         target = torch.empty_like(self.shards[name].parameter.detach())
-        self.shards[name].put(self.groups, target, whole)
+        self.shards[name].put(self.groups, target, full)
         return target
 
 

@@ -50,12 +50,12 @@ class Parameters:
 
     def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor | Deferred:
         """`value` for a state: built when it is written, if it is in parts."""
-        whole = partial(self.whole, name, value, value.dtype)
-        return Deferred(self.shape(name), value.dtype, whole) if self.are_parts else value
+        gather = partial(self.whole, name, value, value.dtype)
+        return Deferred(self.shape(name), value.dtype, gather) if self.are_parts else value
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """The inverse of `whole`: this rank's part."""
-        return whole
+        return full
 
 
 class ReadBuffer:
@@ -174,9 +174,9 @@ class TrainedState:
         if self.spec is None:
             return None
         trained: Tensors = {n: self.parameters.deferred(n, value) for n, value in held.items() if n in self.trains}
-        others = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
+        full_modules = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
         adapted = [name for name in self.scales if f"{name}.lora_A" in trained]  # not of a frozen vision tower
-        return AdapterState(peft_names(trained), self.spec.to_json(self.base, adapted, others, self.task))
+        return AdapterState(peft_names(trained), self.spec.to_json(self.base, adapted, full_modules, self.task))
 
     def _check_names(self, held: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
         different = sorted(set(held) ^ set(tensors))

@@ -34,11 +34,11 @@ def whole_batch_metrics(
         if weight:
             sums[i] = torch.tensor([value * weight, weight, 1.0])
     sums, peaks = over_ranks(sums), over_ranks(peaks, dist.ReduceOp.MAX)
-    whole = {}
+    merged = {}
     for (name, kind), (total, weight, count), peak in zip(names.items(), sums.tolist(), peaks.tolist(), strict=True):
         if count:
-            whole[name] = {"max": peak, "mean": total / weight if weight else 0.0, "sum": total}[kind]
-    return whole
+            merged[name] = {"max": peak, "mean": total / weight if weight else 0.0, "sum": total}[kind]
+    return merged
 
 
 @dataclass

@@ -28,9 +28,9 @@ class StreamedWeights:
         outside = [part for part in module.modules() if part not in inside]
         self._others = list(dict.fromkeys(p for part in outside for p in part.parameters(recurse=False)))
         for layer in layers:
-            own = [p for p in layer.parameters() if p not in set(self._others)]
-            layer.register_forward_pre_hook(lambda *_, own=own: self._bring(own))
-            layer.register_forward_hook(lambda *_, own=own: self._drop(own), always_call=True)
+            parameters = [p for p in layer.parameters() if p not in set(self._others)]
+            layer.register_forward_pre_hook(lambda *_, parameters=parameters: self._bring(parameters))
+            layer.register_forward_hook(lambda *_, parameters=parameters: self._drop(parameters), always_call=True)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(device)
 

@@ -53,8 +53,8 @@ class _Partial:
         return sorted(self.parts + [(0.0, list[int]())] * (self.num_parts - len(self.parts)))
 
 
-def _joined(parts: list[Part], others: list[Part]) -> list[Part]:
-    pairs = zip(parts, others, strict=True)
+def _joined(parts: list[Part], added: list[Part]) -> list[Part]:
+    pairs = zip(parts, added, strict=True)
     return [(a_cost + b_cost, a_rows + b_rows) for (a_cost, a_rows), (b_cost, b_rows) in pairs if a_rows or b_rows]
 
 
@@ -260,7 +260,7 @@ def balanced_shares(
     names = _numbered(_prompt_names(batch)[chosen])
     lengths = _lengths(batch)
     costs_of_length = cost(np.arange(lengths[1].max() + 1.0))
-    prompts, responses = (costs_of_length[of_rows[chosen]] for of_rows in lengths)
+    prompts, responses = (costs_of_length[row_lengths[chosen]] for row_lengths in lengths)
     responses -= prompts
     del lengths
     if computed is not None:
@@ -271,8 +271,8 @@ def balanced_shares(
         """Of the responses of each part, and once of each prompt in a part."""
         keys = parts * np.int64(len(chosen)) + names
         order = np.argsort(keys, kind="stable")
-        of_prompts = np.maximum.reduceat(prompts[order], starts := np.flatnonzero(np.diff(keys[order], prepend=-1)))
-        return np.bincount(parts, responses) + np.bincount(parts[order[starts]], of_prompts)
+        prompt_costs = np.maximum.reduceat(prompts[order], starts := np.flatnonzero(np.diff(keys[order], prepend=-1)))
+        return np.bincount(parts, responses) + np.bincount(parts[order[starts]], prompt_costs)
 
     def divided(numbers: np.ndarray) -> np.ndarray:
         """The part of each row; rows of one number are in one part."""

@@ -349,10 +349,10 @@ def _interface_towards(address: str, port: int) -> str | None:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # nothing is sent: the system only chooses an address
-            own = probe.getsockname()[0]
+            source = probe.getsockname()[0]
     except OSError:
         return None
-    names = (n for n, addrs in psutil.net_if_addrs().items() if any(a.address.split("%")[0] == own for a in addrs))
+    names = (n for n, addrs in psutil.net_if_addrs().items() if any(a.address.split("%")[0] == source for a in addrs))
     return next(names, None)
 
 

@@ -40,13 +40,13 @@ def open_library(stem: Path, revision: int | None = None) -> ctypes.CDLL | None:
 def choose_kernels(find: Callable[[str | None], T | None], is_compiled: bool) -> T | None:
     """The kernels that `find` has for the instruction set of VERL_CPU_ISA, or None if torch computes. Raises ConfigError when
     the variable asks for kernels that are not available."""
-    asked = os.environ.get("VERL_CPU_ISA") or None
-    if asked == "none":
+    isa = os.environ.get("VERL_CPU_ISA") or None
+    if isa == "none":
         return None
-    kernels = find(asked)
-    if asked is not None and kernels is None:
-        why = "this processor lacks it" if asked in INSTRUCTION_SETS and is_compiled else "it cannot be loaded here"
+    kernels = find(isa)
+    if isa is not None and kernels is None:
+        why = "this processor lacks it" if isa in INSTRUCTION_SETS and is_compiled else "it cannot be loaded here"
         raise ConfigError(
-            f"VERL_CPU_ISA={asked} was asked for, but {why}. Use one of {', '.join(INSTRUCTION_SETS)}, none, or unset it."
+            f"VERL_CPU_ISA={isa} was asked for, but {why}. Use one of {', '.join(INSTRUCTION_SETS)}, none, or unset it."
         )
     return kernels

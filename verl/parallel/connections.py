@@ -33,9 +33,9 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         self._received, self._moved_at = 0, self.loop.time()
         self.loop.call_later(_LOOK_S, self._look, self._wait())
-        there = [c for c in self.connections if isinstance(c, PatientProtocol) and not c.transport.is_closing()]
-        if len(there) > most_connections():
-            waiting = [c for c in there if c._wait() is not None]
+        open_ones = [c for c in self.connections if isinstance(c, PatientProtocol) and not c.transport.is_closing()]
+        if len(open_ones) > most_connections():
+            waiting = [c for c in open_ones if c._wait() is not None]
             min(waiting, key=lambda c: c._moved_at).transport.abort()  # at least this one waits
 
     def data_received(self, data: bytes) -> None:

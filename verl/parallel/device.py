@@ -211,8 +211,8 @@ def moved(tensor: torch.Tensor, device: torch.device | str, *, copy: bool = Fals
         )
     if tensor.device.type == "cuda" and torch.device(device).type == "cpu":
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-    there = to_device(tensor, device)
-    return there.clone() if copy and there is tensor else there
+    result = to_device(tensor, device)
+    return result.clone() if copy and result is tensor else result
 
 
 def move_module(module: torch.nn.Module, device: torch.device | str) -> None:

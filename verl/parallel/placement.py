@@ -102,8 +102,8 @@ class Placement:
         unless the config leaves it at 1. Raises ConfigError."""
         if nnodes < 1 or devices_per_node < 1:
             raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node must be at least 1.")
-        asked = _started(nnodes * devices_per_node, started)
-        return cls(dict.fromkeys(roles, tuple(range(asked))), max(devices_per_node, -(-asked // nnodes)))
+        num_devices = _started(nnodes * devices_per_node, started)
+        return cls(dict.fromkeys(roles, tuple(range(num_devices))), max(devices_per_node, -(-num_devices // nnodes)))
 
     @classmethod
     def from_roles(
@@ -156,28 +156,28 @@ class Placement:
         """
         if training.count < 1 or training.devices < 1:
             raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node must be at least 1.")
-        asked, apart = training.total, dict[str, Iterable[int]]()
+        total, apart = training.total, dict[str, Iterable[int]]()
         for names, nodes in pools.items():
             if nodes.count:
-                apart |= {"actor": range(training.total), **dict.fromkeys(names, range(asked, asked + nodes.total))}
-                asked += nodes.total
+                apart |= {"actor": range(training.total), **dict.fromkeys(names, range(total, total + nodes.total))}
+                total += nodes.total
         roles = {**apart, **(_device_map.roles() if _device_map is not None else placed)}
-        if asked == 1:
-            asked = max((d for devices in roles.values() for d in devices), default=0) + 1
-        asked = _started(asked, num_devices)
+        if total == 1:
+            total = max((d for devices in roles.values() for d in devices), default=0) + 1
+        total = _started(total, num_devices)
         counts = [training.count, *(nodes.count for nodes in pools.values())]
         num_nodes = 1 if max(counts) == 1 else sum(counts)
-        return cls.from_roles(roles, asked, max(training.devices, -(-asked // num_nodes)), teachers)
+        return cls.from_roles(roles, total, max(training.devices, -(-total // num_nodes)), teachers)
 
 
-def _started(asked: int, started: int | None) -> int:
-    """The number of devices: `asked` by the config, unless a launcher has `started` processes."""
-    if started is not None and asked not in (1, started):
+def _started(configured: int, started: int | None) -> int:
+    """The number of devices: as `configured`, unless a launcher has `started` processes."""
+    if started is not None and configured not in (1, started):
         raise ConfigError(
-            f"{started} processes were started (WORLD_SIZE), but the config asks for {asked} devices. Start as "
+            f"{started} processes were started (WORLD_SIZE), but the config asks for {configured} devices. Start as "
             "many (torchrun --nproc_per_node), or change trainer.nnodes and trainer.n_gpus_per_node."
         )
-    return asked if started is None else started
+    return configured if started is None else started
 
 
 _device_map: DataParallelConfig | None = None
@@ -194,10 +194,10 @@ def set_device_map(config: DataParallelConfig | None) -> None:
 def _role_name(name: str, follows: Mapping[str, str]) -> str:
     # existing releases name the worker of several roles after them: actor_rollout, and with the reference too
     combined = name.startswith("actor_") and {"actor", "rollout", "ref"}.issuperset(name.split("_"))
-    role, known = "actor" if combined else _SPELLINGS.get(name, name), ("actor", *follows)
-    if role not in known:
+    role, placed = "actor" if combined else _SPELLINGS.get(name, name), ("actor", *follows)
+    if role not in placed:
         raise ConfigError(
-            f"There is no role {name!r} to place{nearest(name, known) or '; there are ' + ', '.join(known)}"
+            f"There is no role {name!r} to place{nearest(name, placed) or '; there are ' + ', '.join(placed)}"
         )
     return role
 

@@ -129,12 +129,12 @@ def innermost(dump: str) -> str:
     """The innermost frames of the main thread in a dump of `dumps_on_signal`: "write (store.py:12) < save (...)". When
     the main thread waits for another thread, the frames of some threads that do not wait are included."""
     threads = [[match.groups() for line in part.splitlines() if (match := _FRAME.match(line))] for part in _parts(dump)]
-    *others, main = [frames[:_DEPTH] for frames in threads if frames] or [[]]
-    shown = [main]
+    *side_threads, main = [frames[:_DEPTH] for frames in threads if frames] or [[]]
+    chosen = [main]
     if main and Path(main[0][0]).name in _WAITS:
-        shown += [frames for frames in others if Path(frames[0][0]).name not in _WAITS][:_NUM_OTHERS]
+        chosen += [frames for frames in side_threads if Path(frames[0][0]).name not in _WAITS][:_NUM_OTHERS]
     return ", while another thread was in ".join(
-        _joined((file, int(line), name) for file, line, name in frames) for frames in shown
+        _joined((file, int(line), name) for file, line, name in frames) for frames in chosen
     )
 
 

@@ -105,8 +105,8 @@ class Collector:
         """`params.n` samples of each of the loader's `prompts`."""
         issued = issued_prompts(prompts, self.loader.order)
         self.samples.issue(step, issued, num_samples=params.n, split="train", limit=params.max_new_tokens)
-        asked = self.samples.lengths.expected(prompts)
-        sampled = self.roles.rollout.generate(asked, step=step, split="train", params=params).get()
+        to_sample = self.samples.lengths.expected(prompts)
+        sampled = self.roles.rollout.generate(to_sample, step=step, split="train", params=params).get()
         # rewards read no further columns
         names = [n for n in prompts.non_tensor_batch if self.reads_data or n in COLUMNS]
         batch = prompts.select(non_tensor_batch_keys=names).repeat(params.n, interleave=True).union(sampled)

@@ -182,9 +182,9 @@ class Teachers:
 
 
 def _in_row_order(parts: Sequence[tuple[np.ndarray, Future[DataProto]]]) -> DataProto:
-    whole = DataProto.concat([pending.get() for _, pending in parts])
+    joined = DataProto.concat([pending.get() for _, pending in parts])
     order = np.argsort(np.concatenate([rows for rows, _ in parts]))
-    return whole.select_idxs(order)
+    return joined.select_idxs(order)
 
 
 @dataclass

@@ -62,7 +62,7 @@ def generate(loaded: LoadedConfig[Any], output: Path) -> str:
         return ""
     if unscored:
         log.info("Tasks without a built-in scorer, whose samples have no score: %s.", ", ".join(map(quoted, unscored)))
-    mean = f", mean score {statistics.mean(known):.3f}" if (known := [s for s in scores if s is not None]) else ""
+    mean = f", mean score {statistics.mean(numbers):.3f}" if (numbers := [s for s in scores if s is not None]) else ""
     return f"{len(scores)} samples of {data.validation.num_rows} prompts{mean}: {output}"
 
 

@@ -68,10 +68,10 @@ class GivenRows:
 
 def line_of_step(measures: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """`console_metrics` with loss, `measures` (metric of training -> short name), gradient norm and learning rate."""
-    shown = {f"train/{name}": (label, "{:.3f}") for name, label in measures.items()}
+    console_lines = {f"train/{name}": (label, "{:.3f}") for name, label in measures.items()}
     return {
         "train/loss": ("loss", "{:.4f}"),
-        **shown,
+        **console_lines,
         "train/grad_norm": ("grad", "{:.2f}"),
         "train/lr": ("lr", "{:.2g}"),
     }

@@ -348,13 +348,13 @@ def with_margins(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def _reference(config: PreferenceConfig, model: RoleSpec) -> RoleSpec:
     """A frozen role: the policy as training starts from it, or a separate model."""
-    path, own = config.ref.model_path, config.model
+    path, model_config = config.ref.model_path, config.model
     return replace(
         model,
         name=REFERENCE,
-        model=own if path is None else replace(own, path=path, lora_rank=0, lora_adapter_path=None),
+        model=model_config if path is None else replace(model_config, path=path, lora_rank=0, lora_adapter_path=None),
         optim=None,
         objective=None,
-        shares=model.name if own.lends_its_base and path is None else None,
+        shares=model.name if model_config.lends_its_base and path is None else None,
         follows=model.name if config.ref.sync_steps else None,
     )

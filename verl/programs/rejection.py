@@ -102,17 +102,17 @@ class RejectionSampling(PPO):
                     for has_score, reason in zip(scored, batch.non_tensor_batch["finish_reason"], strict=True)
                 ],
             )
-            known = list(compress(scores, scored))
+            numbers = list(compress(scores, scored))
             values = {
                 "kept": len(chosen),
-                "kept_ratio": len(chosen) / len(known),
+                "kept_ratio": len(chosen) / len(numbers),
                 "prompt_ratio": len({uids[row] for row in chosen}) / len(set(uids)),
-                "score/mean": sum(known) / len(known),
+                "score/mean": sum(numbers) / len(numbers),
                 **({"score/kept_mean": sum(scores[row] for row in chosen) / len(chosen)} if chosen else {}),
             }
             result.metrics.update({f"rejection/{name}": Metric.last(float(value)) for name, value in values.items()})
             if not chosen:
-                sentence = f"Step {step}: no sample was kept{self._why(known)}"
+                sentence = f"Step {step}: no sample was kept{self._why(numbers)}"
                 log.warning("%s. The batch is left out.", sentence)
                 raise SkipBatch(sentence)
             result.batch = batch.select_idxs(chosen)
@@ -144,8 +144,8 @@ class RejectionSampling(PPO):
         numbers = batch.batch["row_index"].tolist()
         images = {number: self.data.train.images(number) for number in set(numbers)} if media_of(batch) else {}
         objects = batch.non_tensor_batch
-        of_rows = objects["template_kwargs"] if "template_kwargs" in objects else [None] * len(batch)
-        kwargs_of = [{**self.data.train.template_kwargs, **(of_row or {})} for of_row in of_rows]
+        row_kwargs = objects["template_kwargs"] if "template_kwargs" in objects else [None] * len(batch)
+        kwargs_of = [{**self.data.train.template_kwargs, **(row_kwarg or {})} for row_kwarg in row_kwargs]
         samples = zip(objects["raw_prompt"], kwargs_of, sample_rows(batch, self.data.tokenizer), numbers, strict=True)
         return [
             {
@@ -174,8 +174,8 @@ class RejectionSampling(PPO):
 
 def _columns(kwargs: Mapping[str, object]) -> dict[str, object]:
     """A row's arguments of the chat template as its columns."""
-    others = {name: value for name, value in kwargs.items() if name != "tools"}
-    columns = {"tools": kwargs.get("tools"), "chat_template_kwargs": others}
+    template_kwargs = {name: value for name, value in kwargs.items() if name != "tools"}
+    columns = {"tools": kwargs.get("tools"), "chat_template_kwargs": template_kwargs}
     return {name: value for name, value in columns.items() if value}
 
 

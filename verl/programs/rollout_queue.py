@@ -187,19 +187,19 @@ class RolloutQueue:
         prompts = [batch.prompts for batch in started] or [resumed[0].prompts.slice(0, 0)]
         params, split = replace(self.params, max_new_tokens=part), started[0].split if started else "train"
         both = self.samples.lengths.expected(DataProto.concat(prompts)), DataProto.concat(rows) if rows else DataProto()
-        whole = self.rollout.advance(*both, step=step, params=params, first=first, split=split, limit=self.limit)
+        future = self.rollout.advance(*both, step=step, params=params, first=first, split=split, limit=self.limit)
         sizes = [self.count * self.params.n] * len(started), list(map(len, rows))
         for kind, batches in enumerate((started, resumed)):
             for batch, end, size in zip(batches, itertools.accumulate(sizes[kind]), sizes[kind], strict=True):
                 batch.has_kv = self.keeps_kv
-                batch.pending = DataProtoFuture(partial(_part, kind, end - size, end), [whole])
+                batch.pending = DataProtoFuture(partial(_part, kind, end - size, end), [future])
         return True
 
     def _unfinished_rows(self, batch: Batch, max_new_tokens: int) -> DataProto:
         """The rows to resume, as RolloutHandle.advance takes them."""
         lengths, chosen = response_lengths(batch.wait().batch).numpy(), batch.resumed
-        most = min(max_new_tokens, self.limit - int(lengths[chosen].min()))
-        expected = expected_tokens(lengths[chosen], np.delete(lengths, chosen), most)
+        max_part = min(max_new_tokens, self.limit - int(lengths[chosen].min()))
+        expected = expected_tokens(lengths[chosen], np.delete(lengths, chosen), max_part)
         rows = self._joined(batch).select_idxs(chosen)
         rows.batch["expected_tokens"] = torch.from_numpy(expected)
         rows.batch["begun_step"] = torch.full((len(rows),), batch.step)
@@ -225,7 +225,7 @@ class RolloutQueue:
         for sample in waiting:
             groups[sample.ordinal].append(sample)
         ordinal = self.samples.cursor
-        while any(known >= ordinal for known in groups):
+        while any(begun >= ordinal for begun in groups):
             prompts = self.loader.take(ordinal, self.count)
             open_samples = [groups.get(number, []) for number in range(ordinal, ordinal + self.count)]
             if not self._fits(open_samples, prompts):
@@ -268,16 +268,16 @@ class RolloutQueue:
         episodes: dict[str, np.ndarray] = {}
         if self.agents_folder is not None:
             images = EpisodeImages(self.loader.image_encoder, self.agents_folder / FOLDER)
-            of_rows = {media.digest: media for media in media_of(prompts) or () if media is not None}
-            known = recorded(
+            prompt_media = {media.digest: media for media in media_of(prompts) or () if media is not None}
+            records = recorded(
                 self.agents_folder,
                 trajectories,
                 step=samples[0].step,
                 split=samples[0].split,
                 limit=self.limit,
-                images=lambda digest: of_rows.get(digest) or images.of_journal(digest),
+                images=lambda digest: prompt_media.get(digest) or images.of_journal(digest),
             )
-            trajectories, episodes = [done.trajectory for done in known], episode_columns(known, images)
+            trajectories, episodes = [done.trajectory for done in records], episode_columns(records, images)
         sampled = (s.log_probs for sample in samples for s in sample.segments if s.log_probs is not None)
         log_probs = next(sampled, np.empty(0, np.float32))
         columns = to_columns(
@@ -291,15 +291,15 @@ class RolloutQueue:
         return DataProto.from_dict(columns, {**sample_names([(t, samples[0].split) for t in trajectories]), **episodes})
 
 
-def expected_tokens(lengths: np.ndarray, finished: np.ndarray, most: int) -> np.ndarray:
-    """`[sample]`, float32: tokens that unfinished responses of `lengths` will likely have yet in a part of `most` tokens.
+def expected_tokens(lengths: np.ndarray, finished: np.ndarray, limit: int) -> np.ndarray:
+    """`[sample]`, float32: tokens that unfinished responses of `lengths` will likely have yet in a part of `limit` tokens.
 
-    The mean excess (at most `most`) of longer `finished` responses of the batch over that length; `most` if none is longer.
+    The mean excess (at most `limit`) of longer `finished` responses of the batch over that length; `limit` if none is longer.
     """
     beyond = finished[None, :] - lengths[:, None]  # [unfinished, finished]
     longer = beyond > 0
-    total = np.where(longer, np.minimum(beyond, most), 0).sum(axis=1)
-    return np.where(longer.any(axis=1), total / np.maximum(longer.sum(axis=1), 1), most).astype(np.float32)
+    total = np.where(longer, np.minimum(beyond, limit), 0).sum(axis=1)
+    return np.where(longer.any(axis=1), total / np.maximum(longer.sum(axis=1), 1), limit).astype(np.float32)
 
 
 def _part(kind: int, start: int, end: int, results: Sequence[tuple[DataProto, DataProto]]) -> DataProto:

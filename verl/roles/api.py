@@ -169,8 +169,8 @@ class RoleSpecs:
     @property
     def names(self) -> set[str]:
         """Every role of the run."""
-        others = {"rollout": self.rollout, "reward": self.reward, **{spec.name: spec for spec in self.workers}}
-        return {*(spec.name for spec in self.models), *(name for name, spec in others.items() if spec is not None)}
+        named = {"rollout": self.rollout, "reward": self.reward, **{spec.name: spec for spec in self.workers}}
+        return {*(spec.name for spec in self.models), *(name for name, spec in named.items() if spec is not None)}
 
     @property
     def main(self) -> RoleSpec | None:

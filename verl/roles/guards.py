@@ -73,9 +73,9 @@ class Finding:
     num_samples: int
     located: bool = True
 
-    def merge(self, others: Sequence[Finding]) -> Finding:
+    def merge(self, more: Sequence[Finding]) -> Finding:
         """Merge the same finding of all ranks, each with its own samples."""
-        parts = [self, *others]
+        parts = [self, *more]
         located = [part for part in parts if part.located and part.samples] or parts
         lowest = self.guard in MONITORS and MONITORS[self.guard].lowest
         named = sorted((s for part in located for s in part.samples), key=lambda s: s[2] if lowest else -s[2])
@@ -87,10 +87,10 @@ class Finding:
         )
 
 
-def merge_findings(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
+def merge_findings(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Merge the findings of all ranks. Ranks decide alike and know different samples."""
     groups: dict[tuple[int, str, str], list[Finding]] = {}
-    for findings in of_ranks:
+    for findings in by_rank:
         for finding in findings:
             groups.setdefault((finding.mini_batch, finding.guard, finding.what), []).append(finding)
     return [parts[0].merge(parts[1:]) for parts in groups.values()]
@@ -306,7 +306,7 @@ class Guards:
         `check_samples`."""
         alarms = [(update.role, finding) for update in self._updates for finding in update.findings]
         refused = [{finding.mini_batch for finding in u.findings if finding.refused} for u in self._updates]
-        trained = any(len(of_role) < len(u.steps) for of_role, u in zip(refused, self._updates, strict=True))
+        trained = any(len(role_refused) < len(u.steps) for role_refused, u in zip(refused, self._updates, strict=True))
         self._act(result.batch, alarms, some_trained=trained)
 
     def _act(self, batch: DataProto, alarms: Sequence[tuple[str, Finding]], some_trained: bool = False) -> None:
@@ -325,7 +325,7 @@ class Guards:
         rows = [_alarm(role, finding, batch) for role, finding in alarms]
         if self.file is not None:
             head = {"step": self._step, "time": round(time.time(), 3)}
-            ends = [{"action": own, "done": action} for own in actions]
+            ends = [{"action": wanted, "done": action} for wanted in actions]
             append_rows(self.file, [head | _written(row) | end for row, end in zip(rows, ends, strict=True)])
         sentence = f"Step {self._step}: {'; '.join(map(_sentence, rows))}"
         if action == "stop":

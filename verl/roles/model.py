@@ -146,8 +146,8 @@ class ModelRole:
         """See ModelHandle; in float32, on each rank by itself, since both engines divide their weights alike."""
         assert self._followed is not None, "the role follows no other one"
         theirs = self._followed.local_weights()
-        for name, own in self.engine.local_weights().items():
-            own.copy_(torch.lerp(own.to(torch.float32), theirs[name].to(torch.float32), share))
+        for name, tensor in self.engine.local_weights().items():
+            tensor.copy_(torch.lerp(tensor.to(torch.float32), theirs[name].to(torch.float32), share))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> dict[str, FileRecord] | None:
@@ -274,5 +274,5 @@ def _guard_of(spec: RoleSpec) -> StepGuard:
 def _mini_batches(batch: DataProto, rows: Sequence[Sequence[int] | np.ndarray]) -> Iterator[DataProto]:
     """The rows of each optimizer step, one batch after the other."""
     for chosen in rows:
-        whole = len(chosen) == len(batch) and bool(np.array_equal(chosen, np.arange(len(batch))))
-        yield batch if whole else batch.select_idxs(np.asarray(chosen, dtype=np.int64))
+        is_batch = len(chosen) == len(batch) and bool(np.array_equal(chosen, np.arange(len(batch))))
+        yield batch if is_batch else batch.select_idxs(np.asarray(chosen, dtype=np.int64))

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 def called_manager(section: RewardConfig, tokenizer: Tokenizer) -> CalledManager | None:
     """The manager of a script, if `reward.reward_manager` names a class with `__call__(batch, return_dict)`; None for a manager
     with workers. Raises RewardError if it cannot be made."""
-    own = manager_class(section)
-    if not is_called(own):
+    cls = manager_class(section)
+    if not is_called(cls):
         return None
     function = function_spec(section)
     compute_score = functools.partial(load_reward_function(function), **function.kwargs)
     try:
-        manager = own(
+        manager = cls(
             tokenizer=tokenizer, num_examine=0, compute_score=compute_score, **dict(section.reward_kwargs or {})
         )
     except Exception as error:  # a user's class may raise anything
-        raise RewardError(f"The reward manager {own.__name__} cannot be made: {error}") from error
+        raise RewardError(f"The reward manager {cls.__name__} cannot be made: {error}") from error
     return CalledManager(manager)
 
 
@@ -181,13 +181,13 @@ class RewardWorker:
         is_scored, and the reward model's, if there is one.
         """
         keys = names_of_samples(batch)
-        known = self._given(batch, keys)
-        self._submit_unseen(batch, keys, known)
+        given = self._given(batch, keys)
+        self._submit_unseen(batch, keys, given)
         self._submitted.difference_update(keys)
         from_model = None if self.model is None else self.model.score(batch)
         if from_model is not None:
             self._submit_waiting(keys, from_model)
-        by_key = {**known, **self.manager.collect([key for key in keys if key not in known])}
+        by_key = {**given, **self.manager.collect([key for key in keys if key not in given])}
         scores = [by_key[k] for k in keys]
         mask = batch.batch["response_mask"]
         lengths = batch.batch["attention_mask"][:, -mask.shape[1] :].sum(dim=1)
@@ -227,12 +227,12 @@ class RewardWorker:
                 scores[key] = Score(key, float(reward), {"acc": float(reward)})
         return scores
 
-    def _submit_unseen(self, batch: DataProto, keys: Sequence[str], known: Mapping[str, Score]) -> None:
+    def _submit_unseen(self, batch: DataProto, keys: Sequence[str], given: Mapping[str, Score]) -> None:
         """Submit the samples of a rollout in another process. A rollout in this process has submitted its own already."""
         width = batch.batch["response_mask"].shape[1]
         exists = batch.batch["attention_mask"][:, -width:].bool()
         for row, key in enumerate(keys):
-            if key not in self._submitted and key not in known:
+            if key not in self._submitted and key not in given:
                 token_ids = batch.batch["responses"][row][exists[row]].tolist()
                 self.submit(score_request(batch, row, key, token_ids, self.tokenizer))
 
@@ -263,15 +263,15 @@ def _reward_turns(token_scores: torch.Tensor, batch: DataProto, ends: torch.Tens
     rewards are parts of it, and only the remainder stays on its last token, of `ends` [batch]. Else they add to the score."""
     objects, numbers = batch.non_tensor_batch, turn_numbers(batch.batch["response_mask"])
     for row, (extra, reward) in enumerate(zip(objects["episode_extra"], objects["episode_reward"], strict=True)):
-        of_turns = (extra or {}).get("turn_rewards") or []
-        if objects["episode_error"][row] is not None or not of_turns:
+        turn_rewards = (extra or {}).get("turn_rewards") or []
+        if objects["episode_error"][row] is not None or not turn_rewards:
             continue
         if reward is not None:
-            token_scores[row, ends[row]] = float(reward) - sum(of_turns)
-        for turn, of_turn in enumerate(of_turns):
+            token_scores[row, ends[row]] = float(reward) - sum(turn_rewards)
+        for turn, turn_reward in enumerate(turn_rewards):
             places = (numbers[row] == turn).nonzero()
             # an episode that does not train has none
-            token_scores[row, places[-1] if len(places) else ends[row]] += of_turn
+            token_scores[row, places[-1] if len(places) else ends[row]] += turn_reward
 
 
 def score_request(

@@ -86,12 +86,12 @@ class Updates:
     findings: list[Finding] = field(default_factory=list)
     device: dict[str, Metric] = field(default_factory=dict)
 
-    def merge(self, others: Sequence[Updates]) -> Updates:
+    def merge(self, more: Sequence[Updates]) -> Updates:
         """The call on all ranks, in their order."""
-        if not others:
+        if not more:
             return self
-        parts = [self, *others]
-        steps = [merge_metrics(of_step) for of_step in zip(*(part.steps for part in parts), strict=True)]
+        parts = [self, *more]
+        steps = [merge_metrics(step_parts) for step_parts in zip(*(part.steps for part in parts), strict=True)]
         with_tokens = [part.observed for part in parts if part.observed]
         observed = [torch.cat(tensors) for tensors in zip(*with_tokens, strict=True)]
         findings, device = merge_findings([part.findings for part in parts]), merge_metrics([p.device for p in parts])

@@ -146,13 +146,13 @@ def verdict_metrics(verdicts: Sequence[PairVerdict]) -> dict[str, float]:
     """order_agreement: share of pairs with the same verdict in both orders; first_shown: share of the verdicts for one side
     that are for the response shown first, 0.5 without a bias; tie and unusable: shares of the verdicts. NaN without any."""
     agreements = [v.agrees for v in verdicts if v.agrees is not None]
-    shown = [s for v in verdicts for s in (v.straight, _negated(v.swapped))]
-    decided = [s for s in shown if s]
+    by_order = [s for v in verdicts for s in (v.straight, _negated(v.swapped))]
+    decided = [s for s in by_order if s]
     return {
         "order_agreement": _share(agreements),
         "first_shown": _share([s > 0 for s in decided]),
-        "tie": _share([s == 0 for s in shown]),
-        "unusable": _share([s is None for s in shown]),
+        "tie": _share([s == 0 for s in by_order]),
+        "unusable": _share([s is None for s in by_order]),
     }
 
 

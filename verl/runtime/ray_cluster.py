@@ -66,18 +66,18 @@ class RayCluster:
     def _start(self, settings: dict[str, Any], address: str | None) -> None:
         environment = {k: v for k, v in (settings.pop("runtime_env", None) or {}).items() if v is not None}
         # by None it would join what `ray start` left on this node
-        own: dict[str, Any] = {"address": address or "local"}
+        options: dict[str, Any] = {"address": address or "local"}
         if address is None:
-            own["include_dashboard"] = False
+            options["include_dashboard"] = False
             ask_for_token()
-            own["num_cpus"] = settings.pop("num_cpus", None) or os.cpu_count()
+            options["num_cpus"] = settings.pop("num_cpus", None) or os.cpu_count()
         else:
             settings.pop("num_cpus", None)
         started = time.monotonic()
         try:
             with ray_node.apart_from_signals(services):
                 ray.init(
-                    **own,
+                    **options,
                     runtime_env=environment or None,
                     logging_level=logging.WARNING,
                     log_to_driver=True,
@@ -119,9 +119,9 @@ class RayCluster:
             self._groups.append(placement_group([dict(bundle) for _ in range(count)], strategy="STRICT_PACK"))
         started = time.monotonic()
         for group in self._groups:
-            left = self.request.timeout_s - (time.monotonic() - started)
+            seconds_left = self.request.timeout_s - (time.monotonic() - started)
             try:
-                ray.get(group.ready(), timeout=max(left, 0.1))
+                ray.get(group.ready(), timeout=max(seconds_left, 0.1))
             except GetTimeoutError as error:
                 free = int(ray.available_resources().get(self.request.resource, 0))
                 raise DeadlineError(
@@ -240,12 +240,12 @@ class Pending:
         patience_s = _FIRST_LOOK_S
         waiting = {ref: index for index, (_, ref) in enumerate(self.refs)}
         while waiting:
-            left = self._started + self.timeout_s - time.monotonic()
-            if left <= 0:
+            seconds_left = self._started + self.timeout_s - time.monotonic()
+            if seconds_left <= 0:
                 raise DeadlineError(self._late([self.refs[index][0] for index in waiting.values()]))
             # of many until all are there: a look costs as much as it has references, so one for each answer would be quadratic
             count = 1 if len(waiting) <= _FEW else len(waiting)
-            arrived, _ = ray.wait(list(waiting), num_returns=count, timeout=min(left, patience_s))
+            arrived, _ = ray.wait(list(waiting), num_returns=count, timeout=min(seconds_left, patience_s))
             patience_s = min(2 * patience_s, _LOOK_S)
             if not arrived:
                 ray_node.require(self.call)
@@ -257,8 +257,8 @@ class Pending:
                 except (WorkerLostError, DeadlineError) as error:
                     ray_node.require(self.call)  # its end takes the ranks with it
                     if self.retry is None or not process.is_added or not isinstance(error.__cause__, RayError):
-                        others = {ref: self.refs[i][0] for ref, i in waiting.items()}
-                        raise self._root_cause(others, error) from error
+                        unfinished = {ref: self.refs[i][0] for ref, i in waiting.items()}
+                        raise self._root_cause(unfinished, error) from error
                     process.is_lost = True
                     log.warning("%s died in %s; another rank does its work.", str(process).capitalize(), self.call)
                     self.refs[index] = self.retry(index)

@@ -74,8 +74,8 @@ def watch(node: Any) -> None:
     Those are processes that this one has started, or the raylet of `node`, Ray's object (None for a client of ray://). Ray ends
     this process soon after its raylet, at some calls without a word.
     """
-    own = [p for p in psutil.Process().children() if p.name() in _NAMES]
-    _watched.extend(own or (_raylets_at(node.raylet_socket_name) if node else ()))
+    children = [p for p in psutil.Process().children() if p.name() in _NAMES]
+    _watched.extend(children or (_raylets_at(node.raylet_socket_name) if node else ()))
     if sys.platform == "linux":
         threading.Thread(target=_report_end, args=(list(_watched),), name="ray-node", daemon=True).start()
 

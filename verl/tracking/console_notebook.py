@@ -124,9 +124,9 @@ class NotebookConsole(Console):
 
     def html(self) -> str:
         """The content of the display."""
-        left = self._left()
+        duration = self._left()
         state = f"step {self._done} of {self._total} · {self._state}" + (
-            f" · {left} left" * (self._done < self._total) if left else ""
+            f" · {duration} left" * (self._done < self._total) if duration else ""
         )
         bar = f'<progress style="width:{_WIDTH}px" max="{self._total}" value="{self._done}"></progress>'
         if not self._total:  # an evaluation, or a run that loads

@@ -75,9 +75,9 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     size = os.fstat(descriptor).st_size
     try:
-        left = memoryview(b"\n" + lines if size and os.pread(descriptor, 1, size - 1) != b"\n" else lines)
-        while left:
-            left = left[os.write(descriptor, left) :]
+        unwritten = memoryview(b"\n" + lines if size and os.pread(descriptor, 1, size - 1) != b"\n" else lines)
+        while unwritten:
+            unwritten = unwritten[os.write(descriptor, unwritten) :]
         os.fsync(descriptor)
         if not size:  # a new file
             sync_folder(path.parent)

@@ -123,14 +123,14 @@ def read_role_sizes(folder: Path) -> dict[str, int]:
 def ask_role_sizes(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:
     """Ask the run in `folder` for these sizes, in addition to earlier requests; returns all sizes. Raises ConfigError."""
     _check(sizes)
-    known = read_role_sizes(folder)
-    if other := sorted(sizes.keys() - known.keys()):
-        only = f", only {' and '.join(known)}" if known else ""
+    configured = read_role_sizes(folder)
+    if other := sorted(sizes.keys() - configured.keys()):
+        only = f", only {' and '.join(configured)}" if configured else ""
         raise ConfigError(
             f"The run in {folder} cannot scale {other[0]}{only}. It must run on Ray, "
             "with devices for the rollout that do not train (trainer.placement); see docs/several-gpus.md."
         )
-    requested = {**known, **sizes}
+    requested = {**configured, **sizes}
     write_role_sizes(folder, requested)
     return requested
 

@@ -40,9 +40,9 @@ class CleanRecords(logging.Filter):
             message = record.getMessage()
         except (TypeError, ValueError, KeyError):  # wrong arguments: the handler reports them
             return True
-        shown = _shown(message)
-        if shown != message:
-            record.msg, record.args = shown, None
+        short = _shown(message)
+        if short != message:
+            record.msg, record.args = short, None
         if record.exc_info and not record.exc_text:
             record.exc_text = _PLAIN.formatException(record.exc_info)
         if record.exc_text:
@@ -141,13 +141,13 @@ def once(handler: logging.Handler) -> Iterator[None]:
         return record.levelno < handler.level
 
     terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    others = [h for h in logging.getLogger().handlers if getattr(h, "stream", None) in terminal]
-    for other in others:
+    handlers = [h for h in logging.getLogger().handlers if getattr(h, "stream", None) in terminal]
+    for other in handlers:
         other.addFilter(left_out)
     try:
         yield
     finally:
-        for other in others:
+        for other in handlers:
             other.removeFilter(left_out)
 
 

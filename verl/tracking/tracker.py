@@ -232,11 +232,11 @@ def _dump(folder: Path, step: int, rows: list[Row]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for row in rows:
-        known = {
+        columns = {
             "input": row.get("prompt"),
             "output": row.get("response"),
             "gts": row.get("ground_truth"),
             "score": row.get("score"),
         }
-        lines.append(json_text({**known, "step": step, **(row.get("reward_parts") or {})}) + "\n")
+        lines.append(json_text({**columns, "step": step, **(row.get("reward_parts") or {})}) + "\n")
     write_atomically(folder / f"{step}.jsonl", "".join(lines))

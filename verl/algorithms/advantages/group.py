@@ -152,8 +152,8 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) -
     scores = token_level_rewards.sum(-1)
     groups = RowGroups.of(index, scores)
     sizes = groups.sizes[groups.ids]
-    others = groups.minus_mean(scores) * sizes / (sizes - 1).clamp(min=1)
-    return _on_tokens(others, response_mask)
+    leave_one_out = groups.minus_mean(scores) * sizes / (sizes - 1).clamp(min=1)
+    return _on_tokens(leave_one_out, response_mask)
 
 
 def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ def gigpo(
     of a tool or an environment (`responses` between two turns), or the prompt. It is 0 if no other turn followed that state.
     """
     returns = _turn_returns(token_level_rewards, turn_ids, gamma)
-    of_turns = _compared(returns, turn_ids, _states(responses, turn_ids, index), norm_adv_by_std_in_grpo, epsilon)
+    by_turn = _compared(returns, turn_ids, _states(responses, turn_ids, index), norm_adv_by_std_in_grpo, epsilon)
     episode, _ = grpo(
         token_level_rewards,
         response_mask,
@@ -96,7 +96,7 @@ def gigpo(
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         epsilon=epsilon,
     )
-    advantages = episode + step_advantage_w * _to_tokens(of_turns, turn_ids, response_mask)
+    advantages = episode + step_advantage_w * _to_tokens(by_turn, turn_ids, response_mask)
     return advantages, advantages
 
 

@@ -176,29 +176,29 @@ def islands(gpu_links: list[list[str]]) -> list[list[int]]:
     return sorted(groups)
 
 
-def described(of_links: Facts) -> str:
+def described(network: Facts) -> str:
     """The links as a sentence."""
-    pairs = {link for row in of_links["gpu_links"] for link in row if link != "X"}
+    pairs = {link for row in network["gpu_links"] for link in row if link != "X"}
     kinds = sorted(
         {re.sub(r"\d+$", "", link) for link in pairs}, key=lambda k: list(_LINKS).index(k) if k in _LINKS else 9
     )
     gpus = "GPUs connected by " + ", ".join(_LINKS.get(kind, kind) for kind in kinds) if kinds else "one GPU or none"
-    ports = ", ".join(f"{p['name']} {p['kind']} {p['rate']}" for p in of_links["fabric"])
-    sockets = ", ".join(f"{name} {speed} Mbit/s" if speed else name for name, speed in of_links["interfaces"].items())
+    ports = ", ".join(f"{p['name']} {p['kind']} {p['rate']}" for p in network["fabric"])
+    sockets = ", ".join(f"{name} {speed} Mbit/s" if speed else name for name, speed in network["interfaces"].items())
     return f"{gpus}; between machines: {ports or f'sockets ({sockets})' if sockets or ports else 'nothing'}"
 
 
-def advice(of_links: Facts) -> Iterator[Line]:
+def advice(network: Facts) -> Iterator[Line]:
     """Settings that conflict with the machine's links, and sizes that fit the links. NCCL's own choices are not reviewed,
     since it looks at the same links."""
-    parts, settings = islands(of_links["gpu_links"]), of_links["settings"]
+    parts, settings = islands(network["gpu_links"]), network["settings"]
     joined = [part for part in parts if len(part) > 1]
     if joined and settings.get("NCCL_P2P_DISABLE") == "1":
         yield warn("NCCL_P2P_DISABLE=1 keeps NCCL from NVLink, which connects GPUs here. Unset it")
-    if of_links["fabric"] and settings.get("NCCL_IB_DISABLE") == "1":
+    if network["fabric"] and settings.get("NCCL_IB_DISABLE") == "1":
         yield warn(
-            f"NCCL_IB_DISABLE=1 sends what goes to other machines through sockets, but {of_links['fabric'][0]['name']} is an "
-            f"active {of_links['fabric'][0]['kind']} port. Unset it for runs over several machines"
+            f"NCCL_IB_DISABLE=1 sends what goes to other machines through sockets, but {network['fabric'][0]['name']} is an "
+            f"active {network['fabric'][0]['kind']} port. Unset it for runs over several machines"
         )
     if len(parts) > 1 and joined:
         yield info(
@@ -220,8 +220,8 @@ def advice(of_links: Facts) -> Iterator[Line]:
             f"NCCL_PROTO={settings['NCCL_PROTO']} takes the place of NCCL's own choice by message size; compare without it by "
             "verl.utils.benchmark_nccl()"
         )
-    speeds = of_links["interfaces"]
-    if len(speeds) > 1 and not of_links["fabric"] and "NCCL_SOCKET_IFNAME" not in settings and max(speeds.values()):
+    speeds = network["interfaces"]
+    if len(speeds) > 1 and not network["fabric"] and "NCCL_SOCKET_IFNAME" not in settings and max(speeds.values()):
         fastest = max(speeds, key=lambda name: speeds[name])
         yield info(
             f"several network interfaces: for a run over several machines set NCCL_SOCKET_IFNAME={fastest}, the fastest "

@@ -74,8 +74,8 @@ class PreferenceConfig(Section):
 def has_reference_role(root: PreferenceConfig) -> bool:
     """Whether the reference is a separate model or the policy without adapters, and not the policy before its first step."""
     ref = root.ref
-    own = bool(ref.model_path or ref.sync_steps or not ref.precompute)
-    return own and uses_reference_policy(root)
+    is_separate = bool(ref.model_path or ref.sync_steps or not ref.precompute)
+    return is_separate and uses_reference_policy(root)
 
 
 CONDITIONS = {

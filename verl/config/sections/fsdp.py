@@ -138,7 +138,7 @@ class FSDPConfig(Section):
             *(f"{name} parallel {size}" for name, size in sizes.items() if size > 1),
             f"gradients summed in {self.mixed_precision.reduce_dtype}",
             f"parameters {'freed' if self.reshard_after_forward else 'kept'} after the forward",
-            *(f"offload of {name}" for name, there in offloaded.items() if there),
+            *(f"offload of {name}" for name, is_on in offloaded.items() if is_on),
         ]
         return ", ".join(parts)
 

@@ -85,10 +85,10 @@ class MegatronConfig(Section):
     def check_groups(self, other: MegatronConfig) -> None:
         """Raise ConfigError if another role asks for process groups of other sizes."""
         ours, theirs = self.group_sizes(), other.group_sizes()
-        asked = [f"{name}={size} and {theirs[name]}" for name, size in ours.items() if size != theirs[name]]
-        if asked:
+        different = [f"{name}={size} and {theirs[name]}" for name, size in ours.items() if size != theirs[name]]
+        if different:
             raise ConfigError(
-                f"Roles with strategy=megatron share their process groups, and ask for {', '.join(asked)}. Give their "
+                f"Roles with strategy=megatron share their process groups, and ask for {', '.join(different)}. Give their "
                 "sections megatron the same sizes, or one of the roles strategy=fsdp2."
             )
 
@@ -122,10 +122,10 @@ class MegatronConfig(Section):
 
     def unread_settings(self) -> list[str]:
         """The keys of override_transformer_config that would change the results of layers: the model's config decides those."""
-        known = (*RECOMPUTE, *STAGES, *_KERNELS)
+        readable = (*RECOMPUTE, *STAGES, *_KERNELS)
         neutral = (None, 0, 0.0, "none", False)
         settings = self.override_transformer_config.items()
-        return [name for name, v in settings if name not in known and not (name in _BALANCING and v in neutral)]
+        return [name for name, v in settings if name not in readable and not (name in _BALANCING and v in neutral)]
 
     def describe(self) -> str:
         """The layout, for the header of a run."""

@@ -49,8 +49,8 @@ class DistillationObjective(PolicyObjective):
         clips = {name: loss[name] for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")}
         self.clips = {**self.params, **clips}
         if lists_tokens(loss):
-            own = () if loss.topk == -1 else (f"top_ids@{loss.topk}",)
-            self.outputs = (*self.outputs, "candidate_log_probs", *own)
+            top_ids = () if loss.topk == -1 else (f"top_ids@{loss.topk}",)
+            self.outputs = (*self.outputs, "candidate_log_probs", *top_ids)
 
     def _first_term(
         self, outputs: dict[str, Tensor], columns: TensorDict, mask: Tensor, old: Tensor, agg: Aggregate

@@ -180,9 +180,9 @@ class PolicyObjective(Objective):
         their entropy if the loss has it; [] without sampler log-probs."""
         observed, self._observed = self._observed, []
         parts = []
-        for mask, computed, known in observed:
+        for mask, computed, sampled_columns in observed:
             log_probs, *entropy = (values.cpu()[mask] for values in computed)
-            parts.append([log_probs, *known, *entropy])
+            parts.append([log_probs, *sampled_columns, *entropy])
         return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
 

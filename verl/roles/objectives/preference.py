@@ -76,8 +76,8 @@ class PreferenceObjective(Objective):
         terms = {**self.config, **self._terms(sums, log_probs, columns, totals)}
         weight: Tensor | float = 1.0
         if self.config.use_weighting:
-            of_rows = preference_losses.wpo_weights(log_probs, outputs["sum_pi_squared"], mask_of(columns))
-            weight = of_rows[columns[_CHOSEN]] * of_rows[columns[_REJECTED]]
+            row_weights = preference_losses.wpo_weights(log_probs, outputs["sum_pi_squared"], mask_of(columns))
+            weight = row_weights[columns[_CHOSEN]] * row_weights[columns[_REJECTED]]
         losses = (factor * preference_losses.preference_loss(name, terms) * weight for name, factor in self.losses)
         loss = torch.stack([unit_losses.sum() for unit_losses in losses]).sum() / totals.num_units
         return loss, self._metrics(outputs, sums, terms, columns)
@@ -106,22 +106,22 @@ class PreferenceObjective(Objective):
         def both(name: str, values: Tensor) -> dict[str, Tensor]:
             return {f"chosen_{name}": values[chosen], f"rejected_{name}": values[rejected]}
 
-        of_pairs: dict[str, Any] = both("logp", sums) | both("mean", means)
+        pair_terms: dict[str, Any] = both("logp", sums) | both("mean", means)
         if "nll" in self.wants:
             nll = -(log_probs * columns["response_mask"]).sum(1)[chosen]
-            of_pairs["nll"] = nll * (totals.num_units / max(totals.num_chosen_tokens, 1))  # 0: all are masked
+            pair_terms["nll"] = nll * (totals.num_units / max(totals.num_chosen_tokens, 1))  # 0: all are masked
         if self.has_reference:
             score = preference_losses.divergence_score(terms["ratio"], self.config.f_divergence, self.config.f_alpha)
             per_token = score / mask_of(columns).sum(1).clamp(min=1)
-            of_pairs |= both("ratio", terms["ratio"])
-            of_pairs["delta"] = score[chosen] - score[rejected]
-            of_pairs["mean_delta"] = per_token[chosen] - per_token[rejected]
+            pair_terms |= both("ratio", terms["ratio"])
+            pair_terms["delta"] = score[chosen] - score[rejected]
+            pair_terms["mean_delta"] = per_token[chosen] - per_token[rejected]
         if "matched_margin" in self.wants:
-            of_pairs["matched_margin"] = columns["matched_margin"][chosen].to(sums)
+            pair_terms["matched_margin"] = columns["matched_margin"][chosen].to(sums)
         if "matched_chosen" in self.wants:
             matched = columns["matched_ratio"].to(sums)  # of a chosen row: the rejected ratio of its rank
-            of_pairs |= {"matched_rejected": matched[chosen], "matched_chosen": matched[rejected]}
-        return of_pairs
+            pair_terms |= {"matched_rejected": matched[chosen], "matched_chosen": matched[rejected]}
+        return pair_terms
 
     def _metrics(
         self, outputs: dict[str, Tensor], sums: Tensor, terms: dict[str, Any], columns: dict[str, Tensor]

@@ -44,12 +44,12 @@ class FirstRows:
 
     def add(self, outputs: dict[str, torch.Tensor], batch: DataProto, mask: torch.Tensor) -> None:
         """Keep the tokens in `mask`, on the host, of the rows of a micro-batch, while there are fewer than the limit."""
-        left = _LOGGED_ROWS - self._num_rows
-        if left <= 0:
+        room = _LOGGED_ROWS - self._num_rows
+        if room <= 0:
             return
         mask = mask.clone()
-        mask[left:] = False
-        self._num_rows += min(left, len(mask))
+        mask[room:] = False
+        self._num_rows += min(room, len(mask))
         if keys := token_keys(batch, mask):
             self._rows.append((mask, keys, [outputs[name].detach() for name in ("log_probs", "entropy")]))
 

@@ -170,9 +170,9 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
     try:
         db.text_factory = partial(str, encoding="utf-8", errors="replace")  # text of any history can be read
         db.execute("PRAGMA ignore_check_constraints=ON")  # the tables of a ledger have none
-        known = _forms()
+        expected = _forms()
         for name, form in _forms_of(db).items():
-            if form != known.get(name):
+            if form != expected.get(name):
                 raise sqlite3.DatabaseError(f"its {clean(name)} is not of a ledger")
     except BaseException:
         db.close()

@@ -196,13 +196,13 @@ def segments_of(ordinals: np.ndarray, rows: DataProto, num_known: Callable[[Key]
         samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
         keys = zip(ordinals[at : at + _ROWS].tolist(), samples, ranks, row_cuts(columns), strict=True)
         for i, (ordinal, sample, rank, cuts) in enumerate(keys):
-            known = num_known((ordinal, sample))
+            start_of_new = num_known((ordinal, sample))
             for start, end in itertools.pairwise(cuts):
-                own = slice(max(start, known), end)
-                if own.start < end:
+                new = slice(max(start, start_of_new), end)
+                if new.start < end:
                     is_policy = bool(sampled[i][start])
                     facts = (int(versions[i][start]), str(reasons[i]), rank, POLICY if is_policy else ENVIRONMENT)
-                    yield SegmentRecord(ordinal, sample, ids[i][own], log_probs[i][own] if is_policy else None, *facts)
+                    yield SegmentRecord(ordinal, sample, ids[i][new], log_probs[i][new] if is_policy else None, *facts)
 
 
 def scores_of(batch: DataProto) -> Iterator[Scored]:

@@ -99,9 +99,9 @@ def rows_of_stored(
     step: int, segments: Iterable[SegmentRecord], known: Mapping[Key, int], attempts: Mapping[int, int]
 ) -> Iterator[tuple[object, ...]]:
     """Rows of the segments that are stored, behind the `known` tokens of their samples."""
-    for key, own in by_sample(segments):
+    for key, parts in by_sample(segments):
         first = known.get(key, 0)
-        for segment in own:
+        for segment in parts:
             if is_stored(segment):
                 arrays = segment.tokens, segment.log_probs
                 yield row_of_segment(step, segment, arrays, attempts.get(key[0], 0), first)

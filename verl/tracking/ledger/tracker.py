@@ -131,17 +131,17 @@ class SampleTracker:
         self._digested = self._digesting.submit(self._digest, step, segments)
 
     def _digest(self, step: int, segments: Segments) -> None:
-        rows, known, attempts = list[tuple[object, ...]](), dict[records.Key, int](), dict[int, int]()
+        rows, lengths, attempts = list[tuple[object, ...]](), dict[records.Key, int](), dict[int, int]()
         num_stored = 0
-        for key, own in by_sample(segments(self.num_tokens) if callable(segments) else segments):
+        for key, parts in by_sample(segments(self.num_tokens) if callable(segments) else segments):
             (ordinal, sample), issued = key, self._issued(key, "was generated")
             if issued.is_finished(sample):
                 self._reject(key, "was generated")
             if first := int(issued.entry(sample)["num_tokens"]):
-                known[key] = first
+                lengths[key] = first
             if issued.attempt:
                 attempts[ordinal] = issued.attempt
-            for segment in own:
+            for segment in parts:
                 content = issued.add(segment)
                 if callable(segments) and is_stored(segment):
                     num_stored += 1
@@ -151,7 +151,7 @@ class SampleTracker:
             issued.end_call(sample, segment.finish_reason)
         self._put("generate", rows)
         if callable(segments) and num_stored:
-            self._put("generate", rows_of_stored(step, segments(lambda key: known.get(key, 0)), known, attempts))
+            self._put("generate", rows_of_stored(step, segments(lambda key: lengths.get(key, 0)), lengths, attempts))
 
     def score(self, step: int, scores: Iterable[records.Scored]) -> None:
         """Record the rewards of samples; they end when the step succeeds."""
