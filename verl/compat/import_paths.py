@@ -53,13 +53,12 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.model_merger": {"verl.compat.commands": "main=model_merger"},
     "verl.single_controller.base": {
-        "verl.parallel.register": _REGISTER,
+        "verl.compat.dispatch": _REGISTER,
         "verl.compat.user_worker": "Worker",
         "verl.runtime.worker_group": "WorkerGroup",
     },
     "verl.single_controller.base.decorator": {
-        "verl.compat.mesh_dispatch": " make_nd_compute_dataproto_dispatch_fn",
-        "verl.parallel.register": f"DISPATCH_MODE_FN_REGISTRY {_REGISTER}",
+        "verl.compat.dispatch": f"DISPATCH_MODE_FN_REGISTRY {_REGISTER} make_nd_compute_dataproto_dispatch_fn",
     },
     "verl.single_controller.ray": {
         _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup ResourcePool ResourcePoolManager "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from verl.parallel.register import Dispatch, Execute, register
+from verl.compat.dispatch import Dispatch, Execute, register
 
 
 class Worker:

@@ -127,9 +127,12 @@ def load_composed(tree: dict[str, object], *, schema: Schema[RunConfig] = PPO, c
 
     def asks(setting: Setting) -> bool:
         path, value = setting.path, setting.value
-        same = (schema.leaves[path].default, values.get(sources.get(path, "")), f"${{{sources.get(path)}}}")
-        own_folder = path == "trainer.default_local_dir" and value in (folder, COMPOSED_FOLDER)
-        return not (value in same or own_folder)
+        same = [schema.leaves[path].default]
+        if source := sources.get(path):
+            same += [values.get(source), f"${{{source}}}"]
+        if path == "trainer.default_local_dir":
+            same += [folder, COMPOSED_FOLDER]
+        return value not in same
 
     user.settings = [setting for setting in user.settings if asks(setting)]
     return _checked(user, check)

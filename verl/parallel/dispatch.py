@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from verl.data_proto.metrics import Metric, merge_metrics
-from verl.data_proto.padding import pad_dataproto_to_divisor
 from verl.data_proto.proto import DataProto
 from verl.parallel.balance import Rows, TokenCost, balanced_shares, contiguous_shares, shares_by_cost
 from verl.parallel.mesh import Mesh
-from verl.parallel.register import Execute, Registered
+from verl.parallel.register import Dispatch, Execute, Registered
 
 Shares = Sequence[Rows | np.ndarray]
 
@@ -100,29 +99,20 @@ class CallPlan:
 def plan_call(declared: Registered, group: GroupShape, args: tuple[object, ...], kwargs: dict[str, object]) -> CallPlan:
     """The calls of one method call on a group. Raises ValueError when arguments do not fit the mode."""
     mode, call = declared.dispatch_mode, MethodCall(args, kwargs)
-    if mode.dispatch_fn is not None and mode.collect_fn is not None:
-        plan = _plan_custom(mode.dispatch_fn, mode.collect_fn, group, call)
-    elif mode.name in _ND:
-        return _ND[mode.name](declared, group, call)
-    elif mode.name in _FLAT:
-        plan = _FLAT[mode.name](group, call)
-    else:
-        raise ValueError(f"A method declared Dispatch.{mode.name} cannot be called on a group; call it on its ranks.")
-    return _rank_zero(group, plan.calls[0]) if declared.execute_mode == Execute.RANK_ZERO else plan
+    plan: CallPlan = (_PLANS[mode] if isinstance(mode, Dispatch) else mode)(declared, group, call)
+    if declared.execute_mode != Execute.RANK_ZERO or plan.rows:
+        return plan
+    return CallPlan([plan.calls[0], *[None] * (group.world_size - 1)], [0], lambda results: results[0])
 
 
 # -- modes that do not know about rows ---------------------------------------------------------------------------------
 
 
-def _rank_zero(group: GroupShape, call: Call | None) -> CallPlan:
-    return CallPlan([call, *[None] * (group.world_size - 1)], [0], lambda results: results[0])
-
-
-def _one_to_all(group: GroupShape, call: MethodCall) -> CallPlan:
+def _one_to_all(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
     return CallPlan([call] * group.world_size, list(range(group.world_size)), list)
 
 
-def _all_reduce(group: GroupShape, call: MethodCall) -> CallPlan:
+def _all_reduce(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
     return CallPlan([call] * group.world_size, group.mesh.collectors(), _reduced)
 
 
@@ -130,70 +120,6 @@ def _reduced(results: list[Any]) -> Any:
     """Numbers are added, dicts of Metrics merged by their reductions; a rank that was lost has None."""
     results = [result for result in results if result is not None]
     return merge_metrics(results) if isinstance(results[0], dict) else sum(results)
-
-
-def _all_to_all(group: GroupShape, call: MethodCall) -> CallPlan:
-    size = group.world_size
-    for value in (*call.args, *call.kwargs.values()):
-        if not isinstance(value, (list, tuple)) or len(value) != size:
-            raise ValueError(f"Every argument of this call is a list with one value for each of the {size} ranks.")
-    calls = [MethodCall(tuple(a[i] for a in call.args), {k: v[i] for k, v in call.kwargs.items()}) for i in range(size)]
-    return CallPlan(calls, list(range(size)), list)
-
-
-def _dp_compute_proto(group: GroupShape, call: MethodCall) -> CallPlan:
-    """Equal chunks, the last ones padded when the batch asks for it, and exactly the padding removed from the results."""
-    padding = 0
-
-    def cut(value: object) -> list[DataProto]:
-        nonlocal padding
-        if not isinstance(value, DataProto):
-            raise ValueError(f"This call takes DataProtos, not a {type(value).__name__}.")
-        if value.is_padding_enabled() and len(value):
-            value, padding = pad_dataproto_to_divisor(value, group.world_size)
-        return value.chunk(group.world_size)
-
-    chunks = MethodCall(tuple(cut(a) for a in call.args), {k: cut(v) for k, v in call.kwargs.items()})
-    plan = _all_to_all(group, chunks)
-    return CallPlan(plan.calls, plan.answering, lambda results: _without_padding(DataProto.concat(results), padding))
-
-
-def _without_padding(batch: DataProto, padding: int) -> DataProto:
-    return batch.slice(0, len(batch) - padding) if padding else batch
-
-
-def _dp_compute_with_func(group: GroupShape, call: MethodCall) -> CallPlan:
-    if not call.args or not callable(call.args[0]):
-        raise ValueError("The first argument of this call is the function that every rank runs.")
-    function, *batches = call.args
-    plan = _dp_compute_proto(group, MethodCall(tuple(batches), call.kwargs))
-    parts = (MethodCall(*part) for part in plan.calls if part is not None)
-    calls = [part._replace(args=(function, *part.args)) for part in parts]
-    return CallPlan(calls, plan.answering, plan.collect)
-
-
-def _dp_compute_metric(group: GroupShape, call: MethodCall) -> CallPlan:
-    plan = _dp_compute_proto(group, call)
-    return CallPlan(plan.calls, plan.answering, list)
-
-
-def _plan_custom(
-    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], group: GroupShape, call: MethodCall
-) -> CallPlan:
-    plan = _all_to_all(group, MethodCall(*dispatch_fn(group, *call.args, **call.kwargs)))
-    return CallPlan(plan.calls, plan.answering, lambda results: collect_fn(group, results))
-
-
-_FLAT: dict[str, Callable[[GroupShape, MethodCall], CallPlan]] = {
-    "RANK_ZERO": _rank_zero,
-    "ONE_TO_ALL": _one_to_all,
-    "ALL_REDUCE": _all_reduce,
-    "ALL_TO_ALL": _all_to_all,
-    "DP_COMPUTE": _all_to_all,
-    "DP_COMPUTE_PROTO": _dp_compute_proto,
-    "DP_COMPUTE_PROTO_WITH_FUNC": _dp_compute_with_func,
-    "DP_COMPUTE_METRIC": _dp_compute_metric,
-}
 
 
 # -- modes that share rows out over the data axes of a mesh --------------------------------------------------------------
@@ -297,8 +223,9 @@ def _select(batch: DataProto, rows: Rows | np.ndarray) -> DataProto:
 
 
 def join_rows(results: Sequence[Any], shares: Shares) -> object:
-    """One result out of the shares' results. DataProtos: rows in the order of the batch; result rows `k * i ... k * i + k - 1`
-    of a share belong to its i-th row; surplus result rows are dropped. Dicts of Metrics are merged; anything else is a list."""
+    """One result out of the shares' results. DataProtos give rows in the order of the batch: result rows
+    `k * i ... k * i + k - 1` of a share belong to its i-th row, and surplus result rows are dropped. Dicts of Metrics are
+    merged. Anything else is a list."""
     if results and all(isinstance(r, DataProto) for r in results):
         return _join_batches(list(results), shares)
     if results and all(isinstance(r, dict) and all(isinstance(m, Metric) for m in r.values()) for r in results):
@@ -320,10 +247,12 @@ def _join_batches(results: list[DataProto], shares: Shares) -> DataProto:
     return joined.select_idxs((back[:, None] * factor + np.arange(factor)).reshape(-1))
 
 
-_ND: dict[str, Callable[[Registered, GroupShape, MethodCall], CallPlan]] = {
-    "ND_COMPUTE_PROTO": _nd_compute,
-    "ND_SCATTER_PROTO": _nd_scatter,
-    "ND_ADVANCE_PROTO": _nd_advance,
-    "ND_OWNER_PROTO": _nd_owner,
-    "ND_MINI_BATCHES": _nd_mini_batches,
+_PLANS: dict[Dispatch, Callable[[Registered, GroupShape, MethodCall], CallPlan]] = {
+    Dispatch.ONE_TO_ALL: _one_to_all,
+    Dispatch.ALL_REDUCE: _all_reduce,
+    Dispatch.ND_COMPUTE_PROTO: _nd_compute,
+    Dispatch.ND_SCATTER_PROTO: _nd_scatter,
+    Dispatch.ND_ADVANCE_PROTO: _nd_advance,
+    Dispatch.ND_OWNER_PROTO: _nd_owner,
+    Dispatch.ND_MINI_BATCHES: _nd_mini_batches,
 }

@@ -166,8 +166,9 @@ class RejectionSampling(PPO):
         ]
 
     def _is_text(self, row: Mapping[str, Any]) -> bool:
-        """Whether the text of a response has all of its tokens but the last, and all of them train: not if it was cut, if a
-        tool or user has answered in between, or if a character is incomplete."""
+        """Whether the text of a response has all of its tokens but the last, and all train.
+
+        It has not if it was cut, if a tool or user has answered in between, or if a character is incomplete."""
         text = self.data.tokenizer.decode(row["response_ids"][:-1].tolist(), skip_special_tokens=False)
         return "response_mask" not in row and text == row["response"] and "\ufffd" not in text
 

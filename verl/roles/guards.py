@@ -118,8 +118,7 @@ def _name(columns: TensorDict, row: int) -> tuple[int, int]:
     """(prompt index, number of the sample) of a row; (-1, row) if one is not known."""
     if not all(name in columns.keys() for name in _NAMES):
         return -1, row
-    ordinal, sample = (int(columns[name][row]) for name in _NAMES)
-    return ordinal, sample
+    return int(columns[_NAMES[0]][row]), int(columns[_NAMES[1]][row])
 
 
 class StepGuard:
@@ -162,8 +161,7 @@ class StepGuard:
         return {_PREFIX + name: monitors.monitor_metric(name, values, mask) for name, values in signs.items()}
 
     def check_finite(self, columns: TensorDict, names: Sequence[str]) -> bool:
-        """Whether all columns of `names` are finite; else the first column that is not finite is a finding, and explains later
-        ones."""
+        """Whether all columns of `names` are finite. The first that is not is a finding, and explains later ones."""
         mask = columns["response_mask"]
         for name in (name for name in names if name in columns.keys() and not is_finite(columns[name])):
             # a score lies on a token that need not train
@@ -204,16 +202,15 @@ class StepGuard:
         for name in ("loss", GRAD_NORM):
             value = figures.get(name, 0.0)
             if not torch.isfinite(torch.tensor(value)):  # of float32
-                samples = [sample for part in self._parts for sample in part.nonfinite()]
-                located = bool(samples)
+                located = [sample for part in self._parts for sample in part.nonfinite()]
                 # without one all samples that train: a user's loss may not be finite even if every output is
-                samples = samples or [
+                samples = located or [
                     (*_name(part.names, row), value)
                     for part in self._parts
                     for row in part.mask.any(-1).nonzero().flatten().tolist()
                 ]
                 self._add(NONFINITE, name, value, None, samples[:NUM_NAMED], len(samples))
-                self._findings[-1].located = located
+                self._findings[-1].located = bool(located)
                 return True
         return False
 
@@ -256,8 +253,7 @@ class Guards:
     def __init__(self, config: StepGuardsConfig, file: Path | None = None):
         self.config = config
         self.file = file
-        self.num_skips_in_row = 0
-        self.num_rollbacks = 0
+        self.num_skips_in_row = self.num_rollbacks = 0
         self._step = 0
         self._skips = False
         self._updates: list[Updates] = []
@@ -355,9 +351,9 @@ def _alarm(role: str, finding: Finding, batch: DataProto) -> dict[str, object]:
     """A finding with the rows of its samples, as an entry of guards.jsonl. `place` completes "in ..."."""
     rows = {_name(batch.batch, row): row for row in range(len(batch))}
     entries = {name: getattr(finding, name) for name in ("guard", "what", "value", "limit", "num_samples")}
-    entries["samples"] = [_sample(batch, rows.get((o, s)), value, (o, s)) for o, s, value in finding.samples]
+    samples = [_sample(batch, rows.get((o, s)), value, (o, s)) for o, s, value in finding.samples]
     place = f"mini-batch {finding.mini_batch + 1} of the {role} ({finding.num_rows} samples)" if role else "the batch"
-    entries |= {"place": place, "mini_batch": finding.mini_batch if role else None}
+    entries |= {"samples": samples, "place": place, "mini_batch": finding.mini_batch if role else None}
     return {name: value for name, value in entries.items() if value is not None}
 
 

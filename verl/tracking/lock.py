@@ -61,8 +61,8 @@ class FolderLock:
     def acquire(self) -> None:
         """Take the folder, once a run on this host that was killed has ended.
 
-        Raises ConfigError if a live run holds the folder, or a run on another host, since nobody can check that. Raises OSError
-        if the folder or run.lock cannot be opened."""
+        Raises ConfigError if a live run holds the folder, or a run on another host, since that cannot be checked. Raises
+        OSError if the folder or run.lock cannot be opened."""
         deadline = time.monotonic() + END_TIMEOUT_S
         while True:
             try:

@@ -199,7 +199,7 @@ def _forms() -> dict[str, list[str]]:
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open for reading, also while a run writes, and on a disk that nobody can write. Raises sqlite3.Error."""
+    """Open for reading, also while a run writes, and on a disk that is read-only. Raises sqlite3.Error."""
     beside = path.with_name(f"{path.name}-wal").exists()  # then a writer is there, or was killed
     for options in ("mode=ro",) if beside else ("mode=ro", "immutable=1"):
         try:
