@@ -13,9 +13,8 @@ from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
 
 FOLDERS = ("roles", "programs", "run", "runtime")
-# where a call that has travelled as data becomes a call of a method; groups of users' own workers; and chains, in which
-# scripts name methods
-DISPATCH = {f"verl/runtime/{name}.py" for name in ("rank_workers", "ray", "user_process", "dataflow")}
+# where a call that has travelled as data becomes a call of a method
+DISPATCH = {f"verl/runtime/{name}.py" for name in ("rank_workers", "ray")}
 HANDLES = {"rollout", "reward", "actor", "critic", "reference", "role", "worker", "group", "weights", "model"}
 
 

@@ -18,7 +18,7 @@ from verl.compat.core_algos import settings_of
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
-from verl.parallel.balance import imbalance, pack_by_tokens, partition_by_cost, split_to
+from verl.parallel.balance import pack_by_tokens, partition_by_cost
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -151,7 +151,17 @@ def log_seqlen_unbalance(
     seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
     """Tokens per rank before and after balancing: `prefix`/{min, max, minmax_diff, balanced_min, balanced_max, mean}."""
-    return {f"{prefix}/{name}": value for name, value in imbalance(seqlen_list, partitions).items()}
+    size = -(-len(seqlen_list) // len(partitions))
+    in_order = [sum(seqlen_list[start : start + size]) for start in range(0, len(seqlen_list), size)]
+    balanced = [sum(seqlen_list[row] for row in part) for part in partitions]
+    return {
+        f"{prefix}/min": min(in_order),
+        f"{prefix}/max": max(in_order),
+        f"{prefix}/minmax_diff": max(in_order) - min(in_order),
+        f"{prefix}/balanced_min": min(balanced),
+        f"{prefix}/balanced_max": max(balanced),
+        f"{prefix}/mean": sum(seqlen_list) / len(partitions),
+    }
 
 
 def rearrange_micro_batches(
@@ -171,7 +181,7 @@ def rearrange_micro_batches(
     num_batches = max(len(rows), min_num_micro_batch or 1)
     if num_batches_divided_by:
         num_batches = -(-num_batches // num_batches_divided_by) * num_batches_divided_by
-    rows = split_to(rows, num_batches)
+    rows = _split_to(rows, num_batches)
     return [batch[part] for part in rows], rows
 
 
@@ -193,3 +203,19 @@ def prepare_dynamic_batch(data: DataProto, max_token_len: int) -> tuple[list[Dat
 def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Sequence[int]]) -> Tensor:
     """Joined results of the micro-batches, [batch, ...], in the original order of the rows."""
     return data[get_reverse_idx([row for part in batch_idx_list for row in part])]
+
+
+def _split_to(parts: list[list[int]], num_parts: int) -> list[list[int]]:
+    """At least `num_parts` lists of the same rows, made by halving the longest one again and again.
+
+    Raises ValueError when there are fewer rows than that.
+    """
+    if num_parts > sum(map(len, parts)):
+        raise ValueError(f"{sum(map(len, parts))} rows cannot fill {num_parts} parts.")
+    parts = [list(rows) for rows in parts]
+    while len(parts) < num_parts:
+        longest = max(parts, key=len)
+        half = len(longest) // 2
+        parts.append(longest[half:])
+        del longest[half:]
+    return sorted(parts)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from verl.compat.user_process import UserProcess
 from verl.errors import ConfigError, MissingExtraError
 from verl.parallel.dispatch import CallPlan, MethodCall
 from verl.parallel.mesh import Mesh
-from verl.runtime.user_process import UserProcess
 from verl.runtime.worker_group import WorkerGroup
 
 try:

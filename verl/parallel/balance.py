@@ -157,38 +157,6 @@ def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[
     return sorted(sorted(members) for members in bins)
 
 
-def split_to(parts: list[list[int]], num_parts: int) -> list[list[int]]:
-    """At least `num_parts` lists of the same rows, made by halving the longest one again and again.
-
-    Raises ValueError when there are fewer rows than that.
-    """
-    if num_parts > sum(map(len, parts)):
-        raise ValueError(f"{sum(map(len, parts))} rows cannot fill {num_parts} parts.")
-    parts = [list(rows) for rows in parts]
-    while len(parts) < num_parts:
-        longest = max(parts, key=len)
-        half = len(longest) // 2
-        parts.append(longest[half:])
-        del longest[half:]
-    return sorted(parts)
-
-
-def imbalance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Imbalance of the rows if cut in their own order (min, max, minmax_diff), and of `parts`
-    (balanced_min, balanced_max); `mean` is the cost per part. All but `mean` are sums over one part."""
-    size = -(-len(costs) // len(parts))
-    in_order = [sum(costs[start : start + size]) for start in range(0, len(costs), size)]
-    balanced = [sum(costs[row] for row in part) for part in parts]
-    return {
-        "min": min(in_order),
-        "max": max(in_order),
-        "minmax_diff": max(in_order) - min(in_order),
-        "balanced_min": min(balanced),
-        "balanced_max": max(balanced),
-        "mean": sum(costs) / len(parts),
-    }
-
-
 @dataclass(frozen=True)
 class TokenCost:
     """Cost of a row of T tokens: `linear` T + `quadratic` T^2 operations (projections grow with T, attention with its square;
