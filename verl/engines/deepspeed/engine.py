@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 class DeepSpeedEngine(TrainedEngine):
     """The TrainEngine on all ranks of the default process group, each with its own rows. `settings` is a section
-    `deepspeed`. Every rank reads the model, and holds it whole in float32 while the masters are filled."""
+    `deepspeed`. Every rank reads the model, and holds all of it in float32 while the masters are filled."""
 
     goes_together = True
 
@@ -113,7 +113,7 @@ class DeepSpeedEngine(TrainedEngine):
         return ds_config(self.section, bfloat16=self.compute_dtype == torch.bfloat16, clip_grad=clip, optimizer=name)
 
     def _start(self, config: dict[str, object]) -> None:
-        """Hand the module to DeepSpeed, which casts and divides its parameters in place."""
+        """Hand the module to DeepSpeed: it casts and divides the parameters in place."""
         named, section = dict(self.module.named_parameters()), self.section
         log.info(
             "ZeRO %d (deepspeed.zero_stage=%s), offload of optimizer %s, of parameters %s.",
@@ -136,7 +136,7 @@ class DeepSpeedEngine(TrainedEngine):
 
     @torch.no_grad()
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine; with stage 3 whole rows, where the ranks divide them."""
+        """See TrainEngine; with stage 3 undivided rows."""
         if self.stage < 3:
             return super().local_weights()
         return {name: _rows(p) for name, p in self.module.named_parameters()}
@@ -151,7 +151,7 @@ class DeepSpeedEngine(TrainedEngine):
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         if not self.stage and len(packed.hidden_index):
             computed = packed_outputs(self.module, packed, outputs, temperature)
-        else:  # by modules: DeepSpeed gathers and reduces around them, and they have a graph where nothing is predicted
+        else:  # by modules: DeepSpeed gathers and reduces around them, and they have a graph even if nothing is predicted
             packed = packed if packed.num_tokens else empty_batch(packed)
             computed = (self.deepspeed or self.model)(packed, outputs, temperature)
         # DeepSpeed holds one dtype, so that a scalar head computes in the decoder's dtype; losses get float32 all the same
@@ -184,7 +184,7 @@ class DeepSpeedEngine(TrainedEngine):
 
 
 class _Parameters(Parameters):
-    """Parameters whose masters, and with stage 3 also weights, are slices of the flattened tensor, as `flat` divides it.
+    """Parameters with masters, and with stage 3 also weights, that are slices of the flattened tensor, as `flat` divides it.
     `flat` None: every rank has all of everything."""
 
     def __init__(
@@ -221,7 +221,7 @@ class _Parameters(Parameters):
 
 
 def _rows(parameter: object) -> torch.Tensor:
-    """The slice of a parameter as rows where it consists of them, else as it is."""
+    """The slice of a parameter as rows if it consists of rows, else as it is."""
     held, shape = partition(parameter), whole_shape(parameter)
     row = math.prod(shape[1:])
     return held.view(-1, *shape[1:]) if row and held.numel() % row == 0 else held

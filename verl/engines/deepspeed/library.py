@@ -16,7 +16,7 @@ from verl.engines.api import require_library
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:
-    """The package, imported for the kind of `device`, which it decides when it is first imported."""
+    """The package, imported for the kind of `device`: it decides on a kind when it is first imported."""
     require_library("deepspeed")
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -26,7 +26,7 @@ def load_deepspeed(device: torch.device) -> ModuleType:
     if device.type == "cpu":
         # `from deepspeed.comm import torch` is PyTorch
         backend = importlib.import_module("deepspeed.comm.torch")
-        # A faster all-reduce in shared memory, which is compiled for minutes at the first start, with ninja. It waits without
+        # A faster all-reduce in shared memory. It is compiled for minutes at the first start, with ninja. It waits without
         # limit for the lock of a build that was killed. gloo sums here.
         vars(backend)["build_shm_op"] = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -43,14 +43,14 @@ def start_deepspeed(model: object, optimizer: object, config: Mapping[str, objec
 
 
 def combined_norm(norms: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all groups of parameters; infinite where one is not finite."""
+    """The norm of all groups of parameters; infinite if one is not finite."""
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     return cast("torch.Tensor", combine_grad_norm_groups(norms))
 
 
 def _forget_groups() -> None:
-    """DeepSpeed keeps process groups for as long as the process lives: a later run in it has others."""
+    """DeepSpeed keeps process groups for as long as the process lives, but a later run in it has new ones."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -60,4 +60,4 @@ def _forget_groups() -> None:
     _world[:] = [dist.group.WORLD]
 
 
-_world: list[object] = []  # the default group for which DeepSpeed made its own
+_world: list[object] = []  # the default group at the time when DeepSpeed made its groups

@@ -10,7 +10,7 @@ from verl.errors import ConfigError
 
 def ds_config(section: DeepSpeedConfig, *, bfloat16: bool, clip_grad: float, optimizer: str) -> dict[str, Any]:
     """The configuration that DeepSpeed gets: the file's content with the keys of the run. `optimizer` is the class that
-    steps. Raises ConfigError where the two contradict each other; "auto" in the file agrees with everything."""
+    steps. Raises ConfigError if the two contradict each other; "auto" in the file agrees with everything."""
     settings = read_ds_config(section.config)
     problem = next(contradictions(section, settings, bfloat16=bfloat16, clip_grad=clip_grad, optimizer=optimizer), None)
     if problem:
@@ -22,7 +22,7 @@ def ds_config(section: DeepSpeedConfig, *, bfloat16: bool, clip_grad: float, opt
         if getattr(section, name) or device == "cpu":
             zero[name] = {"device": "cpu", "pin_memory": False}
     if stage == 3:
-        # small parameters would stay whole on every device, and weights that are sent must lie where the plan says
+        # small parameters would stay undivided on every device, and weights that are sent must lie as the plan says
         zero.setdefault("stage3_param_persistence_threshold", 0)
     rest = {k: v for k, v in settings.items() if k not in (*DECIDED, "optimizer", "zero_optimization", "fp16", "bf16")}
     return {

@@ -54,7 +54,7 @@ class FlatShards:
         return Region((math.prod(self.shapes[name]),), (self.own[name].start,))
 
     def whole(self, name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of which `value` [size] is this rank's slice. Collective; every rank gets it."""
+        """The tensor that has `value` [size] as this rank's slice. Collective; every rank gets it."""
         return gather_rows(value.to(device, dtype), self.sizes[name], self.group).view(self.shapes[name])
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -95,14 +95,14 @@ class ZeroOptimizer(MasterOptimizer):
 
     @property
     def masters(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """This rank's slices of the masters, by name; empty tensors of parameters of which it has none."""
+        """This rank's slices of the masters, by name; empty tensors for parameters without a slice here."""
         buffers = self._buffers()
         parts = self.flat.own.items()
         return {n: buffers[part.buffer].detach().narrow(0, part.offset, part.size) for n, part in parts}
 
     def backward(self, loss: torch.Tensor) -> None:
         """See MasterOptimizer."""
-        self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)  # which divides by the ranks
+        self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)  # DeepSpeed divides by the ranks
 
     def step(self, lr: float | AdamStep, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
         """See MasterOptimizer. DeepSpeed reports every norm that is not finite as infinite. Raises ConfigError for an AdamStep,
@@ -157,7 +157,7 @@ class ZeroOptimizer(MasterOptimizer):
         return parameter.detach().view(-1).narrow(0, own.start, own.size)
 
     def move_state(self, device: torch.device) -> None:
-        """DeepSpeed's offload decides where its state is."""
+        """DeepSpeed's offload decides on the place of its state."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """See MasterOptimizer; slots of slices are this rank's."""
@@ -211,7 +211,7 @@ class ZeroOptimizer(MasterOptimizer):
                 yield name, FlatSlice(here.start, here.numel, buffer, there.start)
 
     def _intercept(self) -> None:
-        """DeepSpeed leaves a step out where the norm is not finite: it is made so where the step is refused."""
+        """DeepSpeed leaves a step out if the norm is not finite: it is made so if the step is refused."""
         step = self.zero._optimizer_step
 
         def rounding_step(number: int) -> None:
@@ -236,7 +236,7 @@ class ZeroOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def _round(self, number: int) -> None:
-        """Put rounded values into a buffer of masters, from which DeepSpeed takes its compute weights; the masters are kept."""
+        """Put rounded values into a buffer of masters, for DeepSpeed to take its compute weights from; the masters are kept."""
         buffer = self._buffers()[number].detach()
         mine = [(n, part) for n, part in self.flat.own.items() if part.buffer == number]
         dtype = next(iter(self.parameters[name].dtype for name, _ in mine))
@@ -258,7 +258,7 @@ class ZeroOptimizer(MasterOptimizer):
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of a whole parameter, which stage 3 has taken apart."""
+    """The shape of a parameter that stage 3 has taken apart."""
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 

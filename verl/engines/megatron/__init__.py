@@ -2,5 +2,5 @@
 
 Megatron's are the decoder (tensor, sequence, pipeline and expert parallel layers), the schedules of the pipeline, and the
 buffers that sum gradients and, with the distributed optimizer, divide them and gather weights. Ours are attention to packed
-batches, which enters as a module of the layer's specification, log-probs of a divided vocabulary, and the step of the masters.
+batches (a module of the layer's specification), log-probs of a divided vocabulary, and the step of the masters.
 """

@@ -3,9 +3,10 @@
     column parallel   A x [tokens / t, rank] -> of all tokens -> B_r A x, the rows of rank r
     row parallel      A_r x_r [tokens, rank] -> summed over ranks, own tokens -> B A x
 
-Only [tokens, rank] travels between tensor parallel ranks. A of the first kind and B of the second are whole on each rank, and
-both of a layer that is whole. With sequence parallelism each rank computes their gradients for its tokens, and Megatron sums
-them as it does for norms. DoRA's lengths of rows lie as the rows of B; the norms of a row parallel layer are summed over ranks.
+Only [tokens, rank] travels between tensor parallel ranks. A of the first kind and B of the second are complete on each rank,
+and both of a layer that is not divided. With sequence parallelism each rank computes their gradients for its tokens, and
+Megatron sums them as it does for norms. DoRA's lengths of rows lie as the rows of B; the norms of a row parallel layer are
+summed over ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Pair(nn.Module):
 
 class LowRankPairs(nn.Module):
     """The pairs of one linear layer of Megatron, numbered as its blocks of rows; a forward hook of it. `layers` are the
-    checkpoint's layers on the meta device, which say whether an adapter is active, and its scale."""
+    checkpoint's layers on the meta device: they say whether an adapter is active, and its scale."""
 
     def __init__(self, layers: Sequence[Any], config: TransformerConfig, divided: int | None):
         super().__init__()
@@ -55,7 +56,7 @@ class LowRankPairs(nn.Module):
                 self.add_module(str(number), Pair(layer, config, divided))
 
     def forward(self, linear: Any, inputs: tuple[torch.Tensor, ...], output: object) -> object:
-        """inputs ([tokens, 1, in],), output [tokens, 1, out], with a bias where Megatron returns one -> output with the pairs'
+        """inputs ([tokens, 1, in],), output [tokens, 1, out], with a bias if Megatron returns one -> output with the pairs'
         products added, its rows as long as DoRA has them."""
         out, *bias = output if isinstance(output, tuple) else (output,)
         pairs: list[Any] = [
@@ -72,7 +73,7 @@ class LowRankPairs(nn.Module):
         ]
         out = out + torch.cat(ups, dim=-1)
         if any(isinstance(layer, DoRALinear) for layer in self.layers):
-            bias_inside = 0 if linear.bias is None else linear.bias  # which Megatron adds to queries, keys and values
+            bias_inside = 0 if linear.bias is None else linear.bias  # Megatron adds it to queries, keys and values
             out = ((out - bias_inside) * self._stretches(linear.weight, pairs)).to(out.dtype) + bias_inside
         return (out, *bias) if bias else out
 

@@ -1,5 +1,5 @@
 """Megatron-core on a CPU over gloo, for tests and small runs: names of torch and Megatron that stand for a GPU, replaced while
-the engine computes. Nothing of it is used where there is a GPU.
+the engine computes. Nothing of it is used on a GPU.
 
 torch.cuda        current_device is "cpu"; synchronize, empty_cache, nvtx ranges, streams and events do nothing; random state
                   is the CPU's
@@ -118,7 +118,7 @@ def _exchange_shapes(
 ) -> tuple[list[int], list[int]]:
     """Wait only for the received shapes. A send over gloo ends when the other side receives. Between interleaved stages the
     other side may first wait for the tensor of this one."""
-    # the last call's shapes were received before its tensors, which were waited for
+    # the last call's shapes were received before its tensors, and the tensors were waited for
     for work in self.__dict__.pop("shapes_sent", ()):
         work.wait()
     ranks = (self.prev_rank, self.next_rank)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ROUTER_BIAS = "e_score_correction_bias"  # by which a router chooses experts; not trained
+_ROUTER_BIAS = "e_score_correction_bias"  # they choose experts in a router; not trained
 
 Part = tuple[DataProto, PackedBatch]  # the rows of a micro-batch, and their layout
 
@@ -44,9 +44,9 @@ class MegatronEngine(TrainedEngine):
     """The TrainEngine on the first ranks of the default process group, numbered as Megatron numbers them: tensor parallel ranks
     are neighbours, then data-parallel ones, then stages of the pipeline. `section` is a section `megatron`.
 
-    `module` has names, shapes and the config of the whole model, and no weights. The first rank reads the model and sends it to
-    the others tensor by tensor. Losses are computed on the last stage; the others then compute them from its outputs, for
-    metrics and for what an objective remembers.
+    `module` has names, shapes and the config of the complete model, and no weights. The first rank reads the model and sends it
+    to all ranks tensor by tensor. Losses are computed on the last stage; then the earlier stages compute them from its outputs,
+    for metrics and for what an objective remembers.
     """
 
     optimizer: Any
@@ -180,7 +180,7 @@ class MegatronEngine(TrainedEngine):
         self._keep_prompts_apart("packed")
 
     def _check_stages(self, num_trained: int) -> None:
-        """Raise ConfigError, on all ranks, where one of them has nothing that trains."""
+        """Raise ConfigError, on all ranks, if one of them has nothing that trains."""
         fewest = torch.tensor([num_trained], device=self.device)
         dist.all_reduce(fewest, dist.ReduceOp.MIN, group=all_ranks())
         if not fewest:
@@ -190,7 +190,7 @@ class MegatronEngine(TrainedEngine):
             )
 
     def _buffer_gradients(self, config: TransformerConfig) -> None:
-        """Put the stages into Megatron's buffers, which sum gradients over ranks once per optimizer step."""
+        """Put the stages into Megatron's buffers. These sum gradients over ranks once per optimizer step."""
         from verl.engines.megatron.library import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -220,7 +220,7 @@ class MegatronEngine(TrainedEngine):
         wide: torch.dtype,
         prefix: str,
     ) -> dict[str, torch.Tensor]:
-        """Weights from the first rank, tensor by tensor; returns this rank's parts in `wide` where they compute in less."""
+        """Weights from the first rank, tensor by tensor; returns this rank's parts in `wide` if they compute in less."""
         here: dict[str, list[Placed]] = {}
         for part in placed:
             here.setdefault(part.name, []).append(part)
@@ -354,7 +354,7 @@ class MegatronEngine(TrainedEngine):
         return on_gpu and self.section.param_offload, on_gpu and self.section.optimizer_offload
 
     def _move_parameters(self, device: torch.device) -> None:
-        """Buffers keep their addresses in views, so that only a frozen model moves whole."""
+        """Buffers keep their addresses in views, so that only a frozen model moves completely."""
         if self.optimizer is None:
             for stage in self.stages:
                 stage.to(device)

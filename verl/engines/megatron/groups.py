@@ -1,4 +1,4 @@
-"""Megatron's process groups, which live in the process, and the context in which it computes."""
+"""Megatron's process groups, which live in the process, and the context of its computations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _engines: weakref.WeakSet[object] = weakref.WeakSet()  # engines that use the pr
 
 
 def computing(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """The context in which Megatron-core is called on `device`."""
+    """The context of calls of Megatron-core on `device`."""
     if device.type != "cpu":
         return contextlib.nullcontext()
     from verl.engines.megatron.cpu import cpu_as_device
@@ -29,7 +29,7 @@ def computing(device: torch.device) -> contextlib.AbstractContextManager[None]:
 
 def use_groups(engine: object, num_ranks: int, sizes: dict[str, int | None], timeout_s: float | None) -> None:
     """Make Megatron's process groups, on the first `num_ranks` of the default group together; they live in the process. Raises
-    ConfigError where another engine of the process uses them in other sizes."""
+    ConfigError if another engine of the process uses them in other sizes."""
     from verl.engines.megatron.library import parallel_state, random_tracker
 
     sizes, is_other_run = {**sizes, "devices": num_ranks}, bool(_world) and _world[0] is not dist.group.WORLD
@@ -68,7 +68,7 @@ def all_ranks() -> Any:
 
 @contextlib.contextmanager
 def _only_first(num_ranks: int) -> Iterator[None]:
-    """Inside, the default group seems to have so many ranks, and groups are made without the others."""
+    """Inside, the default group seems to have so many ranks, and groups are made without further ranks."""
     new_group, whole_size = dist.new_group, dist.get_world_size
     try:
         dist.new_group = lambda *ranks, **settings: new_group(*ranks, **{**settings, "use_local_synchronization": True})
@@ -91,4 +91,4 @@ def broadcast_value(value: object, source: int, group: dist.ProcessGroup, device
 
 
 _sizes: dict[str, int | None] = {}
-_world: list[object] = []  # the default group for which they were made, and the group of their ranks
+_world: list[object] = []  # the default group at the time when they were made, and the group of their ranks

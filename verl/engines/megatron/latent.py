@@ -16,7 +16,7 @@ from verl.engines.megatron.library import (
     mappings,
 )
 
-_EPS = 1e-6  # of the norms of latents in transformers, whatever the model's is
+_EPS = 1e-6  # of the norms of latents in transformers, for every model
 
 
 class LatentAttention(MegatronModule):
@@ -68,7 +68,7 @@ class LatentAttention(MegatronModule):
         return self.o_proj(self.core_attention(query, key, value, attention_mask, packed_seq_params))
 
     def _of_all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """The part of keys that all heads share: its gradient is the sum over ranks, which have some heads each. Megatron needs
+        """The part of keys that all heads share: its gradient is the sum over ranks with some heads each. Megatron needs
         sequence parallelism for experts."""
         if not self.config.sequence_parallel:
             return x
@@ -83,7 +83,7 @@ class LatentAttention(MegatronModule):
 
 
 def _whole(config: TransformerConfig, inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer of which every rank has all."""
+    """A linear layer that is complete on every rank."""
     linear = nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype)
     linear.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return linear

@@ -20,7 +20,7 @@ from verl.models.routing import Routing
 @dataclass
 class PackedTokens(PackedSeqParams):
     """A packed batch on its way through the layers, recomputation included. `routing` is of the tokens that a rank's routers
-    see, which with sequence parallelism are a part of the layout's."""
+    see: with sequence parallelism a part of the layout's."""
 
     layout: PackedLayout | SequenceLayout | None = None
     routing: Routing | None = None
@@ -34,7 +34,7 @@ class Choice:
         self.routing: Routing | None = None
 
     def __call__(self, module: Any, args: tuple[object, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take the routing with which the layer is called."""
+        """Take the routing that the layer is called with."""
         self.routing = kwargs["packed_seq_params"].routing
         module.mlp.router.router_replay = None if self.routing is None else self
 
@@ -63,8 +63,8 @@ class RMSNorm(nn.Module):
 
 
 class OrderedSelfAttention(SelfAttention):
-    """Attention whose projection has this rank's rows [queries | keys | values], each a block of the checkpoint's tensor.
-    Megatron's interleaves them by group, which would take a copy in every weight sync."""
+    """Attention with this rank's rows [queries | keys | values] in its projection, each a block of the checkpoint's tensor.
+    Megatron's interleaves them by group: every weight sync would need a copy."""
 
     def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
         mixed, _ = self.linear_qkv(hidden_states)

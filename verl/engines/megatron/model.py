@@ -207,7 +207,7 @@ class DecoderStage(GPTModel):
         statistics = partial(self._statistics, hidden, part, names, temperature)
         inputs = HeadInputs(self, hidden, part.targets, temperature, statistics)
         outputs = computed_outputs(inputs, packed, names, part.whole)
-        anchor = states.sum() * 0  # a graph even where nothing is predicted
+        anchor = states.sum() * 0  # a graph even if nothing is predicted
         return {name: value + anchor if value.is_floating_point() else value for name, value in outputs.items()}
 
     def _statistics(
@@ -221,7 +221,7 @@ class DecoderStage(GPTModel):
         if group.size() == 1:
             return token_log_probs(hidden, weight[:vocabulary], part.targets, temperature, **options)
         first = group.rank() * len(weight)
-        rows = weight[: min(len(weight), vocabulary - first)]  # the rest is padding
+        rows = weight[: min(len(weight), vocabulary - first)]  # what follows is padding
         return parallel_log_probs(hidden, rows, part.targets, temperature, group, first, **options)
 
 

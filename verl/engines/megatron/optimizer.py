@@ -24,8 +24,8 @@ _COPY = "@end"  # of the second tensor of a tied embedding, at the end of the pi
 
 
 class Share(NamedTuple):
-    """Elements `start` to `stop` of the flattened local part of a tensor, which this rank's optimizer steps. `counts`: of the
-    ranks that hold the same elements, this one is asked."""
+    """Elements `start` to `stop` of the flattened local part of a tensor: those that this rank's optimizer steps. `counts`: of
+    the ranks that hold the same elements, this one is asked."""
 
     placed: Placed
     start: int
@@ -33,7 +33,7 @@ class Share(NamedTuple):
     counts: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in `tensor`, which lies as the parameter does."""
+        """The elements in `tensor`, if it lies as the parameter does."""
         offset = self.placed.offset
         return tensor.view(-1)[offset + self.start : offset + self.stop]
 
@@ -84,7 +84,7 @@ class MegatronOptimizer(MasterOptimizer):
         device: torch.device,
     ):
         self.ddp, self.names, self.device = ddp, dict.fromkeys(names), device
-        # an empty one where others hold all elements: every rank takes part in the norm
+        # an empty one if other ranks hold all elements: every rank takes part in the norm
         steps = [s for s in shares if s.stop > s.start] or shares[:1]
         self.by_key = {_key(s.placed): s for s in steps}
         masters = {}
@@ -100,7 +100,7 @@ class MegatronOptimizer(MasterOptimizer):
         self._visible = VisibleUpdate(self.rounded())
 
     def take_gradients(self) -> None:
-        """Give the masters this rank's gradients, which Megatron has summed over ranks."""
+        """Give the masters this rank's gradients, as Megatron has summed them over ranks."""
         for key, share in self.by_key.items():
             self.masters[key].grad = share.of(cast(Any, share.placed.parameter).main_grad).to(self.masters[key].dtype)
 
@@ -123,7 +123,7 @@ class MegatronOptimizer(MasterOptimizer):
             done = block.stop
 
     def rounded(self) -> Iterator[Rounded]:
-        """See MasterOptimizer, of the elements for which this rank speaks."""
+        """See MasterOptimizer, for the elements that this rank reports."""
         for key, share in self.by_key.items():
             weights = share.of(share.placed.parameter.detach())
             if share.counts and weights.numel() and weights.dtype != self.masters[key].dtype:
@@ -180,7 +180,7 @@ def _key(placed: Placed) -> str:
 
 
 class MegatronParameters(Parameters):
-    """The tensors of a model by Hugging Face name, in an order that is equal on all ranks; empty where this one has none."""
+    """The tensors of a model by Hugging Face name, in an order that is equal on all ranks; empty if this one has none."""
 
     are_parts = True
 

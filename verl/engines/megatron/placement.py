@@ -1,7 +1,7 @@
-"""The part of each tensor of a checkpoint that lies on this rank, and where: from Hugging Face names to Megatron's parameters.
+"""The part of each tensor of a checkpoint on this rank, and its place: from Hugging Face names to Megatron's parameters.
 
-Megatron joins queries, keys and values, and gate and up, in one parameter each; here such a parameter is blocks of rows, each
-of which is this rank's part of one tensor. The embedding is padded to equal parts of the vocabulary; padding is left out.
+Megatron joins queries, keys and values, and gate and up, in one parameter each; here such a parameter is blocks of rows, and
+each block is this rank's part of one tensor. The embedding is padded to equal parts of the vocabulary; padding is left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Placed:
         return tuple(sum(stop - first for first, stop in dim) for dim in self.spans)
 
     def view(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """The part in `tensor`, which lies as the parameter does (default: the parameter)."""
+        """The part in `tensor`, if it lies as the parameter does (default: the parameter)."""
         held = self.parameter.detach() if tensor is None else tensor
         return held.narrow(0, self.first, self.local_shape[0])
 
@@ -116,7 +116,7 @@ class Placed:
             done += math.prod(shape)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[Region, tuple[int, ...]]]:
-        """Elements `start` to `stop` of the flattened local tensor as blocks of the whole one, in order: (place, shape)."""
+        """Elements `start` to `stop` of the flattened local tensor as blocks of the full one, in order: (place, shape)."""
         for local in _boxes(self.local_shape, start, stop):
             pieces = [list(take(s, a, b)) for s, (a, b) in zip(self.spans, local, strict=True)]
             cut = max((dim for dim, spans in enumerate(pieces) if len(spans) > 1), default=0)
@@ -166,7 +166,7 @@ def place(
 
 
 def router_biases(stages: Sequence[Any], prefix: str) -> dict[str, torch.Tensor]:
-    """The biases with which routers of this rank choose experts, which are not trained, by Hugging Face name."""
+    """The untrained biases that routers of this rank choose experts with, by Hugging Face name."""
     return {
         f"{prefix}layers.{layer.layer_number - 1}.mlp.gate.e_score_correction_bias": layer.mlp.router.expert_bias
         for stage in stages

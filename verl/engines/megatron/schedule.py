@@ -66,8 +66,8 @@ class PipelineSchedule:
     def train(
         self, parts: list[Part], outputs: Sequence[str], temperature: float, loss: LossFn, totals: BatchTotals
     ) -> list[dict[str, Metric]]:
-        """Sum the gradients of the losses; returns their metrics, equal on all stages. The last stage computes them, and the
-        others once more from its outputs: then an objective remembers the same on all of them."""
+        """Sum the gradients of the losses; returns their metrics, equal on all stages. The last stage computes them, and
+        earlier stages once more from its outputs: then an objective remembers the same on all of them."""
         metrics: list[dict[str, Metric]] = []
 
         def add_loss(
@@ -79,7 +79,9 @@ class PipelineSchedule:
                 computed, shown = loss(named_outputs, part[0], totals)
                 metrics.append({**shown, "loss": Metric.sum(computed.detach())})
                 value = computed if computed.requires_grad else value
-            one = torch.ones((), dtype=torch.int, device=states.device)  # tokens by which Megatron would divide
+            one = torch.ones(
+                (), dtype=torch.int, device=states.device
+            )  # the number of tokens that Megatron would divide by
             return value, one, {name: v.detach() for name, v in named_outputs.items()}
 
         results = self._from_last(self._run(parts, add_loss, trains=True))
@@ -114,7 +116,7 @@ class PipelineSchedule:
         return results
 
     def share_choices(self, packed: PackedBatch) -> None:
-        """Let every stage have the experts that the routers of all stages chose for `packed`, where they are recorded."""
+        """Let every stage have the experts that the routers of all stages chose for `packed`, if they are recorded."""
         routing = packed.layout.routing
         if routing is None or routing.replayed is not None:
             return
