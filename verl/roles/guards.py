@@ -321,7 +321,7 @@ class Guards:
         rows = [_alarm(role, finding, batch) for role, finding in alarms]
         if self.file is not None:
             head = {"step": self._step, "time": round(time.time(), 3)}
-            ends = [{"action": wanted, "done": action} for wanted in actions]
+            ends = [{"action": guard_action, "done": action} for guard_action in actions]
             append_rows(self.file, [head | _written(row) | end for row, end in zip(rows, ends, strict=True)])
         sentence = f"Step {self._step}: {'; '.join(map(_sentence, rows))}"
         if action == "stop":

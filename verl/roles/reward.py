@@ -181,13 +181,13 @@ class RewardWorker:
         is_scored, and the reward model's, if there is one.
         """
         keys = names_of_samples(batch)
-        given = self._given(batch, keys)
-        self._submit_unseen(batch, keys, given)
+        verdicts = self._given(batch, keys)
+        self._submit_unseen(batch, keys, verdicts)
         self._submitted.difference_update(keys)
         from_model = None if self.model is None else self.model.score(batch)
         if from_model is not None:
             self._submit_waiting(keys, from_model)
-        by_key = {**given, **self.manager.collect([key for key in keys if key not in given])}
+        by_key = {**verdicts, **self.manager.collect([key for key in keys if key not in verdicts])}
         scores = [by_key[k] for k in keys]
         mask = batch.batch["response_mask"]
         lengths = batch.batch["attention_mask"][:, -mask.shape[1] :].sum(dim=1)
@@ -227,12 +227,12 @@ class RewardWorker:
                 scores[key] = Score(key, float(reward), {"acc": float(reward)})
         return scores
 
-    def _submit_unseen(self, batch: DataProto, keys: Sequence[str], given: Mapping[str, Score]) -> None:
+    def _submit_unseen(self, batch: DataProto, keys: Sequence[str], verdicts: Mapping[str, Score]) -> None:
         """Submit the samples of a rollout in another process. A rollout in this process has submitted its own already."""
         width = batch.batch["response_mask"].shape[1]
         exists = batch.batch["attention_mask"][:, -width:].bool()
         for row, key in enumerate(keys):
-            if key not in self._submitted and key not in given:
+            if key not in self._submitted and key not in verdicts:
                 token_ids = batch.batch["responses"][row][exists[row]].tolist()
                 self.submit(score_request(batch, row, key, token_ids, self.tokenizer))
 

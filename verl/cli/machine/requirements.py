@@ -68,8 +68,8 @@ def outdated_sentence() -> str:
 def _fits(version: str, bounds: str) -> bool:
     """Whether `version` is within ">=2.8" or "==0.16.1,<1"; by its numbers, since `packaging` may not be installed."""
     for relation, bound in _BOUND.findall(bounds):
-        found, limit = zip(*zip_longest(numbers_of(version), numbers_of(bound), fillvalue=0), strict=True)
-        if not {">=": found >= limit, "<": found < limit, "==": found == limit, "<=": found <= limit}[relation]:
+        numbers, limit = zip(*zip_longest(numbers_of(version), numbers_of(bound), fillvalue=0), strict=True)
+        if not {">=": numbers >= limit, "<": numbers < limit, "==": numbers == limit, "<=": numbers <= limit}[relation]:
             return False
     return True
 
