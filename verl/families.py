@@ -1,13 +1,21 @@
 """The built-in rows of the families that a config names. No row is imported before it is asked for, so that a config can be
 checked without torch.
 
-A row of an algorithm also names what its function reads: the settings by config key, and the columns beyond those that every
-function of the family gets. From these follow the keys that act, the models that a run needs and the rows of docs/config.md. A
-new algorithm is a function, a row here and a test.
+A row of an algorithm also names what its function reads: the settings by config key, and columns in addition to the arguments
+of every function of the family. From these follow the keys that act, the models that a run needs and the rows of
+docs/config.md. A new algorithm is a function, a row here and a test.
+
+A row of a rollout engine has its facts. Rules, conditions of keys, roles and runtimes ask for a fact and never for a name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from verl.errors import ConfigError
 from verl.registry import BuiltIn, Registry
 
 _RETURNS = "verl.algorithms.advantages.returns"
@@ -121,17 +129,109 @@ TRAINING_ENGINES = Registry(
     },
 )
 
+
+def _can(what: str) -> Any:
+    """A fact that a row may state; `what` completes "a rollout engine that ..."."""
+    return field(default=False, metadata={"what": what})
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Capabilities of a rollout engine. A class outside of this package declares its facts as its attribute `facts`.
+
+    >>> EngineFacts(starts_process=True, reads_images=True).is_in_run
+    False
+    """
+
+    holds_weights: bool = _can("has a copy of the weights, to which updates are sent")
+    starts_process: bool = _can("computes in processes that the run starts for it")
+    asks_service: bool = _can("asks a service at service.url")
+    joins_ranks: bool = _can("can run in the training processes too (mode=sync)")
+    divides_model: bool = _can("divides a copy of the model over several devices")
+    scales: bool = _can("can get further devices during a run")
+    restarts: bool = _can("is started again if its process dies")
+    reads_images: bool = _can("reads images")
+    verifies_invariance: bool = _can("can verify that a sample does not depend on its batch")
+    keeps_partial_kv: bool = _can("keeps keys and values of unfinished responses while weights change")
+    reuses_activations: bool = _can("keeps activations that the first update reads")
+    samples_adapters: bool = _can("samples with several LoRA adapters at once")
+    records_experts: bool = _can("returns the experts that it chose")
+    records_stopped_experts: bool = _can("returns the experts of a sample that a stop string ends")
+    pages_by_key: bool = _can("has a KV cache that kv_cache_config divides into pages")
+    takes_buckets: bool = _can("takes new weights in buckets of memory")
+    prefills_by_key: bool = _can("has switches for prompts in chunks and for prefix caching")
+
+    @property
+    def needs_service(self) -> bool:
+        """Whether it generates only at a service that is there already."""
+        return self.asks_service and not self.starts_process
+
+    @property
+    def is_in_run(self) -> bool:
+        """Whether it generates in the training processes and in no others."""
+        return not (self.asks_service or self.starts_process)
+
+    def is_service(self, url: str | None) -> bool:
+        """Whether samples come from a service that the run does not start; `url` is service.url."""
+        return self.asks_service and (url is not None or self.needs_service)
+
+
+def _row(reference: str, facts: str) -> BuiltIn:
+    return BuiltIn(reference, facts=EngineFacts(**dict.fromkeys(facts.split(), True)))
+
+
 ROLLOUT_ENGINES = Registry(
     "rollout engine",
     {
-        "native": "verl.rollout.native.engine:NativeRollout",
-        "hf": "verl.rollout.hf:HFRollout",
-        "vllm": "verl.rollout.vllm.engine:VLLMRollout",
-        "http": "verl.rollout.http.engine:HTTPRollout",
-        "sglang": "verl.rollout.http.engine:SGLangRollout",
+        "native": _row(
+            "verl.rollout.native.engine:NativeRollout",
+            "divides_model scales reads_images verifies_invariance keeps_partial_kv reuses_activations samples_adapters "
+            "records_experts records_stopped_experts pages_by_key",
+        ),
+        "hf": _row("verl.rollout.hf:HFRollout", "scales reads_images"),
+        "vllm": _row(
+            "verl.rollout.vllm.engine:VLLMRollout",
+            "holds_weights starts_process joins_ranks divides_model restarts reads_images records_experts takes_buckets "
+            "prefills_by_key",
+        ),
+        "http": _row("verl.rollout.http.engine:HTTPRollout", "holds_weights asks_service reads_images"),
+        "sglang": _row(
+            "verl.rollout.http.engine:SGLangRollout",
+            "holds_weights starts_process asks_service divides_model reads_images",
+        ),
     },
     base="verl.rollout.api:RolloutEngine",
 )
+DEFAULT_ROLLOUT, SERVICE_ROLLOUT = "native", "http"
+
+
+def engine_facts(name: str | None) -> EngineFacts:
+    """The facts of the rollout engine `name`; None is the default engine. No fact holds for a name that is not registered
+    yet, or for a "path/to/file.py:Class" that cannot be loaded, which a run refuses when it builds the engine."""
+    name = name or DEFAULT_ROLLOUT
+    facts = EngineFacts()
+    if ROLLOUT_ENGINES.is_built_in(name):
+        facts = ROLLOUT_ENGINES.facts[name]
+    elif name in ROLLOUT_ENGINES or ":" in name:
+        with suppress(ConfigError):
+            facts = getattr(ROLLOUT_ENGINES.get(name), "facts", facts)
+    return facts
+
+
+def engines_with(fact: str | Callable[[EngineFacts], bool]) -> tuple[str, ...]:
+    """The built-in rollout engines of which a fact, or a function of their facts, holds."""
+    holds = (lambda facts: bool(getattr(facts, fact))) if isinstance(fact, str) else fact
+    return tuple(name for name, facts in ROLLOUT_ENGINES.facts.items() if holds(facts))
+
+
+FACTS = {f.name: f.metadata["what"] for f in fields(EngineFacts)}
+
+
+def needs_engine(what: str, fact: str) -> str:
+    """The sentence for `what`, which only engines with a fact can do, without its end: "KEY needs a rollout engine that returns
+    the experts that it chose: native, vllm"."""
+    return f"{what} needs a rollout engine that {FACTS[fact]}: {', '.join(engines_with(fact))}"
+
 
 REWARD_MANAGERS = Registry(
     "reward manager",

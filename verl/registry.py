@@ -254,10 +254,12 @@ def match_all(
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A function by reference ("module:name"), and the names of the arguments that it reads, separated by spaces."""
+    """An object by reference ("module:name"), and what is declared about it: the names of the arguments that a function reads,
+    separated by spaces, or a record of facts."""
 
     reference: str
     reads: str = ""
+    facts: Any = None
 
 
 class Registry:
@@ -270,6 +272,7 @@ class Registry:
         self._declared = {n: r.reference if isinstance(r, BuiltIn) else r for n, r in (rows or {}).items()}
         self._rows: dict[str, Any] = dict(self._declared)
         self.reads = {n: frozenset(r.reads.split()) for n, r in (rows or {}).items() if isinstance(r, BuiltIn)}
+        self.facts = {n: r.facts for n, r in (rows or {}).items() if isinstance(r, BuiltIn) and r.facts is not None}
         self.built_in = tuple(self._declared)
 
     def reading(self, *arguments: str) -> tuple[str, ...]:

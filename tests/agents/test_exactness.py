@@ -20,6 +20,7 @@ from verl.agents.agents import Agents
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.families import EngineFacts
 from verl.programs.specs import agent_spec
 
 FAMILY_NAMES = sorted(set(FAMILIES) - {"mistral_last_user"})
@@ -33,7 +34,7 @@ class Scripted:
     samples."""
 
     weight_version = 4
-    reads_images = False
+    facts = EngineFacts()
 
     def __init__(self, tokenizer):
         self.tokenizer, self.sampled, self.prompts = tokenizer, {}, {}

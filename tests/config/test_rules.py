@@ -148,6 +148,8 @@ error    ROLLOUT.prefetch_num  ROLLOUT.prefetch_num=9
 error    ROLLOUT.partial_rollout  ROLLOUT.prefetch_num=1  ROLLOUT.partial_rollout=True  ROLLOUT.stop=[END]
 error    ROLLOUT.keep_partial_kv_cache  ROLLOUT.prefetch_num=1  ROLLOUT.partial_rollout=True
         ROLLOUT.keep_partial_kv_cache=True  ROLLOUT.name=hf
+error    ROLLOUT.keep_partial_kv_cache  ROLLOUT.prefetch_num=1  ROLLOUT.partial_rollout=True
+        ROLLOUT.keep_partial_kv_cache=True  ROLLOUT.enable_rollout_routing_replay=True
 error    MODEL.quantization  MODEL.quantization=nf4
 error    MODEL.lora_adapter_path  MODEL.lora_adapter_path=/nowhere
 error    critic.model.lora_adapter_path  critic.model.lora_adapter_path=/nowhere

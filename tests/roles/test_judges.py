@@ -17,7 +17,7 @@ from verl.config.sections.reward import JudgeServiceConfig
 from verl.errors import ConfigError, MissingExtraError, ModelError, UnreachableError
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model, make_tokenizer
-from verl.roles import judges, reward_model
+from verl.roles import reward_model
 from verl.roles.reward import RewardWorker
 from verl.roles.reward_model import JudgeWorker, build_reward_model
 from verl.rollout.vllm import core, engine
@@ -135,8 +135,7 @@ def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
             cores.append(self)
 
     monkeypatch.setattr(engine, "RemoteCore", Process)
-    monkeypatch.setattr(engine, "require_vllm", lambda: None)
-    monkeypatch.setattr(judges, "require_vllm", lambda key: None)
+    monkeypatch.setattr(engine, "require_vllm", lambda key: None)
     path = make_tiny_model(tmp_path / "judge")
     rollout = {"name": "vllm", "response_length": 8, "max_num_seqs": 3, "engine_kwargs": {"vllm": {"block_size": 32}}}
     config = settings(path, judge_template=TEMPLATE, reward_batch_size=4, rollout=rollout)

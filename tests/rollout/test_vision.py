@@ -15,6 +15,7 @@ from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.media import MediaSpan
 from verl.data_proto.samples import PromptRequest, SamplingParams, TurnRequest
 from verl.errors import ConfigError
+from verl.families import EngineFacts
 from verl.models.load import load_model
 from verl.models.lora import LoRASpec, add_adapters
 from verl.models.vision import vision_towers
@@ -250,7 +251,7 @@ def test_images_of_a_prompt_are_computed_once_for_its_samples(family, module):
 @few
 def test_an_engine_without_images_refuses_them(family, module):
     class Other(NativeRollout):
-        reads_images = False
+        facts = EngineFacts()
 
     engine = Other(module, None, RolloutConfig(), eos_token_ids=[258])
     with pytest.raises(ConfigError, match="reads no images"):

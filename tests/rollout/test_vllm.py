@@ -16,9 +16,10 @@ from tests.rollout.test_vllm_restart import Processes, SimulatedProcess
 from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import MissingExtraError, ModelError
+from verl.families import engine_facts
 from verl.parallel import memory
 from verl.reshard.shared_memory import read_shared_bucket
-from verl.rollout.api import ENGINES, holds_weights
+from verl.rollout.api import ENGINES
 from verl.rollout.requests import StopRules
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
@@ -55,7 +56,7 @@ class FakeCore(SimulatedProcess):
 @pytest.fixture
 def make(load, tokenizer, monkeypatch):
     monkeypatch.setattr(engine, "Core", FakeCore)
-    monkeypatch.setattr(engine, "require_vllm", lambda: None)
+    monkeypatch.setattr(engine, "require_vllm", lambda key: None)
 
     def build(**config):
         config = RolloutConfig(name="vllm", max_model_len=64, **config)
@@ -69,9 +70,9 @@ def weights_of(module):
 
 
 def test_it_is_known_to_hold_weights():
-    assert holds_weights("vllm")
-    assert holds_weights("http")
-    assert not holds_weights("native")
+    assert engine_facts("vllm").holds_weights
+    assert engine_facts("http").holds_weights
+    assert not engine_facts("native").holds_weights
 
 
 def test_weights_arrive_and_samples_carry_their_version(make, load):
@@ -331,7 +332,7 @@ def test_stop_tokens_follow_the_rules_of_the_native_engine():
 def test_a_missing_vllm_names_its_extra(monkeypatch):
     monkeypatch.setattr(core.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"'vllm<0.33,>=0.32', or set actor_rollout_ref.rollout.name=native"):
-        core.require_vllm()
+        core.require_vllm("rollout.name")
 
 
 def test_an_untried_version_says_which_were_tried(caplog):

@@ -103,7 +103,7 @@ def lost():
 
 def builder(load, tokenizer, monkeypatch, kind, sending, device="cpu"):
     """`build(max_engine_restarts=)`: an engine that sends weights by `sending()`, and its Processes, which are of a `kind`."""
-    monkeypatch.setattr(engine, "require_vllm", lambda: None)
+    monkeypatch.setattr(engine, "require_vllm", lambda key: None)
 
     def build(max_engine_restarts=2):
         processes = Processes(kind)

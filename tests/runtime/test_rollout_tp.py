@@ -72,7 +72,11 @@ def test_arrangement(base):
         ([f"{SIZE}=0"], 2, f"{SIZE}=0: sizes of a rollout's groups must be at least 1"),
         ([f"{SIZE}=2", "trainer.placement={actor:[0],rollout:[1]}"], 2, "1 devices of the rollout"),
         ([f"{SIZE}=4"], 4, f"{SIZE}=4 does not fit the model: .* 2 key-value heads"),
-        ([f"{SIZE}=2", "actor_rollout_ref.rollout.name=hf"], 2, "rollout.name=native"),
+        (
+            [f"{SIZE}=2", "actor_rollout_ref.rollout.name=hf"],
+            2,
+            f"{SIZE}=2 needs a rollout engine that divides .*: native, vllm, sglang",
+        ),
     ],
 )
 def test_arrangements_that_cannot_be(base, changes, num_devices, match):

@@ -92,7 +92,7 @@ class Agents:
         runner = load_runner(runner_of(agent))  # its file may register a parser
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
         max_tokens = rollout.prompt_length + rollout.response_length
-        encoder = image_encoder(tokenizer, spec.data) if engine.reads_images else None
+        encoder = image_encoder(tokenizer, spec.data) if engine.facts.reads_images else None
         self.images = EpisodeImages(encoder, None if folder is None else folder / FOLDER)
         continuity = ChatContinuity(tokenizer, spec.data.apply_chat_template_kwargs, max_tokens, self.images.tokens)
         self.journal = Journal(None if folder is None else folder / FOLDER, rank)

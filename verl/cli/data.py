@@ -9,6 +9,7 @@ from typing import cast
 
 from verl.cli.parser import Parser
 from verl.distributions import load_part
+from verl.families import DEFAULT_ROLLOUT, engines_with
 
 _ABOUT = (
     "Ask a judge which of the responses to a prompt is better, and write rows for verl dpo and verl rm. The judge sees "
@@ -58,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="name under which the service serves the judge (default: its only one)")
     parser.add_argument(
-        "--engine", choices=("native", "vllm"), default="native", help="engine of a local judge (default %(default)s)"
+        "--engine",
+        choices=engines_with(lambda facts: not facts.asks_service),
+        default=DEFAULT_ROLLOUT,
+        help="engine of a local judge (default %(default)s)",
     )
     parser.add_argument("--dtype", default="auto", help="compute dtype of a local judge (default %(default)s)")
     parser.add_argument(

@@ -14,6 +14,7 @@ from verl.data.prompts import PromptEncoder
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DataError
+from verl.families import DEFAULT_ROLLOUT, engine_facts, engines_with
 from verl.parallel.device import resolve_device
 from verl.programs.ppo_roles import ppo_roles
 from verl.programs.specs import placement_of
@@ -23,6 +24,7 @@ from verl.roles.updates import Updates
 from verl.runtime.rank import RankContext
 from verl.runtime.rank_workers import RankWorkers
 
+_PROCESSES = engines_with("starts_process")
 Prompts = DataProto | str | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -43,7 +45,7 @@ class ActorRolloutRefWorker:
         model_path: str,
         tensor_parallel_size: int = 1,
         max_batch_size: int = 256,
-        rollout_backend: str = "native",
+        rollout_backend: str = DEFAULT_ROLLOUT,
         overrides: Sequence[str] = (),
     ):
         rollout = "actor_rollout_ref.rollout"
@@ -57,9 +59,9 @@ class ActorRolloutRefWorker:
         ]
         self.config = load_config(settings, check=False).config
         everything = placement_of(self.config)
-        if everything.num_devices > 1 or (tensor_parallel_size > 1 and rollout_backend in ("native", "hf")):
+        if everything.num_devices > 1 or (tensor_parallel_size > 1 and engine_facts(rollout_backend).is_in_run):
             choice = f"tensor_parallel_size={tensor_parallel_size} with {rollout_backend}"
-            fix = "Leave that out, take rollout_backend='vllm' for an engine over several devices"
+            fix = f"Leave that out, take rollout_backend={_PROCESSES[0]!r} for an engine over several devices"
             if everything.num_devices > 1:
                 choice = f"a placement on {everything.num_devices} devices (set_device_map, trainer.*)"
                 fix = "Take the placement back by set_device_map(None)"

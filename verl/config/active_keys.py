@@ -10,7 +10,16 @@ import os
 from typing import TYPE_CHECKING
 
 from verl.config.schema import Condition, value_at
-from verl.families import ADVANTAGES, ENVIRONMENT_PACKAGES, POLICY_LOSSES, PREFERENCE_LOSSES, REFERENCE_COLUMNS
+from verl.families import (
+    ADVANTAGES,
+    ENVIRONMENT_PACKAGES,
+    FACTS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    REFERENCE_COLUMNS,
+    engine_facts,
+    engines_with,
+)
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -96,10 +105,11 @@ def brings_reward(root: PPOConfig) -> bool:
     return loop not in ("single_turn_agent", "tool_agent") and not root.reward.custom_reward_function.path
 
 
-def _starts_engine(root: PPOConfig) -> bool:
+def starts_engine(root: PPOConfig) -> bool:
     """Whether the generation engine may span devices in addition to the devices of the run's processes."""
     rollout = root.actor_rollout_ref.rollout
-    return rollout.name == "vllm" or (rollout.name == "sglang" and rollout.service.url is None)
+    facts = engine_facts(rollout.name)
+    return facts.starts_process and not facts.is_service(rollout.service.url)
 
 
 def effective_loss(root: PPOConfig) -> str:
@@ -142,6 +152,18 @@ def _read_by_estimator(key: str) -> Condition:
         _is_not("algorithm.adv_estimator", estimators),
         f"set algorithm.adv_estimator={estimators[0]}",
     )
+
+
+def _engine_can(fact: str) -> Condition:
+    names = engines_with(fact)
+    return Condition(
+        lambda root, node: bool(getattr(engine_facts(root.actor_rollout_ref.rollout.name), fact)),
+        _is_not("actor_rollout_ref.rollout.name", names),
+        f"set actor_rollout_ref.rollout.name={names[0]}",
+    )
+
+
+_SERVERS = engines_with(lambda facts: facts.starts_process and facts.asks_service)
 
 
 def _fixed_bsz(use_dynamic: str) -> Condition:
@@ -310,7 +332,8 @@ PPO_CONDITIONS: dict[str, Condition] = {
     ),
     "spans_devices": Condition(
         lambda root, node: (
-            _starts_engine(root) or (runs_on_several_devices(root) and root.actor_rollout_ref.rollout.name != "http")
+            starts_engine(root)
+            or (runs_on_several_devices(root) and not engine_facts(root.actor_rollout_ref.rollout.name).needs_service)
         ),
         "the run is on one device, which holds the whole model, or its samples come from a service",
         "set trainer.n_gpus_per_node above 1",
@@ -320,10 +343,11 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "samples are single turns (actor_rollout_ref.rollout.multi_turn.enable=False)",
         "set actor_rollout_ref.rollout.multi_turn.enable=True",
     ),
-    "own_sglang": Condition(
-        lambda root, node: root.actor_rollout_ref.rollout.name == "sglang" and _starts_engine(root),
-        "the run starts no server of SGLang",
-        "set actor_rollout_ref.rollout.name=sglang and no rollout.service.url",
+    **{fact: _engine_can(fact) for fact in FACTS},
+    "own_server": Condition(
+        lambda root, node: starts_engine(root) and engine_facts(root.actor_rollout_ref.rollout.name).asks_service,
+        "the run starts no server",
+        f"set actor_rollout_ref.rollout.name={_SERVERS[0]} and no rollout.service.url",
     ),
     "judge": Condition(
         lambda root, node: bool(root.reward.reward_model.judge_template),
@@ -340,6 +364,6 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "every step trains on samples of the student",
         "set distillation.on_policy_share below 1",
     ),
-    "judge_vllm": _judge("vllm"),
-    "judge_service": _judge("http", "sglang"),
+    "judge_process": _judge(*engines_with(lambda facts: facts.holds_weights and not facts.asks_service)),
+    "judge_service": _judge(*engines_with("asks_service")),
 }

@@ -148,7 +148,7 @@ class Schema(Generic[R]):
 
     def condition(self, name: str, section: str = "") -> Condition:
         """The condition that a key of `section` names as `when`: one of `conditions`, or a key with the values that it must
-        have: "algorithm.use_pf_ppo", "actor_rollout_ref.rollout.name=vllm|sglang"; ".limit" is in the section of the key."""
+        have: "algorithm.use_pf_ppo", "actor_rollout_ref.rollout.mode=sync|async"; ".limit" is in the section of the key."""
         if name in self.conditions:
             return self.conditions[name].of_keys_in(section)
         key, _, text = name.partition("=")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from verl.config import full_key
 from verl.errors import ConfigError
+from verl.families import engine_facts, needs_engine
 from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 
@@ -30,7 +31,6 @@ Where = Literal["ranks", "process", "service"]
 _KEYS = full_key("rollout")
 _TENSOR, _PIPELINE = f"{_KEYS}.tensor_model_parallel_size", f"{_KEYS}.pipeline_model_parallel_size"
 _DATA, _EXPERT = f"{_KEYS}.data_parallel_size", f"{_KEYS}.expert_parallel_size"
-_SPANNING = ("native", "vllm", "sglang")  # engines that can divide a copy over devices
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,14 @@ def plan_engine(
 
 
 def _where(engine: str, mode: str, sizes: Sizes, all_generate: bool, num_devices: int, has_service: bool) -> Where:
-    if engine == "http" or (engine == "sglang" and has_service):
+    facts = engine_facts(engine)
+    if facts.asks_service and (has_service or facts.needs_service):
         return "service"
-    if engine == "sglang":
-        return "process"
-    if engine != "vllm":
+    if not facts.starts_process:
         return "ranks"
-    # vLLM's workers can be the run's own ranks where those are as many, and all of them generate
+    # an engine's workers can be the ranks of the run if those are as many, and all of them generate
     fits = all_generate and (num_devices > 1 or sizes.tensor == 1)
-    return "ranks" if mode == "sync" and fits else "process"
+    return "ranks" if facts.joins_ranks and mode == "sync" and fits else "process"
 
 
 def _check_sizes(engine: str, sizes: Sizes) -> None:
@@ -175,10 +174,10 @@ def _check_sizes(engine: str, sizes: Sizes) -> None:
             f"{_PIPELINE}={sizes.pipeline}: no rollout engine divides layers into stages here. Set it to 1, and raise "
             f"{_TENSOR} instead."
         )
-    if engine not in _SPANNING and sizes.tensor > 1:
+    if sizes.tensor > 1 and not engine_facts(engine).divides_model:
         raise ConfigError(
-            f"{_asked(sizes)}: {engine} generates with a whole model on each device. Use {_KEYS}.name=native or vllm, or set "
-            "the size to 1."
+            f"{needs_engine(_asked(sizes), 'divides_model')}. {engine} generates with a whole model on each device. Set "
+            f"{_KEYS}.name, or the size to 1."
         )
     if sizes.expert not in (1, sizes.tensor):
         raise ConfigError(

@@ -20,6 +20,7 @@ from verl.config.roots.preference import has_reference_role
 from verl.config.roots.reward_model import PAIR_LOSSES, RMConfig
 from verl.config.values import parse_override
 from verl.errors import ConfigError, nearest
+from verl.families import engine_facts
 from verl.models.shapes import ModelShape, known_shape
 from verl.parallel.memory import available_memory
 from verl.planner.cluster import Cluster, cluster_facts, measure_cpu
@@ -203,8 +204,9 @@ def rules_of(request: PlanRequest, config: RunConfig, roles: tuple[str, ...]) ->
             "plan.async=on needs separate devices for the rollout. strategy=megatron takes all devices of a run, and programs "
             "on given rows have no rollout. Set plan.async=off, or plan.engine=fsdp for a program that samples."
         )
-    native = not isinstance(config, PPOConfig) or config.actor_rollout_ref.rollout.name == "native"
-    space = replace(_SPACES[engine], repeats_kv=not native, replica_in_node=not native)
+    facts = engine_facts(config.actor_rollout_ref.rollout.name if isinstance(config, PPOConfig) else None)
+    by_ranks = facts.is_in_run and facts.divides_model
+    space = replace(_SPACES[engine], repeats_kv=not by_ranks, replica_in_node=not by_ranks)
     return Rules(
         asynchronous="off" if alike else request.asynchronous,  # type: ignore[arg-type]
         space=replace(space, offload=False) if request.cluster.gpu == "cpu" else space,

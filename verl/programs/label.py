@@ -23,6 +23,7 @@ from verl.data.messages import CHAT_COLUMNS, messages_in, template_kwargs_of, un
 from verl.data.prompts import answer_prefix
 from verl.data.schema import at
 from verl.errors import DataError
+from verl.families import SERVICE_ROLLOUT
 from verl.parallel.device import resolve_device
 from verl.regular_files import make_folder
 from verl.roles.judges import build_judge
@@ -178,7 +179,7 @@ def _judge_config(options: argparse.Namespace) -> RewardModelConfig:
     at_service = options.judge.startswith(("http://", "https://"))
     url = options.judge if at_service else JudgeServiceConfig().url
     rollout = RewardModelRolloutConfig(
-        name="http" if at_service else options.engine,
+        name=SERVICE_ROLLOUT if at_service else options.engine,
         service=JudgeServiceConfig(url=url, served_model_name=options.model),
         response_length=options.max_reply_tokens,
         dtype=options.dtype,

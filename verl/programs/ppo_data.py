@@ -17,6 +17,7 @@ from verl.data.pictures import pictures_noted
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError, FewRowsError
+from verl.families import engine_facts
 from verl.foreign_text import quoted
 from verl.models.foreign_entries import GENERATION, uncomputed_entries
 from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer, read_generation
@@ -24,7 +25,6 @@ from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
 from verl.programs.specs import rollout_spec
 from verl.rewards.scorers.route import check_truth
-from verl.rollout.api import holds_weights
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = No
     data = config.data
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     if tokenizer.processor is not None:
-        tokenizer.processor.keeps_files = holds_weights(config.actor_rollout_ref.rollout.name)
+        tokenizer.processor.keeps_files = engine_facts(config.actor_rollout_ref.rollout.name).holds_weights
     for sentence in tokenizer_notices(config, tokenizer):
         log.warning(sentence)
     encoder = PromptEncoder(tokenizer, data)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from verl.errors import RewardError, VerlError, nearest
+from verl.families import SERVICE_ROLLOUT
 from verl.registry import load_module, load_object, referenced_name, user_file
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -130,7 +131,8 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
         if served := next((name for name in _OF_A_SERVICE if repr(name) in str(error)), None):
             raise RewardError(
                 f"The reward function {spec.label} asks for {served}, of a reward model that is served. Set "
-                "reward.reward_model.enable=True, rollout.name=http and rollout.service.url there, and reward.network=True."
+                f"reward.reward_model.enable=True, rollout.name={SERVICE_ROLLOUT} and rollout.service.url there, and "
+                "reward.network=True."
             ) from error
         needed = BATCH_SIGNATURE if spec.batched else SIGNATURE
         extra = f" and the reward_kwargs {sorted(spec.kwargs)}" if spec.kwargs else ""

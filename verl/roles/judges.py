@@ -22,17 +22,16 @@ from verl.data.prompts import render_chat
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
+from verl.families import DEFAULT_ROLLOUT, engine_facts
 from verl.foreign_text import valid_utf8
 from verl.models.frozen import load_frozen
 from verl.models.hf_module import HFModule
 from verl.models.load import load_tokenizer, meta_model
-from verl.models.padded import forward_kind
 from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import compute_dtype
 from verl.rollout.api import ENGINES, RolloutEngine, WeightTransfer
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import served_model
-from verl.rollout.vllm.core import require_vllm
 
 _KEYS = "reward.reward_model.rollout"
 _MOST_REQUESTS = 256  # concurrent; each has a thread
@@ -64,23 +63,23 @@ def build_judge(
     """The judge that `config.rollout.name` names. A judge process has `start_timeout_s` to start and `call_timeout_s` between
     two signs of life. Raises ModelError, MissingExtraError without vLLM, and ConfigError for a service of another model."""
     rollout = config.rollout
-    if rollout.name in ("http", "sglang"):
+    facts = engine_facts(rollout.name)
+    if facts.asks_service:
         return ServiceJudge(config)
     assert config.model_path is not None  # a rule between keys
     model = ModelConfig(path=config.model_path, trust_remote_code=config.trust_remote_code)
     tokenizer, dtype = load_tokenizer(model), compute_dtype(rollout.dtype, device)
-    if rollout.name == "vllm":
-        require_vllm(f"{_KEYS}.name")
+    engine_class: type[RolloutEngine] = ENGINES.get(rollout.name or DEFAULT_ROLLOUT)
+    transfer = {}
+    if facts.holds_weights:
+        engine_class.require_package(RolloutConfig(), f"{_KEYS}.name")
         module = meta_model(model, dtype)
-        engine = ENGINES.get("vllm")(
-            module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer),
-            transfer=_as_in_its_files(model, device, dtype, start_timeout_s, call_timeout_s),
-        )  # fmt: skip
+        transfer = {"transfer": _as_in_its_files(model, device, dtype, start_timeout_s, call_timeout_s)}
     else:
         module = load_frozen(config.model_path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
-        engine = ENGINES.get("native" if forward_kind(module) == "packed" else "hf")(
-            module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer)
-        )
+    engine = engine_class.for_module(module)(
+        module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer), **transfer
+    )
     return EngineJudge(engine, tokenizer, config)
 
 
@@ -177,17 +176,17 @@ class ServiceJudge:
 
 def _settings(config: RewardModelConfig, module: HFModule) -> RolloutConfig:
     """`module` gives the longest sequence if the config does not."""
-    rollout, plain = config.rollout, RolloutConfig()
+    rollout, plain, name = config.rollout, RolloutConfig(), config.rollout.name or DEFAULT_ROLLOUT
     longest = rollout.max_model_len or getattr(module.config.get_text_config(), "max_position_embeddings", None)
     settings = replace(
         plain,
-        name=rollout.name or "native",
+        name=name,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         max_model_len=rollout.max_model_len,
         free_cache_engine=rollout.free_cache_engine,
     )
-    if rollout.name != "vllm":
+    if not engine_facts(name).holds_weights:
         return settings
     return replace(
         settings,
@@ -197,7 +196,7 @@ def _settings(config: RewardModelConfig, module: HFModule) -> RolloutConfig:
         response_length=rollout.response_length,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
-        engine_kwargs=EngineKwargsConfig(vllm=rollout.engine_kwargs.get("vllm") or {}),
+        engine_kwargs=EngineKwargsConfig(**{name: rollout.engine_kwargs.get(name) or {}}),
     )
 
 

@@ -23,6 +23,7 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, NumericsError
+from verl.families import engine_facts
 from verl.models.classifier import load_reward_model, reward_model_config, scores_steps, sequence_scores
 from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_model_config, load_tokenizer
@@ -78,7 +79,7 @@ def build_reward_model(
 
 def examine_reward_model(config: RewardModelConfig) -> str:
     """The template of a judge, "" of a classifier. Raises what `build_reward_model` raises before it reads weights."""
-    at_service = bool(config.judge_template) and config.rollout.name in ("http", "sglang")
+    at_service = bool(config.judge_template) and engine_facts(config.rollout.name).asks_service
     if not config.model_path and not at_service:
         raise ConfigError("reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.")
     load_external(config.external_lib)

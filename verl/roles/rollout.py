@@ -227,7 +227,7 @@ class RolloutWorker:
 
     def _dtype(self) -> torch.dtype | None:
         """The dtype of the weights that generate; None if they are out of reach."""
-        return None if self.engine.holds_weights else next(self.engine.module.parameters()).dtype
+        return None if self.engine.facts.holds_weights else next(self.engine.module.parameters()).dtype
 
     def _np_dtype(self) -> DTypeLike:
         return np.float64 if self._dtype() == torch.float64 else np.float32

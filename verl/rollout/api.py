@@ -12,10 +12,12 @@ from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
-from verl.families import ROLLOUT_ENGINES as ENGINES
+from verl.families import ROLLOUT_ENGINES as ENGINES  # noqa: F401 - the name in this contract
+from verl.families import EngineFacts, engines_with
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
     from verl.models.hf_module import HFModule
 
@@ -51,12 +53,6 @@ class WeightTransfer:
     in_process: bool = True
     visible_devices: tuple[str, ...] = ()
     probe: Callable[[Callable[[dict[str, object]], None]], None] | None = None
-
-
-def holds_weights(name: str) -> bool:
-    """Whether the engine `name` has a copy of the weights, sent by `load`, instead of the training module. Such an
-    engine gets a meta-device model as `module`, and a WeightTransfer as `transfer`. Raises ConfigError for an unknown name."""
-    return bool(ENGINES.get(name).holds_weights)
 
 
 class Invariance(NamedTuple):
@@ -106,13 +102,14 @@ class Generation(Protocol):
 
 @dataclass(eq=False)
 class RolloutEngine:
-    """Generates samples from prompts. Constructed as `Engine(module, tokenizer, config, eos_token_ids=...)`
-    with the training module itself as `module` (weights are shared, never copied). An engine that `holds_weights` gets a
-    meta-device model as `module`. A subclass that is a dataclass begins its work in `__post_init__`.
+    """Generates samples from prompts. Constructed as `Engine(module, tokenizer, config, eos_token_ids=...)`.
+
+    `module` is the training module itself (weights are shared, never copied). An engine with the fact `holds_weights` gets a
+    meta-device model as `module`, and a WeightTransfer as `transfer`. `facts` of a built-in engine are in its row of
+    `ROLLOUT_ENGINES`. A subclass that is a dataclass begins its work in `__post_init__`.
     """
 
-    holds_weights: ClassVar[bool] = False
-    reads_images: ClassVar[bool] = False  # whether a PromptRequest may have media
+    facts: ClassVar[EngineFacts] = EngineFacts()
     module: HFModule
     tokenizer: Tokenizer  # for stop strings; None without any
     config: RolloutConfig
@@ -124,8 +121,20 @@ class RolloutEngine:
     _stats: Stats = field(default_factory=dict, init=False)
 
     @classmethod
-    def require_package(cls, config: RolloutConfig) -> None:
-        """Raise MissingExtraError if the engine's package is not installed. Nothing is imported."""
+    def require_package(cls, config: RolloutConfig, key: str = "rollout.name") -> None:
+        """Raise MissingExtraError if the engine's package is not installed; `key` has named the engine. Nothing is imported."""
+
+    @classmethod
+    def require_divisible(cls, config: PreTrainedConfig, size: int) -> None:
+        """Raise ConfigError if the layers of a model with this config do not divide over `size` devices."""
+        num_heads = config.get_text_config().num_attention_heads
+        if num_heads % size:
+            raise ConfigError(f"it has {num_heads} attention heads; choose a divisor.")
+
+    @classmethod
+    def for_module(cls, module: HFModule) -> type[RolloutEngine]:
+        """This class, or the class that generates in its place for a model that it does not take."""
+        return cls
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
         """A generation without requests; one at a time. With `keep`, samples that finish can continue until they are aborted.
@@ -186,7 +195,8 @@ class RolloutEngine:
 
 def require_reads(engine: RolloutEngine, has_images: bool) -> None:
     """Raise ConfigError for images that a rollout engine does not read."""
-    if has_images and not engine.reads_images:
+    if has_images and not engine.facts.reads_images:
         raise ConfigError(
-            f"The rollout engine {type(engine).__name__} reads no images. Set {full_key('rollout.name')}=native."
+            f"The rollout engine {type(engine).__name__} reads no images. Set {full_key('rollout.name')} to one of "
+            f"{', '.join(engines_with('reads_images'))}."
         )

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from verl.data_proto.media import Media
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.families import ROLLOUT_ENGINES
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
 from verl.models.vision import padded_inputs
@@ -33,7 +34,7 @@ from verl.rollout.uniforms import uniforms_at
 class HFRollout(RolloutEngine):
     """See RolloutEngine. Reads max_num_seqs (samples in one `generate`) and max_model_len of `config`."""
 
-    reads_images = True
+    facts = ROLLOUT_ENGINES.facts["hf"]
 
     def __post_init__(self) -> None:
         self.is_padded = forward_kind(self.module) != "packed"

@@ -12,6 +12,7 @@ import torch
 from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import ModelError
+from verl.families import EngineFacts
 from verl.models.hf_module import HFModule
 from verl.rollout.api import OnFinish, RolloutEngine, Weights, WeightTransfer
 
@@ -57,7 +58,7 @@ def missing(name: str) -> ModelError:
 class OwnWeights(RolloutEngine):
     """An engine that holds its weights itself, to begin with those of the model's files."""
 
-    holds_weights = True
+    facts = EngineFacts(holds_weights=True)
     _is_whole, _is_fresh = True, False  # whether the last update ended well, and came after the last version
     _: KW_ONLY
     transfer: WeightTransfer
@@ -93,7 +94,7 @@ class PassiveRollout(RolloutEngine):
     """The engine of a rank with a replica that another rank runs and returns the samples of. It takes part in gathering the
     weights."""
 
-    holds_weights = True
+    facts = EngineFacts(holds_weights=True)
 
     def __init__(self, module: HFModule, *args: object, **settings: object):
         self.module, self.weight_version, self._stats = module, 0, {}

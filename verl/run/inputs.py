@@ -21,6 +21,7 @@ from verl.config.schema import value_at
 from verl.config.sources import read_limited
 from verl.data.files import files_behind
 from verl.errors import CheckpointError, ConfigError, VerlError
+from verl.families import engine_facts
 from verl.models.content import digest_of_files, digest_of_text, digest_of_weights
 from verl.models.folder import fetch, weight_files
 from verl.models.lora import WEIGHTS_FILE
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 
 _TRAIN, _WEIGHTS, _TOKENIZER = "data.train_files", "weights of the ", "tokenizer of the "
 _DATA = (_TRAIN, "data.val_files")
-_SERVICES = ("http", "sglang")  # the model of a judge is theirs
 _MODULE_KEYS = ("external_lib", "path", "class_path", "class_name", "_target_")  # a dotted name there is a module
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _MAX_NAME = 1024  # longer texts are templates
@@ -58,7 +58,7 @@ def inputs_of(loaded: LoadedConfig[RunConfig], program: type[Program[Any]]) -> d
             _add_config(digests, spec.name, spec.model)
         _add_weights(digests, spec.name, spec.model, changes=spec.changes)
     judge = value_at(config, "reward.reward_model")
-    if judge is not None and judge.enable and judge.model_path and judge.rollout.name not in _SERVICES:
+    if judge is not None and judge.enable and judge.model_path and not engine_facts(judge.rollout.name).asks_service:
         model = ModelConfig(path=judge.model_path)
         for add in (_add_tokenizer, _add_config, _add_weights):
             add(digests, "reward model", model)

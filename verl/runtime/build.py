@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,10 @@ from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
 from verl.errors import ConfigError
+from verl.families import engine_facts
 from verl.models.heads import SequenceScoreModel
 from verl.models.hf_module import HFModule
 from verl.models.load import load_tokenizer
-from verl.models.padded import forward_kind
 from verl.models.tokenizer import check_vocabulary, eos_token_ids
 from verl.rewards.managers import build_reward_manager
 from verl.rewards.managers.build import asks_service
@@ -36,7 +35,7 @@ from verl.roles.reward_model import build_reward_model
 from verl.roles.rollout import RolloutWorker, sampling_params
 from verl.roles.updates import Utilization
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
-from verl.rollout.api import RolloutEngine, holds_weights
+from verl.rollout.api import RolloutEngine
 from verl.rollout.requests import vocab_size
 from verl.rollout.rollout_model import copy_group
 from verl.rollout.weight_version import PassiveRollout
@@ -215,11 +214,11 @@ def build_rollout(
     spec, run, devices = context.rollout, context.specs.run, context.placement.devices
     rollout, tokenizer = spec.section, load_tokenizer(spec.model)
     if tokenizer.processor is not None:
-        tokenizer.processor.keeps_files = holds_weights(rollout.name)
+        tokenizer.processor.keeps_files = engine_facts(rollout.name).holds_weights
     replica, settings = None, {}
-    build_engine: Callable[..., RolloutEngine] = PassiveRollout
+    engine_class: type[RolloutEngine] = PassiveRollout
     if context.engine_plan.runs_engine(context.rank):
-        build_engine = ROLLOUT_ENGINES.get(rollout.name)
+        engine_class = ROLLOUT_ENGINES.get(rollout.name)
     if context.has_own_weights:
         transfer = weight_transfer(spec, run, context.device, context.engine_plan, _visible_devices(context))
         module, settings = skeleton(spec.model, transfer.dtype), {"transfer": transfer}
@@ -228,12 +227,11 @@ def build_rollout(
     else:
         replica = load_replica(spec, context.device, group)
         module = replica.module
-    if rollout.name == "native" and build_engine is not PassiveRollout and forward_kind(module) != "packed":
-        build_engine = ROLLOUT_ENGINES.get("hf")  # as the notice of loading says
+    engine_class = engine_class.for_module(module)
     stop_ids = _stop_ids(module, tokenizer, rollout)
-    engine = build_engine(module, tokenizer, rollout, eos_token_ids=stop_ids, **settings)
+    engine = engine_class(module, tokenizer, rollout, eos_token_ids=stop_ids, **settings)
     agents = None
-    if spec.agents is not None and build_engine is not PassiveRollout:
+    if spec.agents is not None and engine_class is not PassiveRollout:
         stops = (*stop_ids, *rollout.stop_token_ids)
         agents = Agents(spec.agents, tokenizer, engine, stop_token_ids=stops, folder=run.folder, rank=context.rank)
     streams = devices["reward"] == devices["rollout"] and context.rank in _scoring_ranks(context)

@@ -12,8 +12,8 @@ from verl.config.sections.megatron import MegatronConfig
 from verl.engines.api import ENGINES, require_library
 from verl.engines.groups import mesh_sizes
 from verl.errors import ConfigError
+from verl.families import engine_facts
 from verl.models.load import load_model_config
-from verl.models.parallel.tensor import check_divisible
 from verl.parallel.engine_plan import EnginePlan
 from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
@@ -21,7 +21,6 @@ from verl.reshard.grouping import interval_engines
 from verl.reshard.layout import MegatronLayout, TrainingLayout, replicas
 from verl.roles.api import RoleSpec, RoleSpecs
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
-from verl.rollout.api import holds_weights
 from verl.specs import RolloutSpec
 
 POLICY = "actor"  # the role with the weights of the rollout
@@ -119,7 +118,7 @@ class RankContext:
     @property
     def has_own_weights(self) -> bool:
         """Whether the rollout engine has a copy of the weights, and gets all of them."""
-        return holds_weights(self.rollout.section.name)
+        return engine_facts(self.rollout.section.name).holds_weights
 
 
 def check_meshes(specs: RoleSpecs, placement: Placement, rank: int | None = None) -> EnginePlan | None:
@@ -190,12 +189,7 @@ def _check_rollout(spec: RolloutSpec, plan: EnginePlan) -> None:
         return
     try:
         hf_config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-        if plan.engine == "native":
-            check_divisible(hf_config, size)
-        elif hf_config.get_text_config().num_attention_heads % size:
-            raise ConfigError(
-                f"it has {hf_config.get_text_config().num_attention_heads} attention heads; choose a divisor."
-            )
+        ROLLOUT_ENGINES.get(plan.engine).require_divisible(hf_config, size)
     except ConfigError as error:
         key = f"{full_key('rollout.tensor_model_parallel_size')}={size}"
         raise ConfigError(f"{key} does not fit the model: {error}") from error

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, VerlError, WorkerLostError, first_line
+from verl.families import engine_facts
 from verl.parallel.mesh import Mesh
 from verl.roles.api import Roles
 from verl.runtime.rank import POLICY
@@ -201,7 +202,7 @@ def scalable_roles(spec: RolloutSpec, devices: Mapping[str, Sequence[int]]) -> l
     """Rollout if each of its devices has a complete replica, no agents act, and none trains. A device that trains could not
     recompute, under the old weights, the work that another process lost. Reward if it has devices without rollout."""
     rollout = spec.section
-    is_whole = rollout.name in ("native", "hf") and rollout.tensor_model_parallel_size == 1
+    is_whole = engine_facts(rollout.name).scales and rollout.tensor_model_parallel_size == 1
     trains = set(devices["rollout"]) & set(devices[POLICY])
     names = ["rollout"] if is_whole and not trains and spec.agents is None else []
     return names if devices["reward"] == devices["rollout"] else [*names, "reward"]

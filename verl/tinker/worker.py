@@ -14,6 +14,7 @@ import torch
 from verl.config import PPOConfig
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError
+from verl.families import engine_facts, needs_engine
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.load import load_tokenizer
 from verl.models.optim import AdamStep
@@ -155,10 +156,8 @@ def open_bench(config: PPOConfig) -> Iterator[Bench]:
     """The workers of a service in their processes; these end on leaving. Raises ConfigError for a placement that the service
     cannot have."""
     name, source = config.actor_rollout_ref.rollout.name, ProgramSpecs(ServiceRoles, config)
-    if name != "native":
-        raise ConfigError(
-            f"The service samples by the native engine, and LoRA of {name} is not available. Leave out rollout.name."
-        )
+    if not engine_facts(name).samples_adapters:
+        raise ConfigError(f"{needs_engine('The service', 'samples_adapters')}, not {name}. Leave out rollout.name.")
     specs = source.specs()
     if choose(specs) == "spmd":
         raise ConfigError(

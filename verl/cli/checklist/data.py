@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl.cli.checklist import Subject, beginning, no_rows, steps_line, unusable_rows
 from verl.cli.report import Level, Line, fail, info, passed, skip, warn
 from verl.data_proto.tokenizer import Tokenizer
+from verl.families import engine_facts
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -157,7 +158,7 @@ def check_reward(subject: Subject) -> Iterator[Line]:
     if config.reward.reward_model.enable:
         model = config.reward.reward_model
         examine_reward_model(model)
-        if model.model_path and model.rollout.name not in ("http", "sglang"):  # other processes load its models
+        if model.model_path and not engine_facts(model.rollout.name).asks_service:  # whose models other processes load
             load_tokenizer(model.model_path)
         with closing(build_pool(config.reward)) as pool:
             pool.start([])

@@ -16,10 +16,18 @@ from typing import Any
 from verl.cli.checklist import Subject
 from verl.cli.report import Level, Line, fail, passed, skip, warn
 from verl.config import FSDPConfig, PPOConfig, PreferenceConfig, SFTConfig
-from verl.config.active_keys import REUSED_SHARE, reuse_obstacle, runs_on_several_devices, uses_critic, uses_reference
+from verl.config.active_keys import (
+    REUSED_SHARE,
+    reuse_obstacle,
+    runs_on_several_devices,
+    starts_engine,
+    uses_critic,
+    uses_reference,
+)
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.actor import ActorConfig
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
+from verl.families import DEFAULT_ROLLOUT, engine_facts
 from verl.models.memory import (
     FLOAT32,
     WEIGHT,
@@ -179,7 +187,7 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     keys = "data.max_token_len_per_gpu"
     if subject.loaded.schema.name == "ppo":
         rollout = subject.config.actor_rollout_ref.rollout
-        shares = on_gpu and rollout.name in ("vllm", "sglang") and rollout.service.url is None
+        shares = on_gpu and starts_engine(subject.config)
         reserved = int(rollout.gpu_memory_utilization * capacity) if shares else 0
         parts = memory_needed(
             subject.config, subject.policy, subject.critic, width, engine_bytes=reserved, offloads=on_gpu
@@ -212,7 +220,7 @@ def reused_bytes(config: PPOConfig) -> float:
 
     group, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     dtype = compute_dtype(group.actor.fsdp_config.dtype, resolve_device("cpu"))
-    is_whole = rollout.name == "native" and not group.model.lora_rank
+    is_whole = engine_facts(rollout.name).reuses_activations and not group.model.lora_rank
     records = is_whole and reuse_obstacle(rollout) is None and str(dtype) == "torch.bfloat16"
     return rollout.reuse_activations_gb * 1e9 if records else 0.0
 
@@ -230,7 +238,8 @@ def _share_that_fits(parts: dict[str, int], reserved: int, free: int, capacity: 
     key = "actor_rollout_ref.rollout.gpu_memory_utilization"
     if share * capacity > _ENGINE_OVER_WEIGHTS * weights:
         return f"{key} to {share:.2f}"
-    return f"{key}, set actor_rollout_ref.actor.fsdp_config.optimizer_offload=True or actor_rollout_ref.rollout.name=native"
+    offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
+    return f"{key}, set {offload} or actor_rollout_ref.rollout.name={DEFAULT_ROLLOUT}"
 
 
 def check_disk(subject: Subject) -> Iterator[Line]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from verl.config.active_keys import runner_of, runs_agents
 from verl.config.schema import Problem, error, warning
-from verl.families import ADVANTAGES, AGENT_LOOPS
+from verl.families import ADVANTAGES, AGENT_LOOPS, engine_facts, needs_engine
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -70,9 +70,10 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.agent.gateway_port={agent.gateway_port} is the port of the first of {num_ranks} ranks, and the last "
             f"rank would have {agent.gateway_port + num_ranks - 1}. Choose at most {LAST_PORT + 1 - num_ranks}, or 0.",
         )
-    if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
+    facts, size = engine_facts(rollout.name), f"{ROLLOUT}.tensor_model_parallel_size"
+    if facts.divides_model and facts.is_in_run and rollout.tensor_model_parallel_size > 1:
         yield error(
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            f"Episodes of agents need a whole model on each device with {ROLLOUT}.name=native. Set "
-            f"{ROLLOUT}.tensor_model_parallel_size=1, or name=vllm.",
+            size,
+            f"{needs_engine(f'{size} above 1 with agents', 'starts_process')}. {rollout.name} plays episodes with a whole "
+            f"model on each device. Set {size}=1, or {ROLLOUT}.name.",
         )

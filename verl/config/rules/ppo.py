@@ -17,7 +17,7 @@ from verl.config.rules.agents import check_agents
 from verl.config.rules.ppo_parts import check_correction, check_distillation, check_policy, check_routing
 from verl.config.schema import Problem, error, value_at, warning
 from verl.config.sections.rollout import RolloutConfig, ValKwargsConfig
-from verl.families import ADVANTAGES, REWARD_MANAGERS
+from verl.families import ADVANTAGES, REWARD_MANAGERS, engine_facts, needs_engine
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -255,11 +255,11 @@ def _is_greedy(sampling: RolloutConfig | ValKwargsConfig) -> bool:
 def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Settings of generation."""
     rollout = c.actor_rollout_ref.rollout
-    if rollout.batch_invariant == "require" and rollout.name != "native":
+    facts, invariant = engine_facts(rollout.name), f"{ROLLOUT}.batch_invariant"
+    if rollout.batch_invariant == "require" and not facts.verifies_invariance:
         yield error(
-            f"{ROLLOUT}.batch_invariant",
-            f"{ROLLOUT}.batch_invariant=require cannot be kept by {ROLLOUT}.name={rollout.name}: nothing is known about "
-            "its kernels. Set batch_invariant=auto, or name=native.",
+            invariant,
+            f"{needs_engine(f'{invariant}=require', 'verifies_invariance')}. Set {ROLLOUT}.name, or {invariant}=auto.",
         )
     val = rollout.val_kwargs
     if val.do_sample and val.temperature == 0:
@@ -295,12 +295,17 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.partial_rollout=True does not go with stop strings, which may lie across two parts. Use "
             f"{ROLLOUT}.stop_token_ids.",
         )
-    records_experts = rollout.enable_rollout_routing_replay
-    if rollout.keep_partial_kv_cache and (rollout.name != "native" or runs_agents(c) or records_experts):
+    keeps = f"{ROLLOUT}.keep_partial_kv_cache"
+    if rollout.keep_partial_kv_cache and not facts.keeps_partial_kv:
         yield error(
-            f"{ROLLOUT}.keep_partial_kv_cache",
-            f"{ROLLOUT}.keep_partial_kv_cache=True is for single turns of {ROLLOUT}.name=native without "
-            f"{ROLLOUT}.enable_rollout_routing_replay. Set it to False, and earlier parts are computed again.",
+            keeps,
+            f"{needs_engine(f'{keeps}=True', 'keeps_partial_kv')}. Set it to False to compute earlier parts again.",
+        )
+    elif rollout.keep_partial_kv_cache and (runs_agents(c) or rollout.enable_rollout_routing_replay):
+        yield error(
+            keeps,
+            f"{keeps}=True is for single turns without {ROLLOUT}.enable_rollout_routing_replay. Set it to False to compute "
+            "earlier parts again.",
         )
 
 
@@ -336,17 +341,18 @@ def check_rewards(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             "reward.reward_manager.source=importlib needs reward.reward_manager.module.path, the file or module of the "
             "class.",
         )
-    at_a_service = model.judge_template and model.rollout.name in ("http", "sglang")
+    judge = engine_facts(model.rollout.name)
+    at_a_service = model.judge_template and judge.asks_service
     if model.enable and not model.model_path and not at_a_service:
         yield error(
             "reward.reward_model.model_path",
             "reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.",
         )
-    if model.enable and model.rollout.name == "http" and not (model.judge_template or own_function):
+    if model.enable and judge.needs_service and not (model.judge_template or own_function):
         yield error(
             "reward.reward_model.rollout.name",
-            "reward.reward_model.rollout.name=http asks a service in words, and a classifier runs in the scoring "
-            "process. Set reward.reward_model.judge_template, or remove the name.",
+            f"reward.reward_model.rollout.name={model.rollout.name} asks a service in words, and a classifier runs in the "
+            "scoring process. Set reward.reward_model.judge_template, or remove the name.",
         )
 
 

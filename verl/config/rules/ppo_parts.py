@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from verl.config.active_keys import runs_agents
 from verl.config.schema import Problem, error, warning
-from verl.families import ROLLOUT_RS
+from verl.families import ROLLOUT_RS, engine_facts, needs_engine
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -164,7 +164,6 @@ def check_correction(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
 
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORD = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-_RECORDING = ("native", "vllm")  # rollout engines that return the experts of tokens
 
 
 def check_routing(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
@@ -186,19 +185,20 @@ def check_routing(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
 
 
 def _check_rollout(c: PPOConfig, rollout: RolloutConfig) -> Iterator[Problem]:
-    if rollout.name not in _RECORDING:
+    facts = engine_facts(rollout.name)
+    if not facts.records_experts:
         yield error(
             _MODE,
-            f"{_MODE}=R3 needs the experts that rollout chose, and actor_rollout_ref.rollout.name={rollout.name} does not "
-            f"return them. Set the name to {' or '.join(_RECORDING)}.",
+            f"{needs_engine(f'{_MODE}=R3', 'records_experts')}. actor_rollout_ref.rollout.name={rollout.name} does not "
+            "return them.",
         )
     if runs_agents(c):
         yield error(
             _MODE, f"{_MODE}=R3 does not go with agents, whose turns have no record of experts. Set the mode to R2."
         )
-    if rollout.name == "vllm" and rollout.stop:
+    if facts.records_experts and rollout.stop and not facts.records_stopped_experts:
         yield error(
             _MODE,
-            f"{_MODE}=R3 does not go with stop strings in vLLM, which returns no experts of such a sample. Use "
-            "actor_rollout_ref.rollout.stop_token_ids.",
+            f"{needs_engine(f'{_MODE}=R3 with stop strings', 'records_stopped_experts')}. Set actor_rollout_ref.rollout.name, "
+            "or stop_token_ids in place of stop.",
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import ALWAYS, Section, ours, section, used
+from verl.config.keys import ALWAYS, Family, Section, ours, section, used
+from verl.families import ROLLOUT_ENGINES
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class RewardModelRolloutConfig(Section):
 
     name: str | None = used(
         None,
-        "what a judge runs on: native (also null), vllm (in a separate process), or a chat service at service.url (http, "
-        "sglang). A classifier needs none",
+        "what a judge runs on, a rollout engine: native (also null), vllm in a separate process, a chat service at service.url "
+        "(http, sglang). A classifier needs none",
         when="judge",
-        choices=(None, "native", "vllm", "http", "sglang"),
+        family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True),
     )
     service: JudgeServiceConfig = section(
         JudgeServiceConfig, "a service that judges (name=http or sglang)", when="judge_service"
@@ -69,12 +70,12 @@ class RewardModelRolloutConfig(Section):
     max_model_len: int | None = used(None, "longest prompt and reply of a judge; null: what the model can hold")
     response_length: int = used(2048, "longest reply of a judge in tokens", ge=1)
     free_cache_engine: bool = used(True, "free the judge's KV cache between uses")
-    gpu_memory_utilization: float = used(0.5, "share of a GPU's memory for a judge on vLLM", when="judge_vllm")
-    enforce_eager: bool = used(True, "no CUDA graphs", when="judge_vllm")
+    gpu_memory_utilization: float = used(0.5, "share of a GPU's memory for a judge on vLLM", when="judge_process")
+    enforce_eager: bool = used(True, "no CUDA graphs", when="judge_process")
     engine_kwargs: dict[str, Any] = used(
         {},
         "further settings by engine; under `vllm` arguments of vllm.LLM, which go before all others",
-        when="judge_vllm",
+        when="judge_process",
     )
 
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import ALWAYS, OURS, Family, Section, ours, section, used
-from verl.families import ROLLOUT_ENGINES, TOOL_PARSERS
+from verl.families import DEFAULT_ROLLOUT, ROLLOUT_ENGINES, TOOL_PARSERS
 
 TOOLS = "existing releases put the tools into every prompt"
 _SAMPLED = "existing releases sample whatever do_sample says"
 AGENTS = "runs_agents"
-VLLM = "actor_rollout_ref.rollout.name=vllm"
-SERVICE = "actor_rollout_ref.rollout.name=http|sglang"
 
 
 @dataclass(frozen=True)
@@ -125,18 +123,23 @@ class AgentConfig(Section):
 
 @dataclass(frozen=True)
 class CheckpointEngineConfig(Section):
-    update_weights_bucket_megabytes: int = used(2048, "most weights sent at a time (vLLM)", when=VLLM, sizing=True)
+    update_weights_bucket_megabytes: int = used(
+        2048, "most weights sent at a time (vLLM)", when="takes_buckets", sizing=True
+    )
 
 
 @dataclass(frozen=True)
 class EngineKwargsConfig(Section):
     vllm: dict[str, Any] = used(
-        {}, "further arguments of vllm.LLM, which go before those made of other keys", when=VLLM, sizing=True
+        {},
+        "further arguments of vllm.LLM, which go before those made of other keys",
+        when="actor_rollout_ref.rollout.name=vllm",
+        sizing=True,
     )
     sglang: dict[str, Any] = used(
         {},
         "further arguments of sglang.launch_server, which go before those made of other keys",
-        when="own_sglang",
+        when="own_server",
         sizing=True,
     )
 
@@ -203,7 +206,7 @@ class KVCacheConfig(Section):
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    name: str = used("native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
+    name: str = used(DEFAULT_ROLLOUT, "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1, le=1_000_000)
     temperature: float = used(
         1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, neutral=(0.0,), ge=0
@@ -227,9 +230,7 @@ class RolloutConfig(Section):
     max_num_batched_tokens: int = used(
         8192, "prompt tokens computed at once (prefill of the native engine)", sizing=True, ge=1
     )
-    kv_cache_config: KVCacheConfig = section(
-        KVCacheConfig, "paged KV cache", when="actor_rollout_ref.rollout.name=native", sizing=True
-    )
+    kv_cache_config: KVCacheConfig = section(KVCacheConfig, "paged KV cache", when="pages_by_key", sizing=True)
     free_cache_engine: bool = used(
         True, "free the KV cache while training; the native engine's stays on a GPU with room for both", sizing=True
     )
@@ -299,7 +300,7 @@ class RolloutConfig(Section):
         "async",
         "where vLLM runs: in separate processes (async), or in the training processes (sync), as far as all of them generate "
         "and are as many as its workers",
-        when=VLLM,
+        when="joins_ranks",
         choices=("sync", "async"),
         sizing=True,
     )
@@ -307,12 +308,12 @@ class RolloutConfig(Section):
         2,
         "restarts of a lost vLLM process between two weight syncs, after which it continues; a copy of the "
         "engine's weights stays in memory for that. 0: the run stops",
-        when=VLLM,
+        when="restarts",
         sizing=True,
         ge=0,
     )
     service: ServiceConfig = section(
-        ServiceConfig, "a service that generates (name=http or sglang)", when=SERVICE, strict=OURS
+        ServiceConfig, "a service that generates (name=http or sglang)", when="asks_service", strict=OURS
     )
     nnodes: int = used(0, "nodes only for rollout; 0: it shares the training devices", ge=0, le=10_000)
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True, ge=0, le=1024)
@@ -340,15 +341,15 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = used(
         0.5,
         "share of a GPU's memory for vLLM or SGLang",
-        when="actor_rollout_ref.rollout.name=vllm|sglang",
+        when="starts_process",
         sizing=True,
     )
     enforce_eager: bool = used(False, "no CUDA graphs in decoding", sizing=True)
     enable_chunked_prefill: bool = used(
-        True, "long prompts in chunks (vLLM; the native engine always bounds them)", when=VLLM, sizing=True
+        True, "long prompts in chunks (vLLM; the native engine always bounds them)", when="prefills_by_key", sizing=True
     )
     enable_prefix_caching: bool = used(
-        True, "compute equal prompts once (vLLM; the native engine always does)", when=VLLM, sizing=True
+        True, "compute equal prompts once (vLLM; the native engine always does)", when="prefills_by_key", sizing=True
     )
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "further settings by engine")
     prometheus: PrometheusConfig = section(

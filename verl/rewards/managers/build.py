@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
-from verl.families import REWARD_MANAGERS
+from verl.families import REWARD_MANAGERS, SERVICE_ROLLOUT, engine_facts
 from verl.registry import load_object
 from verl.rewards.functions import (
     FUNCTION_LIST,
@@ -96,11 +96,11 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
 def _served(config: RewardConfig, spec: RewardFunctionSpec, asked: set[str]) -> RewardFunctionSpec:
     """A function that asks the service of the reward model itself by the arguments `asked`. Raises ConfigError without one."""
     model = config.reward_model
-    if model.rollout.name not in ("http", "sglang") or not config.network:
+    if not engine_facts(model.rollout.name).asks_service or not config.network:
         raise ConfigError(
             f"The reward function {spec.label} has the parameter {min(asked)}: it asks a service of the reward model itself. "
-            "Set reward.reward_model.rollout.name=http, reward.reward_model.rollout.service.url to its address, and "
-            "reward.network=True."
+            f"Set reward.reward_model.rollout.name={SERVICE_ROLLOUT}, reward.reward_model.rollout.service.url to its address, "
+            "and reward.network=True."
         )
     address = model.rollout.service.url.rstrip("/").removesuffix("/v1").partition("://")[2]
     kwargs = {**spec.kwargs, **({"reward_router_address": address} if "reward_router_address" in asked else {})}

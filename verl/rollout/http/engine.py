@@ -20,6 +20,7 @@ from verl.config import RolloutConfig, full_key
 from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, MissingExtraError, ModelError, RefusedError, UnreachableError, WorkerLostError
+from verl.families import ROLLOUT_ENGINES
 from verl.parallel.framing import most_connections
 from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
@@ -45,7 +46,7 @@ class HTTPRollout(OwnWeights):
     another model, UnreachableError when it cannot be reached.
     """
 
-    reads_images = True
+    facts = ROLLOUT_ENGINES.facts["http"]
     api = ""  # "" for the value of service.api
 
     def __post_init__(self) -> None:
@@ -261,14 +262,15 @@ class SGLangRollout(HTTPRollout):
     """A service of SGLang (`rollout.name=sglang`), or without `service.url` a server that is started only for this engine.
     Raises the errors of SGLangServer and HTTPRollout, and WorkerLostError when that server dies."""
 
+    facts = ROLLOUT_ENGINES.facts["sglang"]
     api = "sglang"
 
     @classmethod
-    def require_package(cls, config: RolloutConfig) -> None:
+    def require_package(cls, config: RolloutConfig, key: str = "rollout.name") -> None:
         """See RolloutEngine."""
         if config.service.url is None and importlib.util.find_spec("sglang") is None:
             fix = f"set {full_key('rollout.service.url')} to a server of SGLang that is running"
-            raise MissingExtraError(f"{full_key('rollout.name')}=sglang", "sglang", "sglang", fix)
+            raise MissingExtraError(f"{full_key(key)}=sglang", "sglang", "sglang", fix)
 
     def __post_init__(self) -> None:
         self.server: SGLangServer | None = None

@@ -15,17 +15,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError
+from verl.families import ROLLOUT_ENGINES
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.decoder.reuse import version_of
 from verl.models.decoder.weights import Projection
+from verl.models.hf_module import HFModule
 from verl.models.ops.varlen import FLASH, VarlenKernel
+from verl.models.padded import forward_kind
+from verl.models.parallel.tensor import check_divisible
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
 from verl.rollout.api import Invariance, RolloutEngine, Stats
+from verl.rollout.hf import HFRollout
 from verl.rollout.native.batch import SavedTokens
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.paged_store import PagedStore
@@ -58,9 +64,20 @@ class NativeRollout(RolloutEngine):
     backend.
     """
 
-    reads_images = True
+    facts = ROLLOUT_ENGINES.facts["native"]
     _: KW_ONLY
     device_kernel: VarlenKernel = FLASH
+
+    @classmethod
+    def require_divisible(cls, config: PreTrainedConfig, size: int) -> None:
+        """See RolloutEngine. Ranks divide heads and MLPs as the tensor parallelism of training does."""
+        check_divisible(config, size)
+
+    @classmethod
+    def for_module(cls, module: HFModule) -> type[RolloutEngine]:
+        """See RolloutEngine. A model without a packed forward is generated with by transformers, as the notice of loading
+        says."""
+        return cls if forward_kind(module) == "packed" else HFRollout
 
     def __post_init__(self) -> None:
         self.adapters: Mapping[str, AdapterWeights] | None = None

@@ -264,8 +264,8 @@ def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, 
     }
 
 
-def require_vllm(key: str = "rollout.name") -> None:
-    """Raise MissingExtraError if vLLM is not installed and `key` asks for it. It is not imported."""
+def require_vllm(key: str) -> None:
+    """Raise MissingExtraError if vLLM, which `key` asks for, is not installed. It is not imported."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
             f"{full_key(key)}=vllm", "vllm", "vllm", f"set {full_key(key)}=native, the engine that comes with verl"

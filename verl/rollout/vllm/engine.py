@@ -12,6 +12,7 @@ from typing import Any
 from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
+from verl.families import ROLLOUT_ENGINES
 from verl.rollout.api import Stats, Weights
 from verl.rollout.requests import OpenSamples, one_by_one, vocab_size, with_files
 from verl.rollout.vllm.core import Core, Setup, require_vllm
@@ -33,14 +34,14 @@ class VLLMRollout(OwnWeights):
     does not start.
     """
 
-    reads_images = True
+    facts = ROLLOUT_ENGINES.facts["vllm"]
     factory = FACTORY  # makes the Core in a separate process
 
     @classmethod
-    def require_package(cls, config: RolloutConfig) -> None:
+    def require_package(cls, config: RolloutConfig, key: str = "rollout.name") -> None:
         """See RolloutEngine."""
         if cls.factory == FACTORY:
-            require_vllm()
+            require_vllm(key)
 
     def __post_init__(self) -> None:
         self.longest = longest_sequence(self.config, self.module)
