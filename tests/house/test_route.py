@@ -10,9 +10,12 @@ import sys
 
 import pytest
 
+from tests.forked import fork
 from tests.house.source import ROOT
 from tests.run import conftest as runs
+from verl.cli.main import main
 from verl.config import load_config
+from verl.models.optim import MasterOptimizer
 from verl.roles.model import ModelRole
 from verl.run.host import train
 from verl.run.loop import Loop
@@ -23,6 +26,7 @@ tiny_task, tiny_overrides = runs.tiny_task, runs.tiny_overrides
 MOST_HOPS = 6
 CONTROLLER = tuple(f"verl/{package}/" for package in ("run", "programs", "runtime", "data"))
 LONGEST = 13
+MOST_FRAMES = 20
 
 
 def section(title):
@@ -81,3 +85,34 @@ def test_the_page_lists_every_file_of_the_route(executed):
     assert len(listed()) == len(executed_files) <= LONGEST
     assert hops == re.findall(r"^\| \d+ \| `([^`]+)` in `([^`]+)`", section("A call on a role"), re.M)
     assert len(hops) <= MOST_HOPS
+
+
+def record_frames(settings, file):
+    """In a fork: `verl train`, whose supervisor forks again; `file` gets the frames from the command to an optimizer step."""
+    step = MasterOptimizer.step
+
+    def recorded(self, *arguments):
+        frames, frame = [], sys._getframe(1)
+        while frame.f_code is not record_frames.__code__:
+            frames.append(f"{frame.f_code.co_filename.removeprefix(f'{ROOT}/')} {frame.f_code.co_name}")
+            frame = frame.f_back
+        file.write_text("\n".join(reversed(frames)))
+        return step(self, *arguments)
+
+    MasterOptimizer.step = recorded
+    sys.argv = ["verl", "train", *settings]
+    sys.exit(main())
+
+
+def test_few_frames_lie_between_the_command_and_the_optimizer(tiny_overrides, tmp_path):
+    settings = runs.merge(
+        tiny_overrides, ("trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}")
+    )
+    process = fork(record_frames, settings, tmp_path / "frames")
+    process.join(300)
+    assert process.exitcode == 0
+    frames = (tmp_path / "frames").read_text().splitlines()
+    assert len(frames) <= MOST_FRAMES
+    rows = re.findall(r"^\| \d+ \| `([^`]+)` in `([^`]+)`", section("Frames"), re.M)
+    named = [f"{file} {name.rpartition('.')[2]}" for name, file in rows]
+    assert [frame for frame in frames if "<" not in frame] == named  # a comprehension is a frame in some versions

@@ -12,9 +12,10 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from verl.distributions import check_releases, require_part
 from verl.errors import SYSTEM_ERRORS, ConfigError, MissingExtraError, VerlError, nearest, os_error_of
@@ -93,8 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _open_streams()
         try:
-            return _main(list(sys.argv[1:] if argv is None else argv), whole_process=argv is None)
-        finally:  # after --help too
+            arguments = list(sys.argv[1:] if argv is None else argv)
+            if arguments[:1] == ["help"] and len(arguments) > 1:
+                arguments = [arguments[1], "--help"]
+            if arguments and arguments[0] in VERBS:
+                return run_verb(arguments[0], arguments[1:], whole_process=argv is None)
+            return _without_verb(arguments)
+        finally:  # after --help too, which exits
             sys.stdout.flush()
     except BrokenPipeError:
         return _output_closed()
@@ -112,13 +118,12 @@ def _open_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
-def _main(arguments: list[str], whole_process: bool) -> int:
+def _without_verb(arguments: list[str]) -> int:
+    """The answer to a command that names no verb: the exit code."""
     if not arguments:
         print(usage(), file=sys.stderr)
         return 2
-    verb, rest = arguments[0], arguments[1:]
-    if verb == "help" and rest:
-        verb, rest = rest[0], ["--help"]
+    verb = arguments[0]
     if verb in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -127,8 +132,6 @@ def _main(arguments: list[str], whole_process: bool) -> int:
 
         print(__version__)
         return 0
-    if verb in VERBS:
-        return run_verb(verb, rest, whole_process=whole_process)
     if verb in _ELSEWHERE:
         print(f"verl: {verb} {_ELSEWHERE[verb]}.", file=sys.stderr)
     else:
@@ -139,8 +142,7 @@ def _main(arguments: list[str], whole_process: bool) -> int:
 def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False) -> int:
     """Run `verb`, with errors shown as `main` says. `whole_process`: this process has no other work, so the verb may fork
     it."""
-
-    def run(arguments: list[str]) -> int:
+    with _guard(verb, arguments) as end:
         module, _, name = VERBS[verb].function.partition(":")
         check_releases()
         require_part(module, f"verl {verb}")
@@ -151,43 +153,63 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
                 print(f"verl {verb}: {outdated}", file=sys.stderr)
                 return MissingExtraError.exit_code
         function: Any = getattr(importlib.import_module(module), name)
-        if whole_process and VERBS[verb].supervised:
-            return cast("int", function(arguments, supervised=True))
-        return function(arguments) or 0
-
-    return run_guarded(verb, run, arguments)
+        whole = {"supervised": True} if whole_process and VERBS[verb].supervised else {}
+        end.code = function(list(arguments), **whole) or 0
+    return end.code
 
 
 def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[str]) -> int:
     """The exit code of `run(arguments)`, with errors shown as `main` says, under the name `verb`."""
+    with _guard(verb, arguments) as end:
+        end.code = run(list(arguments))
+    return end.code
+
+
+@dataclass
+class _End:
+    """The end of a verb."""
+
+    code: int = 0
+
+
+@contextlib.contextmanager
+def _guard(verb: str, arguments: Sequence[str]) -> Iterator[_End]:
+    """Inside, an error of `verb` is shown as `main` says, and sets the exit code. No function stands between a verb and its
+    work, so a debugger shows few frames."""
     spin_briefly()
     keep_freed_memory()
     _accept_any_text()
+    end = _End()
     try:
         _require_text(arguments)
-        return run(list(arguments))
+        yield end
     except VerlError as error:
         if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
             _show_traceback()
         problem = _install_problem(error.__cause__) if str(error).startswith("Importing verl.") else ""
-        if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
-            return error.exit_code  # every rank has read the same config, and one of each node says so
-        print(f"verl {verb}: {problem or _shown(str(error))}", file=sys.stderr)
-        return MissingExtraError.exit_code if problem else error.exit_code
+        end.code = MissingExtraError.exit_code if problem else error.exit_code
+        # every rank has read the same config, and one of each node says so
+        if not isinstance(error, ConfigError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"verl {verb}: {problem or _shown(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"verl {verb}: interrupted.", file=sys.stderr)
-        return 130
+        end.code = 130
     except BrokenPipeError:
-        return _output_closed()
+        end.code = _output_closed()
     except Exception as error:  # noqa: BLE001 - of the system, of code of the user's, or a bug
-        refusal = os_error_of(error)
-        if refusal is not None and refusal.errno in SYSTEM_ERRORS:
-            print(f"verl {verb}: {_refusal(refusal)}", file=sys.stderr)
-            return 1
-        _show_traceback()
-        problem = _install_problem(error)
-        print(f"verl {verb}: {problem or _cause(error)}", file=sys.stderr)
-        return MissingExtraError.exit_code if problem else _CRASH
+        end.code = _show_cause(verb, error)
+
+
+def _show_cause(verb: str, error: Exception) -> int:
+    """Show an error that is no sentence of verl: the exit code."""
+    refusal = os_error_of(error)
+    if refusal is not None and refusal.errno in SYSTEM_ERRORS:
+        print(f"verl {verb}: {_refusal(refusal)}", file=sys.stderr)
+        return 1
+    _show_traceback()
+    problem = _install_problem(error)
+    print(f"verl {verb}: {problem or _cause(error)}", file=sys.stderr)
+    return MissingExtraError.exit_code if problem else _CRASH
 
 
 def _output_closed() -> int:

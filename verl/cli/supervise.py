@@ -14,9 +14,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,15 +60,28 @@ class Ending:
         return other is not None and self.place == other.place and _masked(self.cause) == _masked(other.cause)
 
 
-def supervise(work: Callable[[Path | None, bool], int], folder: Path, rules: TrainerConfig) -> int:
-    """Run `work` in a child process and return its exit code; `folder` is the run folder.
+@dataclass(frozen=True)
+class Life:
+    """The part of a process in a run. A supervisor has the exit `code` of its last child. A child has none: it trains.
 
-    `work` gets the newest checkpoint that this run has saved, if any, and whether it is a restart after a crash. In the child
-    this function returns the result of `work` or raises its error. On a system without `sigtimedwait`, `work` runs in
-    this process, unsupervised.
+    Life(saved=Path("run/global_step_40"), is_restart=True)     # the second child
+    """
+
+    code: int | None = None
+    saved: Path | None = None  # the newest checkpoint that this run has saved
+    is_restart: bool = False  # after a crash
+
+
+@contextlib.contextmanager
+def supervise(folder: Path, rules: TrainerConfig) -> Iterator[Life]:
+    """Run the block in a child process after the other, until one has ended well or for good; `folder` is the run folder.
+
+    As `fork`, this enters the block in each child, and in this process after the last child, with its exit code. On a system
+    without `sigtimedwait`, the block runs in this process, unsupervised.
     """
     if not hasattr(signal, "sigtimedwait"):
-        return work(None, False)
+        yield Life()
+        return
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would discard the exit status of a child
     adopt_orphans()
@@ -84,7 +96,9 @@ def supervise(work: Callable[[Path | None, bool], int], folder: Path, rules: Tra
             os.close(reader)
             die_with(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            return _reporting(partial(work, supervisor.saved, supervisor.has_restarted), writer)
+            with _reporting(writer):
+                yield Life(None, supervisor.saved, supervisor.has_restarted)
+            return
         os.close(writer)
         try:
             code = supervisor.decide(supervisor.watch(child, reader))
@@ -94,18 +108,19 @@ def supervise(work: Callable[[Path | None, bool], int], folder: Path, rules: Tra
             while signal.sigtimedwait(_WATCHED, 0):  # pending signals were meant for the run, and it has ended
                 pass
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            return code
+            yield Life(code)
+            return
 
 
-def _reporting(work: Callable[[], int], writer: int) -> int:
-    """Run `work`, and send its error to the supervisor: it sees only an exit code otherwise."""
+@contextlib.contextmanager
+def _reporting(writer: int) -> Iterator[None]:
+    """Send an error of the block to the supervisor, which sees only an exit code otherwise."""
     try:
-        code = work()
+        yield
     except BaseException as error:
         _send(writer, {"error": type(error).__name__, "text": str(error)})
         raise
     _send(writer, {"error": "", "text": ""})
-    return code
 
 
 def _send(writer: int, note: dict[str, str]) -> None:

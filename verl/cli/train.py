@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from verl.cli.arguments import ConfigArguments, parse, with_model, with_run_folder
 from verl.cli.model_folders import model_folder
 from verl.cli.page import page_of
+from verl.cli.supervise import Life, supervise
 from verl.config import PPO, PREFERENCE, RM, SFT, LoadedConfig, RunConfig, Schema
 from verl.config.values import escape_path
 from verl.errors import ConfigError
@@ -72,8 +74,8 @@ def _run(
         return check(arguments)
     loaded = with_run_folder(with_model(arguments.load()))
     _require_model(loaded)
-    with page_of(loaded, whole_process=supervised):
-        return _started(loaded, supervised)
+    with page_of(loaded, whole_process=supervised), _life(loaded, supervised) as life:
+        return _train(_resumed(loaded, life.saved), life.is_restart) if life.code is None else life.code
 
 
 def _require_model(loaded: LoadedConfig[Any]) -> None:
@@ -98,17 +100,18 @@ run_simpo = partial(_preference, verb="simpo", setting="preference.loss=simpo")
 run_cpo = partial(_preference, verb="cpo", setting="preference.loss=cpo")
 
 
-def _started(loaded: LoadedConfig[RunConfig], supervised: bool) -> int:
+@contextmanager
+def _life(loaded: LoadedConfig[RunConfig], supervised: bool) -> Iterator[Life]:
+    """The part of this process in the run: it trains, or it is the supervisor, whose children train, and has the exit code."""
     trainer = loaded.config.trainer
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun supervises and restarts its ranks; none may outlive it
-        return _train(loaded, restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
-    if supervised and "RANK" not in os.environ and trainer.max_restarts and not trainer.val_only:
-        from verl.cli.supervise import supervise
-
-        folder = Path(trainer.default_local_dir).expanduser()
-        return supervise(lambda saved, again: _train(_resumed(loaded, saved), again), folder, trainer)
-    return _train(loaded)
+        yield Life(is_restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+    elif supervised and "RANK" not in os.environ and trainer.max_restarts and not trainer.val_only:
+        with supervise(Path(trainer.default_local_dir).expanduser(), trainer) as life:
+            yield life
+    else:
+        yield Life()
 
 
 def run_eval(argv: list[str]) -> int:

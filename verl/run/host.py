@@ -51,13 +51,12 @@ from verl.user_objects import short_traceback
 log = logging.getLogger(__name__)
 
 
-@run_settings()
 def train(loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: bool = False) -> int:
     """Train a program of PROGRAMS with the config `loaded`; returns the exit code. `restarted`: after a crash of the same
     command. Raises VerlError with its message."""
     if loaded.config.trainer.val_only:
         return evaluate(loaded, program)
-    with open_run(loaded, program, restarted=restarted) as (loop, finish):
+    with run_settings(), open_run(loaded, program, restarted=restarted) as (loop, finish):
         loop.run()
         finish()
     return 0

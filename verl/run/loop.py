@@ -171,33 +171,34 @@ class Loop:
         """Take the next step, the validation before the first one included; False when there is none left. Raises
         InterruptedRun after saving when a stop was requested, and FolderLostError after saving elsewhere when the run folder is
         lost."""
-        try:
-            return self._advance()
-        except StopRequested:
-            self._require_folder()
-            self._finish_last_save()
-            self.save()
-            self.store.finish()
-            result = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
-            raise InterruptedRun(
-                f"Stopped on request after step {self.state.step} of {self.data.num_steps}; {result}. "
-                "Run the same command again to resume."
-            ) from None
-
-    def _advance(self) -> bool:
         if self.state.step >= self.data.num_steps:
             return False
-        if self.state.step == 0 and self.trainer.val_before_train and not self.state.first_validation:
-            self.state.first_validation = self._validated(0)
-        self._require_folder()
-        self.store.check()
         try:
-            self._step(self.state.step + 1)
-        except RollBack as back:
-            self._go_back(back)
-        self.stop.check()
-        self._require_training()
+            if self.state.step == 0 and self.trainer.val_before_train and not self.state.first_validation:
+                self.state.first_validation = self._validated(0)
+            self._require_folder()
+            self.store.check()
+            try:
+                self._step(self.state.step + 1)
+            except RollBack as back:
+                self._go_back(back)
+            self.stop.check()
+            self._require_training()
+        except StopRequested:
+            raise self._stopped() from None
         return True
+
+    def _stopped(self) -> InterruptedRun:
+        """Save the last step; the error that ends the run."""
+        self._require_folder()
+        self._finish_last_save()
+        self.save()
+        self.store.finish()
+        result = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
+        return InterruptedRun(
+            f"Stopped on request after step {self.state.step} of {self.data.num_steps}; {result}. "
+            "Run the same command again to resume."
+        )
 
     def _step(self, step: int) -> None:
         started = time.perf_counter()
