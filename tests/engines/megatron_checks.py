@@ -17,13 +17,14 @@ from tests.engines.parallel_checks import (
 from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
 from tests.engines.tiny import make_engine
 from verl.config.sections.megatron import MegatronConfig
+from verl.data_proto.extras import EXPERTS
 from verl.data_proto.merge import object_array
 from verl.engines.api import MicroBatching, TrainEngine, whole
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.engines.megatron.engine import MegatronEngine
 from verl.models.lora import own_names
-from verl.models.routing import COLUMN, expert_counts
+from verl.models.routing import expert_counts
 from verl.parallel.mesh import Mesh
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.layout import MegatronLayout, replicas
@@ -199,7 +200,7 @@ def replay(folder, family, model, checkpointing=False, **section):
     (_, expected), (free, recorded) = own
     draws, (num_experts, k) = np.random.default_rng(0), expert_counts(one.module.config)
     others = [draws.random((*r.shape[:2], num_experts)).argsort(-1)[..., :k].astype(np.uint8) for r in expected]
-    batch.non_tensor_batch[COLUMN] = object_array(others)
+    batch.non_tensor_batch[EXPERTS] = object_array(others)
     part = batch.select_idxs(rows)
     a, b = (e.forward(x, OUTPUTS["lm"], MICRO)["log_probs"] for e, x in ((one, batch), (many, part)))
     assert (b - free).abs().max() > 1e-3

@@ -15,7 +15,12 @@ from tests.house.source import ROOT
 from tests.run import conftest as runs
 from verl.cli.main import main
 from verl.config import load_config
+from verl.data_proto.extras import BatchExtras
+from verl.data_proto.proto import DataProto
+from verl.engines.base import TrainedEngine
+from verl.engines.micro_batches import Plan
 from verl.models.optim import MasterOptimizer
+from verl.models.packing import PackedBatch, PackedRow
 from verl.roles.model import ModelRole
 from verl.run.host import train
 from verl.run.loop import Loop
@@ -116,3 +121,54 @@ def test_few_frames_lie_between_the_command_and_the_optimizer(tiny_overrides, tm
     rows = re.findall(r"^\| \d+ \| `([^`]+)` in `([^`]+)`", section("Frames"), re.M)
     named = [f"{file} {name.rpartition('.')[2]}" for name, file in rows]
     assert [frame for frame in frames if "<" not in frame] == named  # a comprehension is a frame in some versions
+
+
+# the forms in which an engine hands on its batch, and calls behind which others go on with it
+FORMS = (DataProto, BatchExtras, Plan, PackedRow, PackedBatch)
+DOORS = ("_outputs", "__call__", "backward", "step")
+MOST_STAYS = 15
+
+
+def is_form(value, depth=2):
+    if isinstance(value, (list, tuple)) and value and depth:
+        return is_form(value[0], depth - 1)
+    return isinstance(value, FORMS)
+
+
+@pytest.fixture
+def stays(tiny_overrides, tmp_path, monkeypatch):
+    """Files in the order in which the first optimizer step enters them with its batch: each function counts at its first call,
+    and neighbours in one file are one stay. Methods of the forms count where they are called."""
+    files, visited, train_batch = [], set(), TrainedEngine.train_batch
+    depth = 0
+
+    def profile(frame, event, argument):
+        nonlocal depth
+        code = frame.f_code
+        if depth or code.co_name in DOORS:
+            depth += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and code not in visited and code.co_filename.startswith(f"{ROOT}/verl/"):
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            values = [frame.f_locals[name] for name in names]
+            if any(map(is_form, values)) and not (names[0] == "self" and is_form(values[0])):
+                visited.add(code)
+                files.extend([code.co_filename] if files[-1:] != [code.co_filename] else [])
+
+    def recorded(self, *arguments, **more):
+        if files:
+            return train_batch(self, *arguments, **more)
+        sys.setprofile(profile)
+        try:
+            return train_batch(self, *arguments, **more)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(TrainedEngine, "train_batch", recorded)
+    step = ("trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}")
+    train(load_config(runs.merge(tiny_overrides, step)))
+    return [file.removeprefix(f"{ROOT}/verl/") for file in files]
+
+
+def test_a_batch_enters_few_files_on_its_way_to_the_forward(stays):
+    assert stays[0] == stays[-1] == "engines/base.py", "from train_batch to the backward"
+    assert len(stays) <= MOST_STAYS, stays

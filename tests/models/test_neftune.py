@@ -1,24 +1,27 @@
 """Noise on embeddings: its size, its keys, and the same through hand-written and module forwards."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from tests.models.reference import make_columns, random_rows, widen_norms
+from verl.data_proto.extras import BatchExtras
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
-from verl.models.neftune import with_noise
+from verl.models.neftune import noise_of
 from verl.models.packing import pack_rows
 
 
-def packed_rows(seed=0, sizes=(3, 2)):
-    return pack_rows(make_columns(*random_rows(seed, list(sizes))), share_prompts=False)
+def packed_rows(alpha=None, hidden_size=0, seed=0):
+    noise = None if alpha is None else partial(noise_of, alpha=alpha, hidden_size=hidden_size, seed=seed)
+    return pack_rows(make_columns(*random_rows(0, [3, 2])), share_prompts=False, extras=BatchExtras(noise=noise))
 
 
 def test_size():
-    packed = with_noise(packed_rows(), 5.0, 64, seed=1)
+    packed = packed_rows(5.0, 64, seed=1)
     assert packed.noise.shape == (packed.num_tokens, 64)
     for segment in packed.layout.segments:
         noise = packed.noise[segment.start : segment.start + segment.length]
@@ -28,8 +31,7 @@ def test_size():
 
 
 def test_equal_seeds_give_equal_noise():
-    packed = packed_rows()
-    once, again, other = (with_noise(packed, 5.0, 8, seed=seed).noise for seed in (1, 1, 2))
+    once, again, other = (packed_rows(5.0, 8, seed=seed).noise for seed in (1, 1, 2))
     assert torch.equal(once, again)
     assert not torch.equal(once, other)
 
@@ -38,7 +40,7 @@ def test_equal_seeds_give_equal_noise():
 def test_is_added_to_the_embeddings(tiny_folder, family):
     """As a hook on the embedding layer does in other trainers."""
     module = widen_norms(load_causal_lm(tiny_folder(family), dtype=torch.float64))
-    packed = with_noise(packed_rows(), 5.0, 64, seed=3)
+    packed = packed_rows(5.0, 64, seed=3)
     plain = packed_outputs(module, packed_rows(), ("log_probs",))["log_probs"]
     log_probs = packed_outputs(module, packed, ("log_probs",))["log_probs"]
     hook = module.get_input_embeddings().register_forward_hook(lambda _, __, output: output + packed.noise.to(output))
@@ -51,7 +53,7 @@ def test_is_added_to_the_embeddings(tiny_folder, family):
 
 
 def test_the_hand_written_forward_adds_the_same(tiny_folder):
-    module, packed = load_causal_lm(tiny_folder("llama")), with_noise(packed_rows(), 5.0, 64, seed=3)
+    module, packed = load_causal_lm(tiny_folder("llama")), packed_rows(5.0, 64, seed=3)
     assert DenseDecoder.of(module) is not None
     log_probs = packed_outputs(module, packed, ("log_probs",))["log_probs"]
     wide = packed_outputs(module.double(), packed, ("log_probs",))["log_probs"]

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from verl.config import RolloutConfig
+from verl.data_proto.extras import BatchExtras
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.data_proto.trajectory import Trajectory, to_columns
 from verl.errors import ConfigError
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
-from verl.models.packing import pack_rows, unpadded_rows
-from verl.models.routing import Routing, by_row, expert_counts, follow_routing
+from verl.models.packing import by_row, pack_rows, unpadded_rows
+from verl.models.routing import Routing, expert_counts, follow_routing
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native.engine import NativeRollout
 
@@ -64,8 +65,7 @@ def columns_of(trajectories):
 
 def log_probs(module, columns, rows=None, **packing):
     rows = range(len(columns["prompts"])) if rows is None else rows
-    if packing.get("experts") is not None:
-        packing["experts"] = [packing["experts"][row] for row in rows]
+    packing["extras"] = BatchExtras(experts=packing.pop("experts", None)).select(rows)
     packed = pack_rows({name: values[list(rows)] for name, values in columns.items()}, **packing)
     return packed_outputs(module, packed, ["log_probs"])["log_probs"]
 
@@ -104,9 +104,9 @@ def test_the_split_into_micro_batches_changes_nothing(sampled, mixture):
 
 def test_prompts_of_other_experts_are_computed_apart(sampled, mixture):
     columns, experts = columns_of(sampled[:2]), [t.experts.copy() for t in sampled[:2]]
-    together = pack_rows(columns, experts=experts)
+    together = pack_rows(columns, extras=BatchExtras(experts=experts))
     experts[1][0] = (experts[1][0] + 1) % 8
-    apart = pack_rows(columns, experts=experts)
+    apart = pack_rows(columns, extras=BatchExtras(experts=experts))
     assert apart.num_tokens == together.num_tokens + len(PROMPTS[0])
     assert together.layout.routing.replayed.shape[0] == together.num_tokens
 

@@ -17,6 +17,7 @@ from tests.vision_families import (
     transpose_experts,
     vision_folder,
 )
+from verl.data_proto.extras import BatchExtras
 from verl.data_proto.media import Media, MediaSpan
 from verl.errors import ModelError
 from verl.models.forward import hidden_states, packed_outputs
@@ -95,7 +96,7 @@ def cached_log_probs(model, prompt, media, response):
 
 
 def packed_log_probs(model, columns, media):
-    return packed_outputs(model, pack_rows(columns, media=media), ("log_probs",))["log_probs"]
+    return packed_outputs(model, pack_rows(columns, extras=BatchExtras(media)), ("log_probs",))["log_probs"]
 
 
 @pytest.mark.parametrize(("family", "share_prompts"), each_value(list(CONFIGS), [True, False]))
@@ -106,7 +107,7 @@ def test_log_probs_and_gradients_equal_the_own_forward(family, folder, share_pro
 def require_equal(family, folder, columns, media, rows, *, share_prompts=True):
     """Log-probs and gradients of the packed forward, and of the family's own forward of each row."""
     ours, theirs = load_model(folder), random_model(family)
-    packed = pack_rows(columns, share_prompts=share_prompts, media=media)
+    packed = pack_rows(columns, share_prompts=share_prompts, extras=BatchExtras(media))
     log_probs = packed_outputs(ours, packed, ("log_probs",))["log_probs"][columns["response_mask"]]
     expected = torch.cat([own_log_probs(theirs, p, m, r) for p, m, r in rows])
     assert torch.allclose(log_probs, expected, rtol=0, atol=TOLERANCE)
@@ -129,7 +130,7 @@ def test_gradients_equal_the_modules_ones(family, folder, case):
     if family in ("qwen3_vl_moe", "glm4v"):
         pytest.skip("its own modules compute it")
     columns, media, _ = batch_of(family, STRAY)
-    packed, gradients = pack_rows(columns, media=media), []
+    packed, gradients = pack_rows(columns, extras=BatchExtras(media)), []
     for states in (hidden_states, lambda model, *_: vision_states(model, packed)[packed.hidden_index]):
         model = load_model(folder, "token_value" if case == "critic" else "lm")
         if case == "frozen towers":
@@ -173,7 +174,7 @@ def test_images_of_later_turns_equal_the_own_forward(family, folder, share_promp
         "response_mask": torch.tensor([mask, [1, 1] + [0] * (len(mask) - 2)]).bool(),
     }
     ours, theirs = load_model(folder), random_model(family)
-    packed = pack_rows(columns, share_prompts=share_prompts, media=[spans] * 2)
+    packed = pack_rows(columns, share_prompts=share_prompts, extras=BatchExtras([spans] * 2))
     assert len(packed.media) == (3 if share_prompts else 4)
     log_probs = packed_outputs(ours, packed, ("log_probs",))["log_probs"]
     expected = own_log_probs(theirs, prompt, media, response)
@@ -216,7 +217,7 @@ def test_images_of_a_prompt_are_computed_once_for_its_samples(family, folder):
         tower.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
         for tower in vision_towers(model)[:1]
     ]
-    packed = pack_rows(columns, media=[media] * 8)
+    packed = pack_rows(columns, extras=BatchExtras([media] * 8))
     assert len(packed.media) == 1
     packed_outputs(model, packed, ("log_probs",))
     assert len(hooks) == len(calls) == 1

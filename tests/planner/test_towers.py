@@ -7,6 +7,7 @@ import torch
 
 from tests.vision_families import CONFIGS, random_images, random_model
 from verl.cli.main import main
+from verl.data_proto.extras import BatchExtras
 from verl.data_proto.media import Media
 from verl.engines.api import MicroBatching
 from verl.engines.micro_batches import image_costs, plan_micro_batches
@@ -33,7 +34,7 @@ def test_micro_batches_count_the_tower(family):
     assert ModelShape.from_config(model.config).tower.patches == (1 if family.startswith("llava") else 4)
     ids = torch.arange(1, 9).repeat(4, 1)
     columns = {"prompts": ids, "prompt_mask": ids > 0, "responses": ids, "response_mask": ids > 0}
-    rows = unpadded_rows(columns, media=[media, media, None, None], cost_of=image_costs(model))
+    rows = unpadded_rows(columns, extras=BatchExtras([media, media, None, None]), cost_of=image_costs(model))
     one = 8 + cost + 7 + 7
     assert plan_micro_batches(rows, MicroBatching(max_tokens=one), True) == [[0, 1], [2, 3]]
     freeze_towers(model)

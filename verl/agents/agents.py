@@ -39,7 +39,7 @@ from verl.config.active_keys import runner_of
 from verl.data.dataset import RLHFDataset
 from verl.data.images import image_encoder
 from verl.data_proto.columns import COLUMNS
-from verl.data_proto.media import media_of
+from verl.data_proto.extras import media_of
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from verl.data_proto.proto import DataProto
-
-
 SAMPLING = {"fps": 2.0, "nframes": 0, "min_frames": 4, "max_frames": 768}  # frames that are read of a video
 
 
@@ -120,15 +117,6 @@ class MediaSpan:
 
 Spans: TypeAlias = tuple[MediaSpan, ...]
 RowMedia: TypeAlias = Media | Spans | None  # of a row: images somewhere in its prompt, or at their places
-MEDIA_COLUMNS = ("media", "episode_media")
-
-
-def row_media_of(batch: DataProto) -> list[RowMedia] | None:
-    """The images that each row's tokens have: from its episode, else from its data row. None if the batch has no such
-    column."""
-    episodes = batch.non_tensor_batch.get("episode_media")
-    media = media_of(batch) if episodes is None else list(episodes)
-    return None if media is None else list(media)
 
 
 def images_in(media: RowMedia) -> list[Media]:
@@ -141,16 +129,3 @@ def images_in(media: RowMedia) -> list[Media]:
 def texts_of(media: Sequence[Media]) -> list[str]:
     """The texts that stand for images in rendered messages."""
     return [text for images in media for text in images.texts]
-
-
-def placed_in(media: RowMedia, prompt_length: int) -> Spans:
-    """The images of a row with their places; images of a data row are anywhere in the prompt."""
-    if isinstance(media, tuple):
-        return media
-    return () if media is None else (MediaSpan(-prompt_length, prompt_length, media),)
-
-
-def media_of(batch: DataProto) -> list[Media | None] | None:
-    """The column `media` of a batch, the images of each data row; None if the batch has no such column."""
-    column = batch.non_tensor_batch.get("media")
-    return None if column is None else list(column)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from verl.data_proto.batch_metrics import scored_rows
-from verl.data_proto.media import images_in, row_media_of
+from verl.data_proto.extras import row_media_of
+from verl.data_proto.media import images_in
 from verl.data_proto.stored_column import row_arrays
 from verl.data_proto.token_values import add_observed, compared_log_probs, token_places
 from verl.data_proto.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,21 +15,22 @@ import torch
 import torch.distributed as dist
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, SFTModelConfig
+from verl.data_proto.extras import BatchExtras
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, StepCheck, WeightLayout
 from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
-from verl.engines.micro_batches import images_of, plan_micro_batches, rows_of, select_rows, sizes_of
+from verl.engines.micro_batches import Plan, costs_of, plan_micro_batches, sizes_of
 from verl.engines.routing import EngineRouting
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, whole_batch_metrics
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
-from verl.models.neftune import with_noise
+from verl.models.neftune import noise_of
 from verl.models.optim import AdamStep, MasterOptimizer, local, lr_at
 from verl.models.outputs import RequestedOutputs
-from verl.models.packing import PackedBatch, Reads, pack_rows
+from verl.models.packing import PackedBatch, pack_rows, unpadded_rows
 from verl.models.padded import ForwardKind
 from verl.models.rounding import Rounding
 from verl.models.visible import ratio
@@ -88,8 +89,8 @@ class TrainedEngine(ABC):
         requested = RequestedOutputs.of(outputs, self.head, temperature)
         columns: dict[str, torch.Tensor] = {}
         with self._ready():
-            plan = self._plan(batch, micro, requested.reads)
-            for rows, result in zip(plan, self._computed(batch, plan, requested), strict=True):
+            plan = self._plan(batch, requested, micro)
+            for rows, result in zip(plan.parts, self._computed(plan), strict=True):
                 for name, values in result.items():
                     if name not in columns:
                         wide = values.dtype if values.dtype in (torch.float64, torch.int64) else torch.float32
@@ -283,37 +284,40 @@ class TrainedEngine(ABC):
     # -- micro-batches and the step ----------------------------------------------------------------------------------------
 
     def _plan(
-        self, batch: DataProto, micro: MicroBatching, reads: Reads, rows: Sequence[int] | None = None, unit: str = "row"
-    ) -> list[list[int]]:
-        """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
-        members = rows_of(batch, rows, reads, self.routing.experts(batch), self.module)
-        plan = plan_micro_batches(members, micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads)
-        count = int(self._over_ranks(torch.tensor([len(plan)]), dist.ReduceOp.MAX))
-        log.debug("Micro-batches of %s rows; %d on the rank with most", [len(part) for part in plan], count)
-        return plan + [[] for _ in range(count - len(plan))]
+        self,
+        batch: DataProto,
+        requested: RequestedOutputs,
+        micro: MicroBatching,
+        units: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+        noise: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Plan:
+        """The micro-batches of the rows `rows` (None: all); as many on each rank, the last ones may be empty."""
+        extras = BatchExtras.of(batch, replays=self.routing.replays, noise=noise)
+        cost_of = costs_of(extras, self.module, self.computes_images)
+        members = unpadded_rows(batch.batch, rows, requested.reads, extras, cost_of)
+        parts = plan_micro_batches(members, micro, self.share_prompts, units, pads=self.pads)
+        count = int(self._over_ranks(torch.tensor([len(parts)]), dist.ReduceOp.MAX))
+        log.debug("Micro-batches of %s rows; %d on the rank with most", [len(part) for part in parts], count)
+        return Plan(batch, extras, requested, parts + [[] for _ in range(count - len(parts))])
 
-    def _pack(self, part: DataProto, reads: Reads) -> PackedBatch:
-        return pack_rows(
-            part.batch,
-            share_prompts=self.share_prompts,
-            device=self.device,
-            chunk_tokens=self.dimensions.chunk_tokens,
-            reads=reads,
-            media=images_of(part, self.module, self.computes_images),
-            experts=self.routing.experts(part),
-        )
+    def _pack(self, plan: Plan, rows: list[int]) -> tuple[DataProto, PackedBatch]:
+        """The rows `rows` of a planned batch, one of its micro-batches, and their layout."""
+        part, extras = plan.select(rows)
+        packed = pack_rows(
+            part.batch, share_prompts=self.share_prompts, device=self.device, chunk_tokens=self.dimensions.chunk_tokens,
+            reads=plan.requested.reads, extras=extras,
+        )  # fmt: skip
+        return part, packed
 
-    def _computed(
-        self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs
-    ) -> Iterable[dict[str, torch.Tensor]]:
+    def _computed(self, plan: Plan) -> Iterable[dict[str, torch.Tensor]]:
         """The named outputs of each micro-batch of `plan`, in its order."""
-        for number, rows in enumerate(plan):
-            self._before_micro_batch(number, len(plan), trains=False)
-            part = select_rows(batch, rows)
-            packed = self._pack(part, requested.reads)
+        for number, rows in enumerate(plan.parts):
+            self._before_micro_batch(number, len(plan.parts), trains=False)
+            _, packed = self._pack(plan, rows)
             self.routing.begin(packed)
-            yield self._outputs(packed, requested.outputs, requested.temperature)
-            self.routing.end(packed, part, rows, requested.reads, self.share_prompts)
+            yield self._outputs(packed, plan.requested.outputs, plan.requested.temperature)
+            self.routing.end(packed, plan, rows, self.share_prompts)
 
     def _gradients(
         self,
@@ -327,26 +331,24 @@ class TrainedEngine(ABC):
     ) -> tuple[list[dict[str, Metric]], BatchTotals]:
         """Add the gradients of a batch to the existing ones; returns metrics of micro-batches, and sizes over all ranks."""
         requested = RequestedOutputs.of(outputs, self.head, temperature)
-        totals = BatchTotals(*self._over_ranks(torch.tensor(sizes_of(batch, unit))).tolist())
+        units, noise = unit_ids(batch, unit), None
+        totals = BatchTotals(*self._over_ranks(torch.tensor(sizes_of(batch, units))).tolist())
         micro = micro if self.headroom is None else self.headroom.adapted(micro)
-        plan = self._plan(batch, micro, requested.reads, rows, unit)
-        metrics = [{"loss": Metric.sum(0.0)}, *self._sum_gradients(batch, plan, requested, loss, totals)]
+        if self.neftune_alpha:
+            size = self.module.config.get_text_config().hidden_size
+            noise = partial(noise_of, alpha=self.neftune_alpha, hidden_size=size, seed=self.num_steps)
+        plan = self._plan(batch, requested, micro, units, rows, noise)
+        metrics = [{"loss": Metric.sum(0.0)}, *self._sum_gradients(plan, loss, totals)]
         if self.headroom is not None and self.headroom.limit is not None:
             metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
         return metrics, totals
 
-    def _sum_gradients(
-        self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs, loss: LossFn, totals: BatchTotals
-    ) -> list[dict[str, Metric]]:
+    def _sum_gradients(self, plan: Plan, loss: LossFn, totals: BatchTotals) -> list[dict[str, Metric]]:
         """Forward and backward of each micro-batch of `plan`; returns their metrics."""
-        metrics = []
-        for number, members in enumerate(plan):
-            self._before_micro_batch(number, len(plan), trains=True)
-            part = select_rows(batch, members)
-            packed = self._pack(part, requested.reads)
-            if self.neftune_alpha:
-                size = self.module.config.get_text_config().hidden_size
-                packed = with_noise(packed, self.neftune_alpha, size, seed=self.num_steps)
+        metrics, requested = [], plan.requested
+        for number, rows in enumerate(plan.parts):
+            self._before_micro_batch(number, len(plan.parts), trains=True)
+            part, packed = self._pack(plan, rows)
             with nullcontext() if self.headroom is None else self.headroom.measuring(packed.input_ids.numel()):
                 named_outputs = self._outputs(packed, requested.outputs, requested.temperature)
                 metrics.append(self._backward(named_outputs, part, loss, totals))

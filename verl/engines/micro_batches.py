@@ -4,47 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from verl.data_proto.media import Media, RowMedia, row_media_of
+from verl.data_proto.extras import BatchExtras
+from verl.data_proto.media import Media
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching
 from verl.errors import ConfigError
 from verl.models.memory import ParallelLayout, kept_activations, tower_activations
-from verl.models.packing import PackedRow, Reads, num_computed, unpadded_rows
+from verl.models.outputs import RequestedOutputs
+from verl.models.packing import PackedRow, num_computed
 from verl.models.shapes import ModelShape
 from verl.models.vision import is_vision_model, require_vision, vision_towers
-from verl.parallel.balance import pack_by_tokens, unit_ids
+from verl.parallel.balance import pack_by_tokens
 
 Unit = list[PackedRow]  # rows that stay together
 
 
-def sizes_of(batch: DataProto, unit: str = "row") -> list[int]:
+def sizes_of(batch: DataProto, units: Sequence[int]) -> list[int]:
     """Numbers of response tokens, rows with response tokens, units, and response tokens of chosen completions in this rank's
-    share of a mini-batch."""
+    share of a mini-batch. `units`: see `unit_ids`."""
     tokens = batch.batch["response_mask"].sum(dim=1)
     preferred = batch.batch.get("chosen", None)
     is_mask = preferred is not None and preferred.dtype == torch.bool  # a loop of the user's may have numbers there
     num_chosen_tokens = int(tokens[preferred].sum()) if is_mask else 0
-    return [int(tokens.sum()), int((tokens > 0).sum()), len(set(unit_ids(batch, unit))), num_chosen_tokens]
-
-
-def rows_of(
-    batch: DataProto,
-    rows: Sequence[int] | None,
-    reads: Reads,
-    experts: Sequence[np.ndarray | None] | None = None,
-    module: nn.Module | None = None,
-) -> list[PackedRow]:
-    """The rows `rows` of a batch (None: all) without their padding, with the costs of their images for `module`; `experts`: see
-    verl.models.routing."""
-    media = row_media_of(batch)
-    cost_of = None if module is None or media is None or not any(media) else image_costs(module)
-    return unpadded_rows(batch.batch, rows, reads, media, experts, cost_of)
+    return [int(tokens.sum()), int((tokens > 0).sum()), len(set(units)), num_chosen_tokens]
 
 
 def image_costs(module: nn.Module) -> Callable[[Media], int] | None:
@@ -69,10 +57,9 @@ def image_costs(module: nn.Module) -> Callable[[Media], int] | None:
     return cost
 
 
-def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> list[RowMedia] | None:
-    """The images of a batch for `module`. Raises ModelError if it reads none, ConfigError if the engine does not."""
-    media = row_media_of(batch)
-    if media is None or not any(media):
+def costs_of(extras: BatchExtras, module: nn.Module, computes_images: bool) -> Callable[[Media], int] | None:
+    """`image_costs` if a row has images. Raises ModelError if `module` reads no images, ConfigError if its engine does not."""
+    if not extras.has_images:
         return None
     require_vision(module)
     if not computes_images:
@@ -80,7 +67,26 @@ def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> lis
             "Rows with images train on one device, or with strategy=fsdp or fsdp2 without tensor and sequence parallelism. Set "
             "strategy=fsdp2, and tensor_parallel_size and ulysses_sequence_parallel_size to 1."
         )
-    return media
+    return image_costs(module)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The micro-batches of a batch: the rows `parts[i]` are computed together, for the outputs `requested`.
+
+    Plan(batch, BatchExtras(), requested, [[0, 1, 5], [2, 3, 4], []])     # as many as the rank with most has
+    """
+
+    batch: DataProto
+    extras: BatchExtras
+    requested: RequestedOutputs
+    parts: list[list[int]]
+
+    def select(self, rows: list[int]) -> tuple[DataProto, BatchExtras]:
+        """The rows `rows` and their extras."""
+        if len(rows) == len(self.batch):
+            return self.batch, self.extras
+        return self.batch.select_idxs(rows), self.extras.select(rows)
 
 
 def plan_micro_batches(
@@ -165,8 +171,3 @@ def _fitting(family: Sequence[Unit], max_tokens: int, share_prompts: bool) -> It
         cost = cost + added if chunk else num_computed(unit, share_prompts)
         chunk.append(unit)
     yield cost, chunk
-
-
-def select_rows(batch: DataProto, rows: list[int]) -> DataProto:
-    """The rows `rows` of a batch."""
-    return batch if len(rows) == len(batch) else batch.select_idxs(rows)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.engines.micro_batches import rows_of
 from verl.models.hf_module import HFModule
-from verl.models.packing import Reads, group_rows
+from verl.models.packing import by_row, group_rows, unpadded_rows
 from verl.models.padded import require_packed
-from verl.models.routing import Routing, by_row, experts_of, follow_routing
+from verl.models.routing import Routing, follow_routing
 
 if TYPE_CHECKING:
-    from verl.data_proto.proto import DataProto
+    from verl.engines.micro_batches import Plan
     from verl.models.packing import PackedBatch
 
 
@@ -43,18 +42,19 @@ class EngineRouting:
         finally:
             self._records = None
 
-    def experts(self, batch: DataProto) -> list[np.ndarray | None] | None:
-        """The experts that a forward of `batch` is to choose."""
-        return None if self._config is None or self._records is not None else experts_of(batch)
+    @property
+    def replays(self) -> bool:
+        """Whether a forward chooses the experts that its batch has."""
+        return self._config is not None and self._records is None
 
     def begin(self, packed: PackedBatch) -> None:
         """Called before a forward without gradient."""
         if self._records is not None:
             packed.layout.routing = Routing()
 
-    def end(self, packed: PackedBatch, part: DataProto, rows: Sequence[int], reads: Reads, share: bool) -> None:
-        """Called after it: `part`, the rows `rows` of the batch, was packed for `reads`, with or without shared prompts."""
+    def end(self, packed: PackedBatch, plan: Plan, rows: Sequence[int], share: bool) -> None:
+        """Called after it: `packed` has the rows `rows` of a planned batch, with or without shared prompts."""
         if self._records is not None and packed.layout.routing is not None and packed.num_tokens:
             record = packed.layout.routing.recorded(self._config).cpu().numpy()
-            groups = group_rows(rows_of(part, None, reads), share)
-            self._records.update({rows[row]: experts for row, experts in by_row(groups, record).items()})
+            groups = group_rows(unpadded_rows(plan.batch.batch, rows, plan.requested.reads, plan.extras), share)
+            self._records.update(by_row(groups, record))

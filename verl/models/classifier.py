@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
+from verl.data_proto.extras import BatchExtras
 from verl.data_proto.media import Spans
 from verl.errors import ModelError
 from verl.models.folder import fetch
@@ -96,7 +97,7 @@ def sequence_scores(
             _columns(members, sequences),
             device=device,
             reads=Reads(predictions=False, last_token=True),
-            media=[tuple(span.moved(-shared) for span in images[i]) for i, shared in members] if any(images) else None,
+            extras=BatchExtras([tuple(span.moved(-shared) for span in images[i]) for i, shared in members]),
         )
         outputs = packed_outputs(module, packed, ("sequence_scores",))["sequence_scores"]
         scores[[i for i, _ in members]] = outputs.to("cpu", scores.dtype)

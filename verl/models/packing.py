@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from verl.data_proto.media import Media, RowMedia, Spans, placed_in
+from verl.data_proto.extras import BatchExtras
+from verl.data_proto.media import Media, MediaSpan, RowMedia, Spans
 from verl.errors import DataError
 from verl.models.ops.varlen import PackedSegment
 from verl.models.packed import PackedLayout
-from verl.models.routing import replayed
+from verl.models.routing import UNKNOWN, Routing
 from verl.models.vision import PlacedMedia
 from verl.parallel.device import to_device
 
@@ -37,7 +38,7 @@ class Reads:
     columns: tuple[str, ...] = ()
 
 
-_PREDICTIONS = Reads()
+_PREDICTIONS, _NO_EXTRAS = Reads(), BatchExtras()
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,26 @@ class PackedBatch:
         return values.new_zeros(self.shape[0]).index_put((self.row[first:],), values[first:])
 
 
+def placed_in(media: RowMedia, prompt_length: int) -> Spans:
+    """The images of a row with their places; images of a data row are in the whole prompt."""
+    if isinstance(media, tuple):
+        return media
+    return () if media is None else (MediaSpan(-prompt_length, prompt_length, media),)
+
+
 def unpadded_rows(
     columns: Mapping[str, torch.Tensor],
     chosen: Sequence[int] | None = None,
-    reads: Reads | None = None,
-    media: Sequence[RowMedia] | None = None,
-    experts: Sequence[np.ndarray | None] | None = None,
+    reads: Reads = _PREDICTIONS,
+    extras: BatchExtras = _NO_EXTRAS,
     cost_of: Callable[[Media], int] | None = None,
 ) -> list[PackedRow]:
-    """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask, response_is_inside where present,
-    `media` (None: no images) and `experts` (None: routers choose). `cost_of` gives the cost of images in tokens (None: 0).
+    """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask and, if present, response_is_inside,
+    with their images and experts in `extras`. `cost_of` gives the cost of images in tokens (None: 0).
 
     Raises DataError for a row that trains on its very first token, which nothing predicts.
     """
-    reads = reads or Reads()
+    media, experts = extras.media, extras.experts
     prompts, prompt_mask = columns["prompts"].cpu(), columns["prompt_mask"].cpu().bool()
     trained = columns["response_mask"].cpu().bool()
     last = (trained * torch.arange(1, trained.shape[1] + 1)).amax(dim=1).tolist() if trained.shape[1] else []
@@ -163,27 +170,25 @@ def pack_rows(
     device: torch.device | str = "cpu",
     chunk_tokens: int | None = None,
     reads: Reads = _PREDICTIONS,
-    media: Sequence[RowMedia] | None = None,
-    experts: Sequence[np.ndarray | None] | None = None,
+    extras: BatchExtras = _NO_EXTRAS,
 ) -> PackedBatch:
-    """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response], media and experts
-    [batch].
-    A layer computes `chunk_tokens` tokens at a time, where it can; None: all.
+    """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response] and the extras of
+    their rows. Rows with noise share no prompts. A layer that can computes `chunk_tokens` tokens at a time; None: all.
 
     A response is contiguous from column 0 up to its last trained token; holes in response_mask (user turns, tool output)
     are ordinary inputs that nothing predicts. A prompt may be empty if response_mask is false at the first token.
     """
-    groups = group_rows(unpadded_rows(columns, None, reads, media, experts), share_prompts)
+    groups = group_rows(unpadded_rows(columns, None, reads, extras), share_prompts)
     trained, responses = columns["response_mask"].cpu().bool(), columns["responses"].cpu()
     ids, positions = list[torch.Tensor](), list[torch.Tensor]()
     segments: list[PackedSegment] = []
-    index: list[torch.Tensor] = []
-    where: list[torch.Tensor] = []
+    index, where = list[torch.Tensor](), list[torch.Tensor]()
     last: list[tuple[int, int, int]] = []  # (position, row, column)
     start = 0
     for group in groups:
         prompt_length = len(group[0].prompt)
-        ids += [torch.tensor(group[0].prompt, dtype=torch.int64), *(responses[r.index, : r.num_inputs] for r in group)]
+        prompt = torch.tensor(group[0].prompt, dtype=torch.int64)
+        ids.append(torch.cat([prompt, *(responses[r.index, : r.num_inputs] for r in group)]))
         positions += [torch.arange(prompt_length), *(torch.arange(r.num_inputs) + prompt_length for r in group)]
         segments.extend(_segments(start, prompt_length, [row.num_inputs for row in group]))
         first = start + prompt_length
@@ -202,18 +207,20 @@ def pack_rows(
     row_index, column = torch.cat(where, dim=1) if where else torch.empty(2, 0, dtype=torch.int64)
     targets = responses[row_index, column]
     targets[len(targets) - num_last :] = 0
+    media, routing = tuple(_placed(groups)), _replayed(groups, device)
     return PackedBatch(
         input_ids=_joined(ids, device).unsqueeze(0),
         position_ids=_joined(positions, device).unsqueeze(0),
-        layout=PackedLayout(segments, chunk_tokens, replayed(groups, device)),
+        layout=PackedLayout(segments, chunk_tokens, routing),
         hidden_index=_joined(index, device),
         targets=to_device(targets, device),
         row=to_device(row_index, device),
         column=to_device(column, device),
         shape=(responses.shape[0], responses.shape[1]),
         num_last=num_last,
+        noise=_joined([extras.noise(tokens) for tokens in ids], device) if extras.noise and ids else None,
         columns={name: to_device(columns[name].cpu()[row_index, column], device) for name in reads.columns},
-        media=tuple(_placed(groups)),
+        media=media,
     )
 
 
@@ -235,6 +242,39 @@ def _placed(groups: Sequence[Sequence[PackedRow]]) -> Iterator[PlacedMedia]:
                 if 0 <= image.start < row.num_inputs:
                     yield PlacedMedia(first + image.start, image.length, first + row.num_inputs, image.media)
             first += row.num_inputs
+
+
+def _replayed(groups: Sequence[Sequence[PackedRow]], device: torch.device | str) -> Routing | None:
+    """The Routing of a packed forward of `groups`; None if no row has a record."""
+    shape = next((row.experts.shape[1:] for group in groups for row in group if row.experts is not None), None)
+    if shape is None:
+        return None
+    parts = [part for group in groups for part in _parts(group, shape)]
+    return Routing(torch.from_numpy(np.concatenate(parts)).to(device))
+
+
+def _parts(group: Sequence[PackedRow], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """The records of a prompt, then of the responses to it; of the experts that are not in a record, -1."""
+    num_prompt = len(group[0].prompt)
+    spans = [(group[0], 0, num_prompt), *((row, num_prompt, num_prompt + row.num_inputs) for row in group)]
+    for row, start, end in spans:
+        part = np.full((end - start, *shape), UNKNOWN, dtype=np.int64)
+        record = None if row.experts is None else row.experts[start:end]
+        if record is not None:
+            part[: len(record)] = record
+        yield part
+
+
+def by_row(groups: Sequence[Sequence[PackedRow]], record: np.ndarray) -> Mapping[int, np.ndarray]:
+    """Row index -> its record [tokens, layers, k], of the record of a packed forward of `groups`."""
+    rows, start = {}, 0
+    for group in groups:
+        prompt = record[start : start + len(group[0].prompt)]
+        start += len(prompt)
+        for row in group:
+            rows[row.index] = np.concatenate([prompt, record[start : start + row.num_inputs]])
+            start += row.num_inputs
+    return rows
 
 
 def _segments(start: int, prompt_length: int, inputs: list[int]) -> Iterator[PackedSegment]:

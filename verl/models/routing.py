@@ -12,10 +12,9 @@ so that a layer which is computed again in the backward makes the same choices.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,13 +27,8 @@ from verl.models.hf_module import HFModule
 from verl.models.parallel.collectives import gather_into
 from verl.models.parallel.experts import is_experts
 
-if TYPE_CHECKING:
-    from verl.data_proto.proto import DataProto
-    from verl.models.packing import PackedRow
-
-COLUMN = "routed_experts"  # of a batch: the record of each row, or None
 _TOP_K = (torch.topk, torch.Tensor.topk)
-_UNKNOWN = -1  # in a record: the router chooses
+UNKNOWN = -1  # in a record: the router chooses
 
 
 class Routing:
@@ -51,13 +45,13 @@ class Routing:
             self._recorded[layer] = chosen
             return chosen
         past = self.replayed[:, layer]
-        return torch.where(past == _UNKNOWN, chosen, past)
+        return torch.where(past == UNKNOWN, chosen, past)
 
     def padded(self, num_tokens: int) -> Routing:
         """The choices of `num_tokens` tokens; routers choose the experts of those that are added."""
         if self.replayed is None:
             return Routing()
-        return Routing(F.pad(self.replayed, (0, 0, 0, 0, 0, num_tokens - len(self.replayed)), value=_UNKNOWN))
+        return Routing(F.pad(self.replayed, (0, 0, 0, 0, 0, num_tokens - len(self.replayed)), value=UNKNOWN))
 
     def part(self, num_local: int, group: dist.ProcessGroup) -> Routing:
         """The choices of this rank's `num_local` tokens, one of equal slices over the ranks of `group`."""
@@ -157,45 +151,6 @@ class _Choice(TorchFunctionMode):
         if experts is result.indices:
             return result
         return torch.return_types.topk((scores.gather(1, experts), experts))
-
-
-def experts_of(batch: DataProto) -> list[np.ndarray | None] | None:
-    """The column COLUMN of a batch; None where the batch has no such column."""
-    column = batch.non_tensor_batch.get(COLUMN)
-    return None if column is None else list(column)
-
-
-def replayed(groups: Sequence[Sequence[PackedRow]], device: torch.device | str) -> Routing | None:
-    """The Routing of a packed forward of `groups`; None where no row has a record."""
-    shape = next((row.experts.shape[1:] for group in groups for row in group if row.experts is not None), None)
-    if shape is None:
-        return None
-    parts = [part for group in groups for part in _parts(group, shape)]
-    return Routing(torch.from_numpy(np.concatenate(parts)).to(device))
-
-
-def _parts(group: Sequence[PackedRow], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """The records of a prompt, then of the responses to it; of the experts that are not in a record, -1."""
-    num_prompt = len(group[0].prompt)
-    spans = [(group[0], 0, num_prompt), *((row, num_prompt, num_prompt + row.num_inputs) for row in group)]
-    for row, start, end in spans:
-        part = np.full((end - start, *shape), _UNKNOWN, dtype=np.int64)
-        known = None if row.experts is None else row.experts[start:end]
-        if known is not None:
-            part[: len(known)] = known
-        yield part
-
-
-def by_row(groups: Sequence[Sequence[PackedRow]], record: np.ndarray) -> Mapping[int, np.ndarray]:
-    """Row index -> its record [tokens, layers, k], of the record of a packed forward of `groups`."""
-    rows, start = {}, 0
-    for group in groups:
-        prompt = record[start : start + len(group[0].prompt)]
-        start += len(prompt)
-        for row in group:
-            rows[row.index] = np.concatenate([prompt, record[start : start + row.num_inputs]])
-            start += row.num_inputs
-    return rows
 
 
 def balancing_share(root: Any) -> str:

@@ -20,11 +20,11 @@ from verl.checkpoint.store import CheckpointWriter
 from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
 from verl.data_proto.batch_metrics import data_metrics, span_tokens, variety_metrics
+from verl.data_proto.extras import EXPERTS as ROUTED_EXPERTS
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import observed_rows
 from verl.manifest import FileRecord, record_of
-from verl.models.routing import COLUMN as ROUTED_EXPERTS
 from verl.parallel.serialize import record
 from verl.programs.api import Program, RunContext, StepResult
 from verl.programs.collect import Validator

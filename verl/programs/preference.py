@@ -32,7 +32,7 @@ from verl.data.preferences.dataset import (
     partners_of,
     sequence_batch,
 )
-from verl.data_proto.media import media_of
+from verl.data_proto.extras import media_of
 from verl.data_proto.metrics import Metric, merge_metrics, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
@@ -41,6 +41,7 @@ from verl.engines.micro_batches import sizes_of
 from verl.errors import DataError
 from verl.manifest import put_in_place, record_of
 from verl.models.load import eos_token_ids_of
+from verl.parallel.balance import unit_ids
 from verl.programs.api import RunContext, StepResult
 from verl.programs.given_rows import GivenRows, GivenRowsProgram, line_of_step, model_spec, specs_of, with_held_out
 from verl.roles.api import Broadcast, ModelHandle, Objective, Roles, RoleSpec, RoleSpecs
@@ -288,7 +289,9 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
 
     def validate(self, step: int) -> dict[str, float]:
         batches = self._batches(self.datasets[-1], list(self.held_out()))
-        totals = BatchTotals(*np.sum([sizes_of(batch, self.loss.unit) for batch in batches], axis=0).tolist())
+        totals = BatchTotals(
+            *np.sum([sizes_of(batch, unit_ids(batch, self.loss.unit)) for batch in batches], axis=0).tolist()
+        )
         batch_metrics = []
         for batch in batches:
             outputs = self.model.forward(batch, {name: name for name in self.loss.outputs}).get().batch

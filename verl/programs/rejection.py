@@ -24,7 +24,7 @@ from verl.algorithms.filters import best_of_groups
 from verl.config import PPOConfig
 from verl.data.prompts import answer_prefix
 from verl.data_proto.batch_metrics import scored_rows
-from verl.data_proto.media import media_of
+from verl.data_proto.extras import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows

@@ -29,8 +29,8 @@ from verl.agents.images import EpisodeImages
 from verl.agents.journal import FOLDER
 from verl.agents.recorded import recorded
 from verl.data.loader import PromptLoader
+from verl.data_proto.extras import media_of
 from verl.data_proto.future import DataProtoFuture, Future
-from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams

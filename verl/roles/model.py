@@ -16,13 +16,12 @@ import torch
 from verl.checkpoint.background import RoleSave, write_and_report
 from verl.checkpoint.role import RoleCheckpoint, read_role, require_parts
 from verl.config import CheckpointConfig, StepGuardsConfig
-from verl.data_proto.media import MEDIA_COLUMNS
+from verl.data_proto.extras import EXPERTS, MEDIA_COLUMNS
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
 from verl.manifest import FileRecord
-from verl.models.routing import COLUMN
 from verl.parallel.device import most_memory_allocated
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.register import Dispatch, Execute, register
@@ -78,7 +77,7 @@ class ModelRole:
         self._utilization = utilization
         self._saving: RoleSave | None = None
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=(*MEDIA_COLUMNS, COLUMN))
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=(*MEDIA_COLUMNS, EXPERTS))
     def forward(self, batch: DataProto, outputs: Mapping[str, str]) -> DataProto:
         """Columns of model outputs without gradient, float32: `outputs` maps an output of verl/engines/api.py to the name of
         its column. A role that shares an engine computes without its adapters. With router_replay=R2 the experts are
@@ -93,9 +92,9 @@ class ModelRole:
         named = {column: columns[output] for output, column in outputs.items()}
         if self.spec.router_replay != "R2":
             return DataProto.from_dict(named)
-        return DataProto.from_dict(named, {COLUMN: object_array([records.get(row) for row in range(len(batch))])})
+        return DataProto.from_dict(named, {EXPERTS: object_array([records.get(row) for row in range(len(batch))])})
 
-    @register(Dispatch.ND_MINI_BATCHES, blocking=False, objects=(*MEDIA_COLUMNS, COLUMN), left_out=_NOT_READ)
+    @register(Dispatch.ND_MINI_BATCHES, blocking=False, objects=(*MEDIA_COLUMNS, EXPERTS), left_out=_NOT_READ)
     def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
         """All optimizer steps on `batch`; advances the learning-rate schedule by one, unless guards have refused all steps.
 
@@ -115,7 +114,7 @@ class ModelRole:
             device |= self._utilization.take(self.spec.name, time.perf_counter() - start)
         return Updates(self.spec.name, steps, rate, observed, findings, device)
 
-    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=(*MEDIA_COLUMNS, COLUMN))
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=(*MEDIA_COLUMNS, EXPERTS))
     def forward_backward(
         self,
         batch: DataProto,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.advantages.turns import turn_numbers
-from verl.data_proto.media import MEDIA_COLUMNS
+from verl.data_proto.extras import MEDIA_COLUMNS
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Score, ScoreRequest, names_of_samples

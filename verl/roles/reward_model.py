@@ -18,7 +18,8 @@ from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.formats import Example
 from verl.data.conversations.tokens import ConversationEncoder
 from verl.data.prompts import answer_prefix
-from verl.data_proto.media import MEDIA_COLUMNS, Spans, placed_in, row_media_of
+from verl.data_proto.extras import MEDIA_COLUMNS, row_media_of
+from verl.data_proto.media import Spans
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from verl.families import engine_facts
 from verl.models.classifier import load_reward_model, reward_model_config, scores_steps, sequence_scores
 from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_model_config, load_tokenizer
+from verl.models.packing import placed_in
 from verl.models.tokenizer import eos_token_ids
 from verl.models.vision import require_vision
 from verl.parallel.device import compute_dtype

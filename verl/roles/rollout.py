@@ -17,7 +17,7 @@ from verl.agents.agents import Agents
 from verl.agents.episode import EpisodeResult
 from verl.agents.images import EpisodeImages
 from verl.config import RolloutConfig, full_key
-from verl.data_proto.media import media_of
+from verl.data_proto.extras import EXPERTS, experts_of, media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -25,7 +25,6 @@ from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, S
 from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import Trajectory, to_columns, trajectory_of
 from verl.errors import ModelError
-from verl.models.routing import COLUMN, experts_of
 from verl.parallel.register import Dispatch, Execute, register
 from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
@@ -245,12 +244,8 @@ class RolloutWorker:
         columns["rollout_rank"] = torch.full((len(trajectories),), self.rank)
         objects = sample_names(samples)
         if self.records_experts:
-            if any(trajectory.experts is None for trajectory in trajectories):
-                raise ModelError(
-                    "The rollout engine returned no experts of a sample, which actor.router_replay.mode=R3 needs. Set "
-                    f"{full_key('rollout.name')}=native, or the mode to R2."
-                )
-            objects[COLUMN] = object_array([trajectory.experts for trajectory in trajectories])
+            require_experts(trajectories)
+            objects[EXPERTS] = object_array([trajectory.experts for trajectory in trajectories])
         return DataProto.from_dict(columns, objects)
 
 

@@ -20,7 +20,8 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.data_proto.media import StoredTensors, images_in, row_media_of
+from verl.data_proto.extras import row_media_of
+from verl.data_proto.media import StoredTensors, images_in
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError, first_line
 from verl.parallel.device import resolve_device, visible_devices

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +21,13 @@ from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import all_ranks, broadcast_value, computing, use_groups
 from verl.engines.megatron.model_checks import check_model, transformer_settings
 from verl.engines.megatron.placement import Grid, Placed, linears, place, router_biases
-from verl.engines.micro_batches import select_rows
+from verl.engines.micro_batches import Plan
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
 from verl.models.optim import ELEMENTWISE
-from verl.models.outputs import RequestedOutputs
-from verl.models.packing import PackedBatch, Reads
+from verl.models.packing import PackedBatch
 from verl.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -259,32 +259,29 @@ class MegatronEngine(TrainedEngine):
 
     # -- the device layout, see TrainedEngine ------------------------------------------------------------------------------
 
-    def _plan(self, *args: Any) -> list[list[int]]:
-        return self.schedule.filled(super()._plan(*args))
+    def _plan(self, *args: Any) -> Plan:
+        plan = super()._plan(*args)
+        return replace(plan, parts=self.schedule.filled(plan.parts))
 
-    def _parts(self, batch: DataProto, plan: list[list[int]], reads: Reads) -> list[Part]:
-        rows = [select_rows(batch, members) if members else batch.slice(0, 0) for members in plan]
-        return [(part, self.schedule.padded(self._pack(part, reads))) for part in rows]
+    def _pack(self, plan: Plan, rows: list[int]) -> Part:
+        part, packed = super()._pack(plan, rows)
+        return part, self.schedule.padded(packed)
 
-    def _computed(
-        self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs
-    ) -> list[dict[str, torch.Tensor]]:
-        parts = self._parts(batch, plan, requested.reads)
+    def _computed(self, plan: Plan) -> list[dict[str, torch.Tensor]]:
+        parts = [self._pack(plan, rows) for rows in plan.parts]
         for _, packed in parts:
             self.routing.begin(packed)
-        outputs = self.schedule.forward(parts, requested.outputs, requested.temperature)
-        for rows, (part, packed) in zip(plan, parts, strict=True):
+        outputs = self.schedule.forward(parts, plan.requested.outputs, plan.requested.temperature)
+        for rows, (_, packed) in zip(plan.parts, parts, strict=True):
             self.schedule.share_choices(packed)
             if rows:
-                self.routing.end(packed, part, rows, requested.reads, self.share_prompts)
+                self.routing.end(packed, plan, rows, self.share_prompts)
         return outputs
 
-    def _sum_gradients(
-        self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs, loss: LossFn, totals: BatchTotals
-    ) -> list[dict[str, Metric]]:
+    def _sum_gradients(self, plan: Plan, loss: LossFn, totals: BatchTotals) -> list[dict[str, Metric]]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        parts = self._parts(batch, plan, requested.reads)
+        parts, requested = [self._pack(plan, rows) for rows in plan.parts], plan.requested
         return self.schedule.train(parts, requested.outputs, requested.temperature, loss, totals)
 
     def _complete_gradients(self, totals: BatchTotals) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from verl.data_proto.media import Media, media_of
+from verl.data_proto.extras import media_of
+from verl.data_proto.media import Media
 
 if TYPE_CHECKING:
     import numpy as np
