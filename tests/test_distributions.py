@@ -1,4 +1,4 @@
-"""Distributions beside the core: sentences for parts that are missing, and for parts of another release."""
+"""Distributions outside the core: sentences for parts that are missing, and for parts of another release."""
 
 import importlib.metadata
 import subprocess

@@ -314,8 +314,8 @@ def report(*_, **__):
     os.write(file, json.dumps([file, child.returncode, sys.stdin.read(), sys.stdout.write("a")]).encode())
     return 0
 
-main._main = report
-main.main([])
+main.run_verb = report
+main.main(["train"])
 """
 
 

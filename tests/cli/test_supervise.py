@@ -19,8 +19,11 @@ class Supervised:
 
     def __init__(self, folder, kind, *changes, **popen):
         self.folder = folder
+        model = folder.parent / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text("{}")
         settings = [
-            "actor_rollout_ref.model.path=m",
+            f"actor_rollout_ref.model.path={model}",
             f"trainer.default_local_dir={folder}",
             "trainer.restart_backoff_s=0.02",
             *changes,

@@ -18,7 +18,7 @@ from verl.config import load_config
 from verl.data_proto.extras import BatchExtras
 from verl.data_proto.proto import DataProto
 from verl.engines.base import TrainedEngine
-from verl.engines.micro_batches import Plan
+from verl.engines.micro_batches import BatchPlan
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch, PackedRow
 from verl.roles.model import ModelRole
@@ -123,8 +123,8 @@ def test_few_frames_lie_between_the_command_and_the_optimizer(tiny_overrides, tm
     assert [frame for frame in frames if "<" not in frame] == named  # a comprehension is a frame in some versions
 
 
-# the forms in which an engine hands on its batch, and calls behind which others go on with it
-FORMS = (DataProto, BatchExtras, Plan, PackedRow, PackedBatch)
+# the forms in which an engine passes its batch, and the calls at which another owner continues
+FORMS = (DataProto, BatchExtras, BatchPlan, PackedRow, PackedBatch)
 DOORS = ("_outputs", "__call__", "backward", "step")
 MOST_STAYS = 15
 

@@ -13,6 +13,7 @@ from verl.cli.parser import Parser
 from verl.cli.report import Line, Report, fail, info, passed, warn
 from verl.config import PPO, PREFERENCE, RM, SFT, PPOConfig, RunConfig, Schema
 from verl.errors import ConfigError, VerlError, install_command, nearest
+from verl.families import engine_facts
 from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SAMPLE_ARGUMENTS, SIGNATURE
 
 EXTRA = {name: name for name in ("datasets", "pandas", "hydra")}  # package -> the extra of verl that brings it
@@ -267,7 +268,7 @@ def _config(
 def _surroundings(config: PPOConfig) -> Iterator[Line]:
     """Lines about packages and devices of the machine that starts the run."""
     engine, num_devices = config.actor_rollout_ref.rollout.name, config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if engine in ("vllm", "sglang") and importlib.util.find_spec(engine) is None:
+    if engine and engine_facts(engine).starts_process and importlib.util.find_spec(engine.partition(":")[0]) is None:
         yield warn(f"actor_rollout_ref.rollout.name={engine} needs the package {engine!r}, which is not installed here")
     if num_devices > 1:
         yield info(

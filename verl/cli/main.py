@@ -142,7 +142,8 @@ def _without_verb(arguments: list[str]) -> int:
 def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False) -> int:
     """Run `verb`, with errors shown as `main` says. `whole_process`: this process has no other work, so the verb may fork
     it."""
-    with _guard(verb, arguments) as end:
+    with _guard(verb) as end:
+        _require_text(arguments)
         module, _, name = VERBS[verb].function.partition(":")
         check_releases()
         require_part(module, f"verl {verb}")
@@ -160,7 +161,8 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
 
 def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[str]) -> int:
     """The exit code of `run(arguments)`, with errors shown as `main` says, under the name `verb`."""
-    with _guard(verb, arguments) as end:
+    with _guard(verb) as end:
+        _require_text(arguments)
         end.code = run(list(arguments))
     return end.code
 
@@ -173,7 +175,7 @@ class _End:
 
 
 @contextlib.contextmanager
-def _guard(verb: str, arguments: Sequence[str]) -> Iterator[_End]:
+def _guard(verb: str) -> Iterator[_End]:
     """Inside, an error of `verb` is shown as `main` says, and sets the exit code. No function stands between a verb and its
     work, so a debugger shows few frames."""
     spin_briefly()
@@ -181,7 +183,6 @@ def _guard(verb: str, arguments: Sequence[str]) -> Iterator[_End]:
     _accept_any_text()
     end = _End()
     try:
-        _require_text(arguments)
         yield end
     except VerlError as error:
         if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":

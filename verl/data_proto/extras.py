@@ -25,7 +25,7 @@ def media_of(batch: DataProto) -> list[Media | None] | None:
 
 
 def row_media_of(batch: DataProto) -> list[RowMedia] | None:
-    """The images that each row's tokens have: those of its episode, else those of its data row. None if the batch has no
+    """The images that each row's tokens have: the images of its episode, else of its data row. None if the batch has no
     such column."""
     episodes = batch.non_tensor_batch.get("episode_media")
     media = media_of(batch) if episodes is None else list(episodes)

@@ -21,7 +21,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, StepCheck, WeightLayout
 from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
-from verl.engines.micro_batches import Plan, costs_of, plan_micro_batches, sizes_of
+from verl.engines.micro_batches import BatchPlan, costs_of, plan_micro_batches, sizes_of
 from verl.engines.routing import EngineRouting
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, whole_batch_metrics
@@ -291,7 +291,7 @@ class TrainedEngine(ABC):
         units: Sequence[int] | None = None,
         rows: Sequence[int] | None = None,
         noise: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> Plan:
+    ) -> BatchPlan:
         """The micro-batches of the rows `rows` (None: all); as many on each rank, the last ones may be empty."""
         extras = BatchExtras.of(batch, replays=self.routing.replays, noise=noise)
         cost_of = costs_of(extras, self.module, self.computes_images)
@@ -299,9 +299,9 @@ class TrainedEngine(ABC):
         parts = plan_micro_batches(members, micro, self.share_prompts, units, pads=self.pads)
         count = int(self._over_ranks(torch.tensor([len(parts)]), dist.ReduceOp.MAX))
         log.debug("Micro-batches of %s rows; %d on the rank with most", [len(part) for part in parts], count)
-        return Plan(batch, extras, requested, parts + [[] for _ in range(count - len(parts))])
+        return BatchPlan(batch, extras, requested, parts + [[] for _ in range(count - len(parts))])
 
-    def _pack(self, plan: Plan, rows: list[int]) -> tuple[DataProto, PackedBatch]:
+    def _pack(self, plan: BatchPlan, rows: list[int]) -> tuple[DataProto, PackedBatch]:
         """The rows `rows` of a planned batch, one of its micro-batches, and their layout."""
         part, extras = plan.select(rows)
         packed = pack_rows(
@@ -310,7 +310,7 @@ class TrainedEngine(ABC):
         )  # fmt: skip
         return part, packed
 
-    def _computed(self, plan: Plan) -> Iterable[dict[str, torch.Tensor]]:
+    def _computed(self, plan: BatchPlan) -> Iterable[dict[str, torch.Tensor]]:
         """The named outputs of each micro-batch of `plan`, in its order."""
         for number, rows in enumerate(plan.parts):
             self._before_micro_batch(number, len(plan.parts), trains=False)
@@ -343,7 +343,7 @@ class TrainedEngine(ABC):
             metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
         return metrics, totals
 
-    def _sum_gradients(self, plan: Plan, loss: LossFn, totals: BatchTotals) -> list[dict[str, Metric]]:
+    def _sum_gradients(self, plan: BatchPlan, loss: LossFn, totals: BatchTotals) -> list[dict[str, Metric]]:
         """Forward and backward of each micro-batch of `plan`; returns their metrics."""
         metrics, requested = [], plan.requested
         for number, rows in enumerate(plan.parts):

@@ -71,10 +71,10 @@ def costs_of(extras: BatchExtras, module: nn.Module, computes_images: bool) -> C
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The micro-batches of a batch: the rows `parts[i]` are computed together, for the outputs `requested`.
 
-    Plan(batch, BatchExtras(), requested, [[0, 1, 5], [2, 3, 4], []])     # as many as the rank with most has
+    BatchPlan(batch, BatchExtras(), requested, [[0, 1, 5], [2, 3, 4], []])     # as many as the rank with most has
     """
 
     batch: DataProto

@@ -14,7 +14,7 @@ from verl.models.padded import require_packed
 from verl.models.routing import Routing, follow_routing
 
 if TYPE_CHECKING:
-    from verl.engines.micro_batches import Plan
+    from verl.engines.micro_batches import BatchPlan
     from verl.models.packing import PackedBatch
 
 
@@ -52,7 +52,7 @@ class EngineRouting:
         if self._records is not None:
             packed.layout.routing = Routing()
 
-    def end(self, packed: PackedBatch, plan: Plan, rows: Sequence[int], share: bool) -> None:
+    def end(self, packed: PackedBatch, plan: BatchPlan, rows: Sequence[int], share: bool) -> None:
         """Called after it: `packed` has the rows `rows` of a planned batch, with or without shared prompts."""
         if self._records is not None and packed.layout.routing is not None and packed.num_tokens:
             record = packed.layout.routing.recorded(self._config).cpu().numpy()

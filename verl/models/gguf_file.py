@@ -1,6 +1,6 @@
 """Hugging Face models as GGUF files, which llama.cpp, Ollama and LM Studio run; the inverse is verl/models/convert.py.
 
-Names of tensors and keys are those of llama.cpp's convert_hf_to_gguf.py, through its package gguf.
+Names of tensors and keys are the names in llama.cpp's convert_hf_to_gguf.py, through its package gguf.
 """
 
 from __future__ import annotations

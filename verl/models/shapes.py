@@ -49,7 +49,7 @@ class Tower:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Its layers as those of a decoder without a vocabulary."""
+        """Its layers as a decoder without a vocabulary."""
         size, heads = self.hidden // self.heads, self.heads
         return ModelShape(self.num_layers, self.hidden, heads, heads, size, self.intermediate, gated=self.gated)
 

@@ -68,7 +68,7 @@ def _memory(name: str, sizes: Json, scale: float) -> Bar:
 
 
 def parts_of_bar(values: Json, scale: float) -> list[tuple[str, float, float, float]]:
-    """The parts of a Bar one after the other, without those of nothing."""
+    """The parts of a Bar one after the other, without empty parts."""
     left, parts = 0.0, []
     for name, value in values.items():
         width = min(1000 * value / scale, 1000 - left) if scale > 0 else 0.0

@@ -244,7 +244,11 @@ class RolloutWorker:
         columns["rollout_rank"] = torch.full((len(trajectories),), self.rank)
         objects = sample_names(samples)
         if self.records_experts:
-            require_experts(trajectories)
+            if any(trajectory.experts is None for trajectory in trajectories):
+                raise ModelError(
+                    "The rollout engine returned no experts of a sample, which actor.router_replay.mode=R3 needs. Set "
+                    f"{full_key('rollout.name')}=native, or the mode to R2."
+                )
             objects[EXPERTS] = object_array([trajectory.experts for trajectory in trajectories])
         return DataProto.from_dict(columns, objects)
 

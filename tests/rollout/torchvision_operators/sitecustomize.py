@@ -1,4 +1,4 @@
-"""Declares the operators of torchvision's library for CUDA, without which its wheel cannot be imported beside PyTorch for CPUs.
+"""Declares the operators of torchvision's library for CUDA, without which its wheel cannot be imported with PyTorch for CPUs.
 vLLM reads pictures with torchvision, in code that is Python's. Python imports this file from a folder of PYTHONPATH."""
 
 import sys

@@ -21,7 +21,7 @@ from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import all_ranks, broadcast_value, computing, use_groups
 from verl.engines.megatron.model_checks import check_model, transformer_settings
 from verl.engines.megatron.placement import Grid, Placed, linears, place, router_biases
-from verl.engines.micro_batches import Plan
+from verl.engines.micro_batches import BatchPlan
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.forward import keep_fused
@@ -259,15 +259,15 @@ class MegatronEngine(TrainedEngine):
 
     # -- the device layout, see TrainedEngine ------------------------------------------------------------------------------
 
-    def _plan(self, *args: Any) -> Plan:
+    def _plan(self, *args: Any) -> BatchPlan:
         plan = super()._plan(*args)
         return replace(plan, parts=self.schedule.filled(plan.parts))
 
-    def _pack(self, plan: Plan, rows: list[int]) -> Part:
+    def _pack(self, plan: BatchPlan, rows: list[int]) -> Part:
         part, packed = super()._pack(plan, rows)
         return part, self.schedule.padded(packed)
 
-    def _computed(self, plan: Plan) -> list[dict[str, torch.Tensor]]:
+    def _computed(self, plan: BatchPlan) -> list[dict[str, torch.Tensor]]:
         parts = [self._pack(plan, rows) for rows in plan.parts]
         for _, packed in parts:
             self.routing.begin(packed)
@@ -278,7 +278,7 @@ class MegatronEngine(TrainedEngine):
                 self.routing.end(packed, plan, rows, self.share_prompts)
         return outputs
 
-    def _sum_gradients(self, plan: Plan, loss: LossFn, totals: BatchTotals) -> list[dict[str, Metric]]:
+    def _sum_gradients(self, plan: BatchPlan, loss: LossFn, totals: BatchTotals) -> list[dict[str, Metric]]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         parts, requested = [self._pack(plan, rows) for rows in plan.parts], plan.requested
