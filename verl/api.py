@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -85,6 +86,7 @@ class Trainer(SteppedRun):
     """
 
     defaults: Face = "command"
+    label = ""  # of a new run folder; "": the algorithm
     splits: ClassVar[Mapping[str, str]] = {"train": "train data", "val": "eval_data"}  # in messages
 
     @short_traceback
@@ -127,8 +129,13 @@ class Trainer(SteppedRun):
             return load_config(texts, schema=SCHEMAS[self.program_name], check=check, defaults=self.defaults, **calls)
 
         first = load([r if isinstance(r, str | None) else "rows" for r in (rows, eval_rows)], check=False)
-        if _FOLDER not in first.settings:
-            label = (name or first.config.algorithm.adv_estimator).rpartition(":")[2]
+        self.is_new_folder = _FOLDER not in first.settings
+        if self.is_new_folder:
+            label = (
+                "evaluate"
+                if keys.get("trainer.val_only")
+                else self.label or (name or first.config.algorithm.adv_estimator).rpartition(":")[2]
+            )
             fallbacks[_FOLDER] = f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         folder = Path(str(fallbacks.get(_FOLDER, first.config.trainer.default_local_dir)))
         self.folder = folder.expanduser().absolute()
@@ -258,6 +265,7 @@ class _Sampler(Trainer):
     """A run that samples and trains nothing: one response to a prompt."""
 
     defaults = "release"
+    label = "generate"
     splits: ClassVar[Mapping[str, str]] = dict.fromkeys(("train", "val"), "prompts")
 
 
@@ -324,7 +332,10 @@ def generate(model: Model, data: Data, reward: Reward | None = None, **arguments
     trainer = _Sampler(model, rows, reward, eval_data=rows, **arguments)
     output = trainer.folder / "samples.jsonl"
     write_samples(trainer.loaded, output)
-    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    samples = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    if trainer.is_new_folder:
+        shutil.rmtree(trainer.folder)
+    return samples
 
 
 def _reward_keys(reward: Reward) -> dict[str, object]:

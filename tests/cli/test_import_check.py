@@ -1,8 +1,11 @@
 """`verl import-check`: launch scripts, YAML files and Python files of the existing verl."""
 
+from pathlib import Path
+
 import pytest
 
 from verl.cli.compat.launch_scripts import read_commands
+from verl.cli.main import main
 
 SCRIPT = r"""#!/bin/bash
 set -x
@@ -224,3 +227,20 @@ def test_what_a_public_kind_of_file_lacks_is_named_and_nothing_else(kind, checke
     failures = [line for line in said.splitlines() if line.startswith("fail")]
     assert len(failures) == len(missing), said
     assert all(name in line for name, line in zip(missing, failures, strict=True)), said
+
+
+def test_the_folder_of_a_script_and_the_config_that_it_names_are_read(tmp_path, monkeypatch, capsys):
+    """The multi-turn scripts of existing releases take their YAML from `$(pwd)`."""
+    monkeypatch.chdir(tmp_path)
+    Path("config").mkdir()
+    Path("config/multi.yaml").write_text("actor_rollout_ref: {rollout: {multi_turn: {enable: true}}}\n")
+    Path("tools.yaml").write_text("tools: []\n")
+    Path("run.sh").write_text(
+        'DIR="$(pwd)"\npython3 -m verl.trainer.main_ppo --config-path="$DIR/config" --config-name=multi '
+        'custom_reward_function.path="$(pwd)/reward.py" '
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=$(pwd)/tools.yaml\n"
+    )
+    assert main(["import-check", "run.sh", "config/multi.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "read with the command of the script that names it" in said
+    assert "No effect" not in said

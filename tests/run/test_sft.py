@@ -161,7 +161,12 @@ class TestEpochs:
     @pytest.mark.parametrize("stop", [3, slow(5), slow(7)])
     def test_a_resumed_run_equals_the_unbroken_one(self, sft_run, stop):
         """At an epoch's boundary (step 5) too: no step is lost and none is taken twice."""
-        settings = ("trainer.total_epochs=2", f"trainer.save_freq={stop}", "model.neftune_alpha=5")
+        settings = (
+            "trainer.total_epochs=2",
+            f"trainer.save_freq={stop}",
+            f"trainer.test_freq={stop}",
+            "model.neftune_alpha=5",
+        )
         resumed, unbroken = broken_off(sft_run, *settings, stop=stop)
         assert [row["step"] for row in resumed.rows] == list(range(1, 11))
         assert resumed.repeatable == unbroken.repeatable
@@ -217,3 +222,10 @@ def test_a_rollback_continues_with_the_rows_after_the_failed_step(sft_run, sft_o
     loader = SFT.load_data(load_config(sft_overrides, schema=SCHEMA).config).train
     assert taken == [loader.rows(number) for number in range(1, 12)]
     assert [row["step"] for row in run.training_rows()] == list(range(1, 11))
+
+
+def test_the_last_step_validates_and_saves_whatever_the_schedule(sft_run):
+    """As the trainer of existing releases, whose scripts leave both frequencies out."""
+    run = sft_run("trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.total_training_steps=2")
+    assert (run.folder / "global_step_2/model/huggingface/config.json").is_file()
+    assert "val/loss" in run.rows[-1]

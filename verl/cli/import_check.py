@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl.cli.parser import Parser
 from verl.cli.report import Line, Report, fail, info, passed, warn
@@ -15,6 +16,9 @@ from verl.config import PPO, PREFERENCE, RM, SFT, PPOConfig, RunConfig, Schema
 from verl.errors import ConfigError, VerlError, install_command, nearest
 from verl.families import engine_facts
 from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SAMPLE_ARGUMENTS, SIGNATURE
+
+if TYPE_CHECKING:
+    from verl.cli.compat.launch_scripts import Command
 
 EXTRA = {name: name for name in ("datasets", "pandas", "hydra")}  # package -> the extra of verl that brings it
 _DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
@@ -188,7 +192,11 @@ def run_import_check(argv: list[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="a .sh, .yaml or .py file")
     files = [Path(name) for name in parser.parse_args(argv).files]
     report = Report()
+    configs = {config.resolve() for file in files for config in _configs_of(file)}
     for file in files:
+        if file.resolve() in configs:
+            report.add(file.name, info("read with the command of the script that names it"))
+            continue
         try:
             for line in _examine(file):
                 report.add(file.name, line)
@@ -212,10 +220,22 @@ def _examine(file: Path) -> Iterator[Line]:
         yield from _script(file)
 
 
-def _script(file: Path) -> Iterator[Line]:
+def _commands(file: Path) -> list[Command]:
     from verl.cli.compat.launch_scripts import read_commands
 
-    commands = read_commands(file.read_text(encoding="utf-8", errors="replace"))
+    return read_commands(file.read_text(encoding="utf-8", errors="replace"))
+
+
+def _configs_of(file: Path) -> Iterator[Path]:
+    """The YAML files that commands of the script `file` name."""
+    if file.suffix not in (".py", ".yaml", ".yml") and file.is_file() and file.stat().st_size <= _MAX_BYTES:
+        for command in _commands(file):
+            if command.config_path and command.config_name:
+                yield Path(command.config_path) / f"{command.config_name.removesuffix('.yaml')}.yaml"
+
+
+def _script(file: Path) -> Iterator[Line]:
+    commands = _commands(file)
     if not commands:
         yield fail("no command `python -m verl...` was found")
     for command in commands:
@@ -260,7 +280,7 @@ def _config(
         yield info(f"renamed and accepted: {', '.join(renamed)}")
     if schema is PPO:
         yield from _surroundings(loaded.config)
-    keys = list(loaded.settings)
+    keys = [path for path, s in loaded.settings.items() if s.source == "command line" or not overrides]
     more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
     yield passed(f"{len(keys)} known keys: {', '.join(keys[:_NUM_NAMED])}{more}")
 

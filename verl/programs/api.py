@@ -131,6 +131,10 @@ class Program(ABC, Generic[C]):
     state_schema: ClassVar[Mapping[str, Check]] = {}
     # "validation" and "checkpoint", if the last step requests one in addition to the schedule
     requests: frozenset[str] = frozenset()
+    # whether it validates and saves behind its last step, whatever the keys of the schedule
+    ends_with_checkpoint: ClassVar[bool] = False
+    # words of the header for "validation" and "checkpoints" that the program adds to the schedule of the keys
+    schedule: Mapping[str, str] = {}
 
     @classmethod
     def select(cls, config: C) -> type[Program[Any]]:

@@ -29,6 +29,8 @@ class SFT(GivenRowsProgram[SFTConfig]):
     console_metrics = line_of_step({"token_accuracy": "accuracy"})
     labels = {"loss": "held-out loss", "token_accuracy": "held-out token accuracy"}
     always = ("loss", "token_accuracy")
+    ends_with_checkpoint = True  # as the trainer of existing releases
+    schedule = dict.fromkeys(("validation", "checkpoints"), "at the end")
     curves = {
         "loss": with_held_out("loss"),
         "token accuracy": with_held_out("token_accuracy"),

@@ -248,10 +248,11 @@ def _facts(
         **roles.facts,
         **program.header(),
         "steps": f"{state.step + 1} to {total}{rest}" if 0 < state.step < total else f"{total}{rest}",
-        "validation": _validates(loaded.config.trainer, state.step)
+        "validation": _validates(loaded.config.trainer, state.step, program.schedule.get("validation", ""))
         if data.has_validation
         else "none: data.val_files is empty",
         "checkpoints": _every(loaded.config.trainer.save_freq)
+        or program.schedule.get("checkpoints")
         or "none on schedule, one when interrupted; trainer.save_freq=after_each_epoch keeps the trained model",
         "run folder": str(folder.root),
         **({"page": run_folder.address_of_page} if run_folder.address_of_page else {}),
@@ -282,13 +283,14 @@ def _last_validation(metrics_file: Path) -> dict[str, float]:
     return rows[-1] if rows else {}
 
 
-def _validates(trainer: TrainerConfig, step: int) -> str:
-    """The times of validation, with the key of the time that is missing."""
+def _validates(trainer: TrainerConfig, step: int, added: str) -> str:
+    """The times of validation, with the key of the time that is missing. `added`: times that the program adds."""
     before = "before training" if trainer.val_before_train else "trainer.val_before_train=True adds it before training"
-    after = _every(trainer.test_freq) or "trainer.test_freq above 0 adds it after steps"
-    if step and trainer.test_freq != -1:  # a resumed run
+    after = _every(trainer.test_freq) or added
+    if step and after:  # a resumed run
         return after
-    return f"{before}; {after}" if trainer.val_before_train or trainer.test_freq != -1 else f"none: {before}, {after}"
+    missing = after or "trainer.test_freq above 0 adds it after steps"
+    return f"{before}; {missing}" if trainer.val_before_train or after else f"none: {before}, {missing}"
 
 
 def _every(freq: int | str) -> str:

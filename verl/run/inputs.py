@@ -73,6 +73,9 @@ def inputs_of(loaded: LoadedConfig[RunConfig], program: type[Program[Any]]) -> d
     return digests
 
 
+_FUNCTIONS = "reward.custom_reward_function.reward_kwargs"  # the key of functions that Python code passes
+
+
 def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mapping[str, str], action: str) -> str:
     """A sentence with the differences between the inputs `saved` in `checkpoint` (None: by a version without digests) and
     `now`; "" without any. Raises CheckpointError, unless `action` is "warn", if the trained weights depend on one."""
@@ -84,7 +87,8 @@ def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mappi
             "trainer.resume_changed_inputs=warn to resume with the new content. For a new run, set another "
             "trainer.default_local_dir."
         )
-    return f"The run resumes with another content of: {', '.join(changed)}." if changed else ""
+    names = ["the reward functions" if name == _FUNCTIONS else name for name in changed]
+    return f"The run resumes with another content of: {', '.join(names)}." if changed else ""
 
 
 def _add(digests: dict[str, str], name: str, digest: Any) -> None:

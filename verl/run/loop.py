@@ -338,7 +338,10 @@ class Loop:
     def _due(self, every: int | str) -> bool:
         """Whether the step that has ended is the last one, or a multiple of `every` steps or of an epoch."""
         steps = self.data.num_steps_per_epoch if every == "after_each_epoch" else int(every)
-        return steps > 0 and (self.state.step % steps == 0 or self.state.step == self.data.num_steps)
+        is_last = self.state.step == self.data.num_steps
+        return (is_last and self.program.ends_with_checkpoint) or (
+            steps > 0 and (self.state.step % steps == 0 or is_last)
+        )
 
 
 def _watched(spec: RoleSpec) -> TrainedRole:

@@ -81,6 +81,16 @@ def current_script() -> Script:
 class WithCallbacks(Program[Any]):
     """Calls the events of transformers' Trainer, in its order, around the steps of a program."""
 
+    ends_with_checkpoint: ClassVar[bool] = False  # its callbacks decide
+
+    @property
+    def schedule(self) -> Mapping[str, str]:  # type: ignore[override]
+        """See Program."""
+        args = current_script().args
+        evaluates, saves = (getattr(s, "value", s) for s in (args.eval_strategy, args.save_strategy))
+        after = {} if evaluates == "no" else {"validation": f"eval_strategy={evaluates}"}
+        return {**after, "checkpoints": f"save_strategy={saves}, and one at the end"}
+
     def step(self, step: int) -> StepResult:
         """See Program. Callbacks may end the run after this step."""
         script, state = current_script(), current_script().state
@@ -162,7 +172,7 @@ def _link_checkpoints(folder: Path, step: int, state: Any) -> None:
     state.save_to_json(str(checkpoint / "trainer_state.json"))
 
 
-class RunnerSFT(WithCallbacks, SFT):
+class RunnerSFT(WithCallbacks, SFT):  # type: ignore[misc]  # whose schedule is a constant
     """Supervised fine-tuning with callbacks."""
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-((?:[^{}]|\$\{[^{}]*\})*))?\})")
 _COMPUTED = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_FOLDER = re.compile(r'"\$\(\s*pwd\s*\)"|\$\(\s*pwd\s*\)|`\s*pwd\s*`')  # of the script's start
 _PRINTED = re.compile(r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`")  # output of a program
 _ARGUMENTS = ("$@", "${@}", "$*", "${@:1}")
 _OPTIONS = {"--config-path": "config_path", "-cp": "config_path", "--config-dir": "config_path", "-cd": "config_path",
@@ -31,10 +32,10 @@ class Command:
 
 def read_commands(text: str) -> list[Command]:
     """The commands of a script, in order, that start a module of verl or of a recipe."""
-    values: dict[str, str] = {"HOME": os.path.expanduser("~")}
+    values: dict[str, str] = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd()}
     lists: dict[str, list[str]] = {}
     commands = []
-    for line in _logical_lines(text):
+    for line in _logical_lines(_FOLDER.sub("${PWD}", text)):
         if _assign(line, values, lists):
             continue
         words = _words(line, values, lists)
