@@ -238,7 +238,7 @@ def profile(chosen: tuple[str, ...], results: Results) -> None:
         if ON_GPU:
             free, total = torch.cuda.mem_get_info()
             share = free / (total - torch.cuda.memory_allocated())
-            bench.note(f"{size}, memory beside weights and optimizer that another process can take", 100 * share, "%")
+            bench.note(f"{size}, memory besides weights and optimizer that another process can take", 100 * share, "%")
         for compiled in (False, True):
             name = f"{size}, modules of transformers" + (", compiled by layer" if compiled else "")
             with _own_modules(bench.module, compiled):

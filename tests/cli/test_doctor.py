@@ -233,9 +233,11 @@ def test_training_with_a_torch_that_is_not_there(tmp_path, content, sentence):
     if "version" in content:
         (tmp_path / "torch-2.1.0.dist-info").mkdir()
         (tmp_path / "torch-2.1.0.dist-info" / "METADATA").write_text(PIP_METADATA)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     keys = (
         "data.train_files=x.jsonl",
-        "actor_rollout_ref.model.path=x",
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
         f"trainer.default_local_dir={tmp_path / 'run'}",
     )
     done = python("-m", "verl", "train", *keys, env={**os.environ, "PYTHONPATH": str(tmp_path)}, code=7)

@@ -27,6 +27,7 @@ VALUES = {
     "distillation.distillation_loss.policy_loss_mode": ("gspo", "mine.py:loss"),
     "distillation.distillation_loss.log_prob_min_clamp": ("-10.0", "-5.0"),
     f"{ROLLOUT}.name": ("hf", "trtllm"),
+    "reward.reward_model.rollout.name": ("hf", "trtllm"),
     f"{ROLLOUT}.agent.default_agent_loop": ("tool_agent", "mine"),
     f"{ROLLOUT}.multi_turn.format": ("qwen3_coder", "glm"),
     **dict.fromkeys((f"{ACTOR}.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"), ("fsdp2", "veomni")),

@@ -39,11 +39,12 @@ def test_the_settings_of_prometheus_are_private(tmp_path):
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_the_keys_start_a_page_and_write_its_place(tmp_path, capsys):
+def test_the_keys_start_a_page_and_write_its_place(tmp_path):
     pytest.importorskip("starlette", reason="the extra `page` is not installed")
     pytest.importorskip("uvicorn", reason="the extra `page` is not installed")
     pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
     from verl.cli.page import page_of
+    from verl.tracking import run_folder
 
     file = tmp_path / "prometheus.yml"
     prometheus = "actor_rollout_ref.rollout.prometheus"
@@ -53,5 +54,5 @@ def test_the_keys_start_a_page_and_write_its_place(tmp_path, capsys):
     )  # fmt: skip
     with page_of(loaded, whole_process=False):
         (target,) = yaml.safe_load(file.read_text())["scrape_configs"][0]["static_configs"][0]["targets"]
-        shown = capsys.readouterr().err
-    assert f"http://{target}/?token=" in shown
+        assert run_folder.address_of_page.startswith(f"http://{target}/?token=")
+    assert not run_folder.address_of_page
