@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,11 @@ from verl.distributions import CORE, owner_of  # noqa: E402
 
 class BuildModules(build_py):
     """Leaves out the modules of a package that are of another distribution."""
+
+    def run(self):
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)  # an earlier build leaves files that are gone
+        super().run()
 
     def find_package_modules(self, package, package_dir):
         modules = super().find_package_modules(package, package_dir)
