@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -192,9 +193,9 @@ def run_import_check(argv: list[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="a .sh, .yaml or .py file")
     files = [Path(name) for name in parser.parse_args(argv).files]
     report = Report()
-    configs = {config.resolve() for file in files for config in _configs_of(file)}
+    configs = {os.path.realpath(config) for file in files for config in _configs_of(file)}  # of links in a circle too
     for file in files:
-        if file.resolve() in configs:
+        if os.path.realpath(file) in configs:
             report.add(file.name, info("read with the command of the script that names it"))
             continue
         try:
