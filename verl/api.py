@@ -78,8 +78,8 @@ class Trainer(SteppedRun):
     loss: of "preference" (docs/preferences.md)
     eval_data: rows for validation, in the forms of `data`
     output_dir: the run folder; the same call resumes there after an interruption; without one a new folder below `runs/`
-    callbacks: called with (trainer, metrics) after each step config, keys: keys of docs/config.md, nested or dotted; `config`
-    may be a list of "key=value" texts. An argument that is not
+    callbacks: called with (trainer, metrics) after each step
+    config, keys: keys of docs/config.md, nested or dotted; `config` may be a list of "key=value" texts. An argument that is not
       given leaves its key to them
 
     Raises ConfigError and DataError before training.
@@ -131,11 +131,8 @@ class Trainer(SteppedRun):
         first = load([r if isinstance(r, str | None) else "rows" for r in (rows, eval_rows)], check=False)
         self.is_new_folder = _FOLDER not in first.settings
         if self.is_new_folder:
-            label = (
-                "evaluate"
-                if keys.get("trainer.val_only")
-                else self.label or (name or first.config.algorithm.adv_estimator).rpartition(":")[2]
-            )
+            label = "evaluate" if first.config.trainer.val_only else self.label
+            label = label or (name or first.config.algorithm.adv_estimator).rpartition(":")[2]
             fallbacks[_FOLDER] = f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         folder = Path(str(fallbacks.get(_FOLDER, first.config.trainer.default_local_dir)))
         self.folder = folder.expanduser().absolute()
@@ -206,7 +203,7 @@ class Trainer(SteppedRun):
             metrics = None if self._stop else super().step()
         except InterruptedRun as error:
             resume = f"Call it again with output_dir={str(self.folder)!r} to resume."
-            raise InterruptedRun(str(error).replace("Run the same command again to resume.", resume)) from None
+            raise InterruptedRun(str(error).replace(error.hint, resume)) from None
         if metrics is not None:
             for callback in self.callbacks:
                 callback(self, metrics)

@@ -156,6 +156,7 @@ class UnreachableError(VerlError):
 class InterruptedRun(VerlError):
     """The run was interrupted and saved; the message says how to resume."""
 
+    hint = "Run the same command again to resume."  # the end of the message; the Python API has another one
     exit_code = 130
 
 

@@ -77,7 +77,7 @@ class FitRun:
             self.save(self.step)
             self.loop.store.finish()
             raise InterruptedRun(
-                f"Stopped on request after step {self.step}, and saved. Run the same command again to resume."
+                f"Stopped on request after step {self.step}, and saved. {InterruptedRun.hint}"
             ) from None
         finally:
             self.close()

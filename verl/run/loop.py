@@ -196,8 +196,7 @@ class Loop:
         self.store.finish()
         result = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
         return InterruptedRun(
-            f"Stopped on request after step {self.state.step} of {self.data.num_steps}; {result}. "
-            "Run the same command again to resume."
+            f"Stopped on request after step {self.state.step} of {self.data.num_steps}; {result}. {InterruptedRun.hint}"
         )
 
     def _step(self, step: int) -> None:

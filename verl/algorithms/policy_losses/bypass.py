@@ -33,10 +33,10 @@ def bypass_mode(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """PPO or REINFORCE loss with rho = current policy / sampler; `old_log_prob` are the sampler's log-probs.
 
-    ppo_clip: the PPO loss with rho as its ratio, on the tokens that rejection keeps (no importance weights). reinforce: -A
-    log_prob w with w the importance weights (1 without `rollout_is`) on the tokens that rejection keeps. With totals bound in
-    `agg` a rejected token counts as a loss of 0; batch normalisation divides by the mean weight of the micro-batch. Metrics:
-    the PPO loss's metrics or ppo_kl, and rollout_corr/*. Raises ConfigError on an unknown loss_type.
+    ppo_clip: the PPO loss with rho as its ratio, on the tokens that rejection keeps (no importance weights).
+    reinforce: -A log_prob w with w the importance weights (1 without `rollout_is`) on the tokens that rejection keeps.
+    With totals bound in `agg` a rejected token counts as a loss of 0; batch normalisation divides by the mean weight of the
+    micro-batch. Metrics: the PPO loss's metrics or ppo_kl, and rollout_corr/*. Raises ConfigError on an unknown loss_type.
     """
     if loss_type not in LOSS_TYPES:
         hint = nearest(loss_type, LOSS_TYPES) or "; there are " + ", ".join(LOSS_TYPES)

@@ -31,9 +31,8 @@ def op(
     """A decorator that makes an op of a function by torch, which writes into its arguments `writes`.
 
     `triton` is "file:function" in the folder triton, imported at the first call on a GPU, for first arguments in other dtypes
-    than float64. `compiled` computes on a CPU; it returns NotImplemented for arguments that its kernels do not
-    take. No implementation is
-    differentiated; see `differentiate`."""
+    than float64. `compiled` computes on a CPU; it returns NotImplemented for arguments that its kernels do not take. No
+    implementation is differentiated; see `differentiate`."""
 
     def register(by_torch: Function) -> Function:
         name = by_torch.__name__
