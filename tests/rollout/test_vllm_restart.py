@@ -223,6 +223,21 @@ def test_without_restarts_the_loss_itself_is_raised(make, load):
     assert len(processes.started) == 1
 
 
+@pytest.mark.parametrize("syncs", [True, False])
+def test_weights_that_an_update_replaces_are_not_copied_to_the_host(make, load, syncs):
+    """Without restarts, there is no copy of them for a generation that comes before the update."""
+    rollout, processes = make(max_engine_restarts=0)
+    rollout.syncs = syncs
+    module = load("llama")
+    first, _ = one_step(rollout, module, 1)
+    assert processes.calls[-1] == ("sleep, weights discarded" if syncs else "sleep")
+    if syncs:
+        with pytest.raises(ModelError, match="did not come"):
+            rollout.generate(make_prompts([3, 5]), PARAMS, step=1)
+        send(rollout, module, 1)
+    assert rollout.generate(make_prompts([3, 5]), PARAMS, step=1) == first
+
+
 def test_an_answer_of_a_process_that_goes_on_is_no_loss(make, load):
     rollout, processes = make()
     one_step(rollout, load("llama"), 1)

@@ -25,6 +25,7 @@ from verl.roles.guards import Finding, Guards, RollBack, StepGuard, merge_findin
 from verl.roles.model import ModelRole
 from verl.roles.objectives.policy import PolicyObjective
 from verl.roles.reward import RewardWorker
+from verl.rollout.native.engine import NativeRollout
 from verl.runtime.local import LocalRuntime
 from verl.tracking.timeline import Spans
 
@@ -287,8 +288,17 @@ def alarms(folder):
 
 
 def test_a_run_leaves_a_bad_batch_out_and_goes_on(tiny_run, around):
+    """An engine that has let go of its weights gets them again before it generates, after the step that was left out, too."""
+    events = []
+    around(NativeRollout, "release", lambda release, engine: events.append(f"syncs {engine.syncs}") or release(engine))
+    around(NativeRollout, "publish", lambda publish, *args: events.append("weights") or publish(*args))
+    around(NativeRollout, "open", lambda open, *args, **more: events.append("generation") or open(*args, **more))
     bad_from(around, 2, 2)
     run = tiny_run("trainer.total_training_steps=3", "trainer.save_freq=1")
+    training = ["generation", "syncs True", "weights"]
+    assert [
+        events[i : i + 3] for i, event in enumerate(events) if event == "generation" and "True" in events[i + 1]
+    ] == [training] * 3
     rows = run.training_rows()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row.get("training/skipped_batches") for row in rows] == [None, 1.0, None]

@@ -4,6 +4,7 @@ meanwhile, and the memory held in addition to everything else."""
 import logging
 import mmap
 import random
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.engines.tiny import make_engine
+from tests.runtime.threaded import on_ranks
 from verl.config import RolloutConfig
 from verl.errors import ModelError
 from verl.parallel.memory import resident_bytes
@@ -59,6 +61,44 @@ def test_an_engine_with_its_own_memory_gets_what_the_allocator_keeps(monkeypatch
         sync.rollout = rollout
         sync.sync(1)
         assert order == expected
+
+
+def test_no_engine_allocates_before_all_ranks_have_freed_their_memory(monkeypatch):
+    """An engine process of rank 0 spans the devices of both ranks. Rank 1 is late: it frees its memory each time after rank 0
+    has come to the exchange, or has allocated without it."""
+    events, spec, passed = [], SimpleNamespace(section=RolloutConfig()), [threading.Event(), threading.Event()]
+    allocations = ["rank 0 allocates weights", "rank 0 allocates its cache"]
+
+    def allocate(number):
+        events.append(allocations[number])
+        passed[number].set()
+
+    def rank(comm):
+        meets, frees = iter(passed), iter(passed)
+
+        def free():
+            if comm.rank == 1:
+                assert next(frees).wait(60)
+            events.append("freed")
+
+        def meet(flag, meet=comm.any):
+            if comm.rank == 0:
+                next(meets).set()
+            return meet(flag)
+
+        comm.any = meet
+        context = SimpleNamespace(rollout=spec, device=torch.device("cuda"), has_own_weights=True, shares_weights=True)
+        sync = RankWeightSync(context, comm, None)
+        monkeypatch.setattr(sync.switch, "to_generation", lambda: None)
+        monkeypatch.setattr(sync.switch, "free_training_memory", free)
+        if comm.rank == 0:
+            sync.rollout = SimpleNamespace(set_weights=lambda version, weights: allocate(0), replica=None)
+        sync.sync(1)
+        if comm.rank == 0:
+            allocate(1)
+
+    on_ranks(2, rank)
+    assert events == ["freed", "freed", allocations[0], "freed", "freed", allocations[1]]
 
 
 def seed_all(seed):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import compress
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ class Collector:
     samples: SampleTracker
     stages: Stages | None = None
     reads_data: bool = True  # whether columns of the data are read behind the rewards
+    syncs: ClassVar[bool] = True  # whether the engine's weights may go when a step has its samples
 
     def __post_init__(self) -> None:
         self.spans, self.check_stop = self.run.spans, self.run.check_stop
@@ -125,7 +127,7 @@ class Collector:
 
     def end_generation(self) -> dict[str, Metric]:
         """The rollout's metrics of this step, after its last call."""
-        return rollout_metrics(self.roles.rollout.end_generation().get())
+        return rollout_metrics(self.roles.rollout.end_generation(syncs=self.syncs).get())
 
     def _round(self, step: int, ordinal: int, count: int) -> DataProto:
         prompts, batch = self.sample(step, ordinal, count)

@@ -239,8 +239,8 @@ class RowResponses:
     ) -> Future[tuple[DataProto, DataProto]]:
         return self.rollout.advance(prompts, rows, step=step, params=params, first=first, split=split, limit=limit)
 
-    def end_generation(self) -> Future[dict[str, Metric]]:
-        return self.rollout.end_generation()
+    def end_generation(self, *, syncs: bool = False) -> Future[dict[str, Metric]]:
+        return self.rollout.end_generation(syncs=syncs)
 
     def exact_log_probs(self) -> bool:
         return self.rollout.exact_log_probs()

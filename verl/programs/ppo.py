@@ -77,6 +77,8 @@ class PPO(PPOProgram):
             self.run.check_stop()
             self.guards.check_credit(result)
             self.update(result, step)
+        if result.skipped and self.collector.syncs:  # the engine has let go of the weights
+            self.send_weights(step)
         self.samples.train(step, [] if result.skipped else keys_of(result.batch))
         return result
 

@@ -101,6 +101,8 @@ class AheadCollector(Collector):
     """A Collector that takes its rounds from the queue. `version` is the version of the weights that will train on them,
     `num_steps` the last step of the run."""
 
+    syncs = False  # weights may travel every N steps
+
     def __post_init__(self) -> None:
         super().__post_init__()
         config, rollout = self.config, self.config.actor_rollout_ref.rollout

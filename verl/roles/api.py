@@ -266,8 +266,9 @@ class RolloutHandle(Protocol):
         """Both in one generation: new samples of `prompts`, `first` tokens at most, and more tokens for unfinished `rows`."""
         ...
 
-    def end_generation(self) -> Future[dict[str, Metric]]:
-        """Free the KV cache if configured; returns the metrics of the generation since the last call."""
+    def end_generation(self, *, syncs: bool = False) -> Future[dict[str, Metric]]:
+        """Free the KV cache if configured; returns the metrics of the generation since the last call. `syncs`: the weights are
+        synced before the next generation."""
         ...
 
     def exact_log_probs(self) -> bool:

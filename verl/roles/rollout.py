@@ -172,9 +172,11 @@ class RolloutWorker:
         self.engine.close()
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE, blocking=False)
-    def end_generation(self) -> dict[str, Metric]:
-        """Free the KV cache if configured; returns the engine's metrics of the last `generate`."""
+    def end_generation(self, *, syncs: bool = False) -> dict[str, Metric]:
+        """Free the KV cache if configured, and the engine's weights if it `syncs`: new ones come before the next generation.
+        Returns the engine's metrics of the last `generate`."""
         stats = self.engine.stats() if self.agents is None else self.agents.metrics()
+        self.engine.syncs = syncs
         if self.free_cache:
             self.engine.release()
         stats = {**stats, **self.on_generation_end(), "num_replicas": 1}

@@ -117,6 +117,7 @@ class RolloutEngine:
     eos_token_ids: Sequence[int]
     weight_version: int = field(default=0, init=False)  # that new samples carry
     trains: bool = field(default=False, init=False)  # whether updates will read the samples of the next generation
+    syncs: bool = field(default=False, init=False)  # whether new weights come before the next generation
     resumes_below: int = field(default=0, init=False)  # tokens of responses that may continue in a later generation
     _stats: Stats = field(default_factory=dict, init=False)
 
@@ -174,7 +175,8 @@ class RolloutEngine:
         """Drop keys and values that wait for the next part of their response."""
 
     def release(self) -> None:
-        """Free the KV cache (called before training when `free_cache_engine` is set)."""
+        """Free the KV cache, and weights that need not stay because of `syncs` (called before training when `free_cache_engine`
+        is set)."""
 
     def invariance(self) -> Invariance:
         """Whether a sample's bits depend on the other samples of its batch."""

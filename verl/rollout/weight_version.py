@@ -66,9 +66,13 @@ class OwnWeights(RolloutEngine):
     @contextmanager
     def updating(self) -> Iterator[None]:
         """An update: nothing may be generated until the block has succeeded."""
-        self._is_whole = self._is_fresh = False
+        self.discard()
         yield
         self._is_whole = self._is_fresh = True
+
+    def discard(self) -> None:
+        """The engine lets go of its weights: nothing may be generated until an update."""
+        self._is_whole = self._is_fresh = False
 
     def publish(self, version: int) -> None:
         """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
@@ -82,11 +86,11 @@ class OwnWeights(RolloutEngine):
         self._is_fresh = False
 
     def require_whole(self) -> None:
-        """Raise ModelError after an update that failed."""
+        """Raise ModelError after an update that failed, or that was announced and did not come."""
         if not self._is_whole:
             raise ModelError(
                 f"The rollout engine's weights are between version {self.weight_version} and the next one, since an update "
-                "did not end well. They cannot generate: update again, or start the run again."
+                "did not end well or did not come. They cannot generate: update again, or start the run again."
             )
 
 

@@ -163,10 +163,16 @@ class RankWeightSync:
         with nullcontext() if self.comm is None else self.comm.doing("weights.sync"):
             self.switch.to_generation()
             if self.context.has_own_weights:  # the transfer needs memory for them
-                self.switch.free_training_memory()
+                self._free_training_memory()
             with nullcontext() if self.memory is None else self.memory.measuring():
                 self._transfer(version, weights)
-            self.switch.free_training_memory()
+            self._free_training_memory()
+
+    def _free_training_memory(self) -> None:
+        """On all ranks, before one continues: an engine process allocates memory on devices of other ranks, too."""
+        self.switch.free_training_memory()
+        if self.comm is not None and self.context.has_own_weights:
+            self.comm.any(False)
 
     def end_generation(self) -> dict[str, float]:
         """Generation has ended and the KV cache is freed; returns the memory of the last switch. Raises ModelError when weights

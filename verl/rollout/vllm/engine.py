@@ -73,8 +73,10 @@ class VLLMRollout(OwnWeights):
                 raise
 
     def release(self) -> None:
-        """See RolloutEngine. On a CPU vLLM keeps its cache."""
-        self.core.sleep()
+        """See RolloutEngine. On a CPU vLLM keeps its cache. Weights that an update replaces are not copied to the host."""
+        if self.syncs:
+            self.discard()
+        self.core.sleep(self.syncs)
 
     def close(self) -> None:
         """End vLLM."""

@@ -130,8 +130,8 @@ class RestartingCore:
         self._forget_weights()
         self._call("abandon_update")
 
-    def sleep(self) -> None:
-        discards = self._sleeps and self._digest is not None
+    def sleep(self, discards: bool = False) -> None:
+        discards |= self._sleeps and self._digest is not None
         self._call("sleep", discards)
         self._discarded = discards
 
