@@ -1,9 +1,16 @@
-"""`verl import-check`: launch scripts, YAML files and Python files of the existing verl."""
+"""`verl import-check`: scripts, YAML files and Python files of the existing verl, and every override list of the tests."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.compat import script_lists, vision_lists
+from tests.config import test_overrides, test_scripts
+from tests.house.source import ROOT
+from tests.runtime.test_megatron_scripts import SCRIPTS
+from tests.seeds.test_yaml import DOCUMENTS
 from verl.cli.compat.launch_scripts import read_commands
 from verl.cli.main import main
 
@@ -64,6 +71,7 @@ def test_the_words_of_a_command_are_split_as_by_the_shell(monkeypatch):
         "torchrun --nproc_per_node=8 -m verl.trainer.main_ppo trainer.nnodes=2 > log.txt",
         "ray job submit --no-wait \\\n  -- \\\n  python3 -m verl.trainer.main_ppo \\\n  trainer.nnodes=2",
         "CUDA_VISIBLE_DEVICES=0 nohup python -m verl.trainer.main_ppo trainer.nnodes=2 &",
+        "srun bash -c 'torchrun --rdzv-id=$JOB \\\n  -m verl.trainer.main_ppo trainer.nnodes=2 --dry-run'",
     ],
 )
 def test_commands_in_other_commands(line):
@@ -244,3 +252,68 @@ def test_the_folder_of_a_script_and_the_config_that_it_names_are_read(tmp_path, 
     said = capsys.readouterr().out
     assert "read with the command of the script that names it" in said
     assert "No effect" not in said
+
+
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.model.path=m")
+NAMED = dict.fromkeys(("model", "rm", "tools", "turns", "rows", "parts", "out", "task"), "file")
+SIZES = {  # of a list that changes one of two sizes, as its tests set the other
+    "dapo with its filter": ["data.train_batch_size=2"],
+    "qwen2.5-vl long prompts": ["data.max_prompt_length=300", "data.max_response_length=6"],
+}
+
+
+def grpo(name, text):
+    return [*GRPO, *SIZES.get(name, ()), *text.format(**NAMED).split()]
+
+
+def override_lists():
+    """(name, module of verl.trainer, overrides): the lists of scripts in tests."""
+    yield from ((name, "main_ppo", overrides) for name, overrides in test_scripts.LISTS.items())
+    for override, status, context in test_overrides.FREQUENT:
+        if status == "accepted":
+            yield override, "main_ppo", [*context.split(), override]
+    for kind, lists in script_lists.KINDS.items():
+        yield from ((f"{kind}, {name}", "main_ppo", grpo(name, text)) for name, text in lists.items())
+    for name, (_, text) in vision_lists.RUNS.items():
+        yield name, "main_ppo", grpo(name, text)
+    for name, (_, text) in vision_lists.FINE_TUNING.items():
+        yield f"fine-tuning, {name}", "sft_trainer", ["model.path=m", *text.format(**NAMED).split()]
+    for name, (num_ranks, _, overrides) in SCRIPTS.items():
+        yield f"Megatron, {name}", "main_ppo", [*GRPO, f"trainer.n_gpus_per_node={num_ranks}", *overrides]
+
+
+def script_of(module, overrides):
+    return f"python3 -m verl.trainer.{module} {shlex.join(overrides)}\n"
+
+
+def test_every_override_list_of_a_script_passes(tmp_path, capsys):
+    said = {}
+    for name, module, overrides in override_lists():
+        (tmp_path / "run.sh").write_text(script_of(module, overrides))
+        if main(["import-check", str(tmp_path / "run.sh")]) != 0:
+            said[name] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fail")]
+    assert not said
+
+
+@pytest.mark.parametrize("name", script_lists.REFUSED)
+def test_a_refused_list_gets_its_sentence(name, tmp_path, capsys):
+    text, sentence = script_lists.REFUSED[name]
+    (tmp_path / "run.sh").write_text(script_of("main_ppo", grpo(name, text)))
+    assert main(["import-check", str(tmp_path / "run.sh")]) == 1
+    assert re.search(sentence, capsys.readouterr().out)
+
+
+def test_files_of_seeds_and_examples_and_commands_of_pages_pass(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ds_config.json").write_text("{}")
+    files = [ROOT / "examples/clusters" / name for name in ("ray_job.sh", "slurm_torchrun.sbatch")]
+    files += [*ROOT.glob("examples/**/*.py"), *ROOT.glob("tests/compat/*/*.py")]
+    for name, (text, *_) in DOCUMENTS.items():
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(text)
+    for page in (ROOT / "docs").glob("*.md"):
+        blocks = re.findall(r"^```(?:ba)?sh\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+        if commands := "".join(block for block in blocks if "-m verl." in block):
+            files.append(tmp_path / f"{page.stem}.sh")
+            files[-1].write_text(commands.replace(" ...", ""))
+    assert main(["import-check", *map(str, files)]) == 0, capsys.readouterr().out

@@ -15,6 +15,7 @@ _COMPUTED = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _FOLDER = re.compile(r'"\$\(\s*pwd\s*\)"|\$\(\s*pwd\s*\)|`\s*pwd\s*`')  # of the script's start
 _PRINTED = re.compile(r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`")  # output of a program
 _ARGUMENTS = ("$@", "${@}", "$*", "${@:1}")
+_SWITCHES = ("--dry-run",)  # of the command, without a value
 _OPTIONS = {"--config-path": "config_path", "-cp": "config_path", "--config-dir": "config_path", "-cd": "config_path",
             "--config-name": "config_name", "-cn": "config_name"}  # fmt: skip
 
@@ -39,8 +40,10 @@ def read_commands(text: str) -> list[Command]:
         if _assign(line, values, lists):
             continue
         words = _words(line, values, lists)
-        if words and (command := _command(words)):
-            commands.append(command)
+        quoted = (
+            _words(word, values, lists) for word in words if re.search(r"\s-m\s+(verl|recipe)", word)
+        )  # bash -c '...'
+        commands += filter(None, map(_command, [words, *quoted]))
     return commands
 
 
@@ -179,7 +182,7 @@ def _command(words: list[str]) -> Command | None:
             setattr(command, _OPTIONS[name], value.strip("'\""))
         elif unknown := _unknown_variable(word):
             command.unknown[word] = unknown
-        else:
+        elif word not in _SWITCHES:
             command.overrides.append(word)
         position += 1
     return command
