@@ -151,9 +151,10 @@ types: $(STAMPS)/package
 test-fast: $(STAMPS)/package
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --unit
 
-# tests wait 500 s for processes, so that two cores have time for a third worker
+# Tests wait 500 s for processes, so that two cores have time for a third worker. A test that hangs for 15 minutes fails with
+# the stacks of its process.
 unit: $(STAMPS)/package
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 $(STAMPS)/docs: $(STAMPS)/package
 	@$(call install,-c $(STAMPS)/constraints.txt -e '.[docs]')

@@ -198,7 +198,7 @@ class TestOfAConfig:
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
         try:
             manager = NaiveRewardManager(tokenizer, 0, lambda **kwargs: float(kwargs["solution_str"] == "ab"))
-            rewards, extra = ray.get(compute_reward_async.remote(data=batch, reward_fn=manager))
+            rewards, extra = ray.get(compute_reward_async.remote(data=batch, reward_fn=manager), timeout=300)
         finally:
             ray.shutdown()
         assert rewards.sum(1).tolist() == [1, 0]

@@ -46,7 +46,7 @@ APART = [
 @pytest.fixture(scope="module")
 def cluster():
     """One cluster for the tests of this file; runs find it and do not stop it."""
-    os.environ.update(RAY_AUTH_MODE="disabled", VERL_TEST_WIDE_NORMS="1")
+    os.environ.update(RAY_AUTH_MODE="disabled", VERL_TEST_WIDE_NORMS="1", RAY_worker_niceness="0")
     for attempt in range(2):  # its start has a separate deadline, which a busy machine can miss
         try:
             ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
@@ -251,10 +251,12 @@ def cmdline(process):
         return []
 
 
+# ranks share the cores as equals of other programs
 OWNER = """
-import sys, ray
+import os, sys, ray
 from verl.runtime.ray_cluster import RayCluster, Request
 cluster = RayCluster({"num_cpus": 1}, Request([1], False, 60))
+print("niceness", ray.get(ray.remote(lambda: os.nice(0)).remote(), timeout=300), flush=True)
 print("address", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 cluster.close()
@@ -285,6 +287,7 @@ def test_strangers_do_not_get_into_a_cluster_of_our_own():
     finally:
         end_tree(owner.pid)
     assert ["inside" in output for output in outputs] == [False, False, True]
+    assert "niceness 0\n" in said
 
 
 def nodes_with(monkeypatch, *gpus):
