@@ -15,6 +15,7 @@ from tests.commands import ran
 from tests.house.source import ROOT
 from tests.slow import slow
 from verl.config import load_config
+from verl.config.sections.trainer import TrainerConfig
 
 CLUSTERS = ROOT / "examples" / "clusters"
 SCRIPTS = sorted([*CLUSTERS.glob("*.sbatch"), *CLUSTERS.glob("*.sh")])
@@ -63,6 +64,13 @@ def test_options_of_slurm(name):
     assert signal == "TERM"
     stop = re.search(r"trainer.stop_timeout_s=(\d+)", (CLUSTERS / name).read_text())
     assert stop is None or int(stop[1]) < int(seconds)
+
+
+@pytest.mark.parametrize("name", ["verl/trainer/runtime_env.yaml", "examples/clusters/kuberay.yaml"])
+def test_a_job_of_ray_has_time_to_save_before_it_is_killed(name):
+    content = read_yaml(name)
+    environment = yaml.safe_load(content["spec"]["runtimeEnvYAML"]) if "spec" in content else content
+    assert int(environment["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > TrainerConfig().stop_timeout_s
 
 
 def test_the_job_of_kuberay():
