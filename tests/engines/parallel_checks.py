@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.engines.memory import peak_bytes
@@ -26,6 +27,8 @@ from verl.engines.api import MicroBatching, whole
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.errors import ConfigError, ModelError
+from verl.model_families import FAMILIES
+from verl.models import forward
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.parallel.device import CPU_BF16
@@ -64,11 +67,44 @@ def one_layer(folder, family="qwen3"):
 
 
 def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, **engine):
+    """The FSDPEngine computes with verl's layers in float64 too; its reference, the LocalEngine, with widened modules."""
+    forward._FUSED_DTYPES.add(torch.float64)  # in a process of these checks only
     model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora}
     built = make_engine(path, cls, head=head, dtype=dtype, model=model, engine=engine if cls is FSDPEngine else {})
     if dtype == "float64":
         widen_norms(built.module)
     return built
+
+
+def with_autograd(function):
+    """`function()`, with the layers that train on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "_FUSED_DEVICES", ())
+        patch.setattr(forward, "_STRAIGHT_DEVICES", ("cpu",))
+        patch.setattr(forward, "_STRAIGHT_DTYPES", forward._FUSED_DTYPES)
+        return function()
+
+
+@on(1, 2)
+def check_calls_of_modules(folder):
+    """Calls of modules of transformers and torch in a forward and a step, by family: of all within the decoder but its layers,
+    which FSDP surrounds with hooks, and the rotary embedding. With the layers of a CPU, and of a GPU."""
+    counts, micro, batch = {}, MicroBatching(max_tokens=24), make_batch(0, (3, 1, 4, 2))
+    for family in [name for name, row in FAMILIES.items() if row.decoder and row.trains and row.tiny is not None]:
+        for run in (with_autograd, lambda function: function()):
+            counts[f"{family} {run is with_autograd}"] = run(lambda: _num_calls(folder, family, batch, micro))  # noqa: B023
+    return {"dense": counts, "gemma": _num_calls(folder, "gemma", batch, micro)}
+
+
+def _num_calls(folder, family, batch, micro):
+    engine, calls = make_engine(one_layer(folder, family), FSDPEngine), []
+    for name, part in engine.module.get_decoder().named_modules():
+        if name != "rotary_emb" and not isinstance(part, FSDPModule):
+            part.register_forward_pre_hook(lambda part, _: calls.append(part))
+    share = batch.select_idxs(rows_of(engine, len(batch)))
+    engine.forward(share, OUTPUTS["lm"], micro)
+    step(engine, share, micro, "lm")
+    return len(calls)
 
 
 def imitation_loss(outputs, batch, totals):
@@ -133,6 +169,12 @@ check_fsdp = comparison((2, 4), "qwen3")
 check_fsdp_float32 = comparison((2,), "llama", dtype="float32", forward_prefetch=True)
 check_fsdp_no_sync_checkpointing = comparison(
     (4,), "qwen3", use_no_sync_for_gradient_accumulation=True, checkpointing=True, reshard_after_forward=False
+)
+check_layers_of_a_gpu = on(2)(
+    lambda folder: with_autograd(lambda: compare(model_folder(folder, "qwen3"), checkpointing=True))
+)
+check_kept_weights = comparison(
+    (2,), "llama", model={"attention_bias": True, "mlp_bias": True}, reshard_after_forward=False
 )
 check_value = comparison((4,), "qwen3", model={"num_hidden_layers": 1}, head="token_value")
 

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.seed("B2", "B7")
 CHECKS = {n: f for n, f in vars(parallel_checks).items() if hasattr(f, "ranks")}
 SINGLE = {"check_fsdp_float32", "check_bfloat16", "check_float16", "check_padded_family"}
 OTHER = {n for n in CHECKS if "checkpoint_of" in n} | {"check_checkpoint", "check_failure_on_the_first_rank"}
-OTHER |= {"check_change_while_training"}
+OTHER |= {"check_change_while_training", "check_calls_of_modules"}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, worker_id):
+    return results_once(parallel_checks.__name__, 1, tmp_path_factory, worker_id)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,14 @@ def test_two_ranks_equal_one_device(two, check):
 @pytest.mark.slow
 def test_four_ranks_equal_one_device(four, check):
     assert_equal_in_float64(four[check])
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_dense_families_call_no_module_of_transformers(request, ranks):
+    counts = request.getfixturevalue(ranks)["check_calls_of_modules"]
+    assert counts["gemma"] > 0, "which has its own norms"
+    assert counts["dense"] == dict.fromkeys(counts["dense"], 0)
+    assert len(counts["dense"]) == 8, "four families, each with the layers of a CPU and of a GPU"
 
 
 def test_a_rank_without_a_row_to_compute_stays_in_step(two):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.api import BatchTotals, EngineState
 from verl.engines.base import TrainedEngine
-from verl.engines.fsdp_units import Gathering, shard_places, sharded_units
+from verl.engines.fsdp_units import GatheredGradients, Gathering, shard_places, sharded_units
 from verl.engines.groups import ProcessGroups, mesh_of
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.mapped import MappedWeights, check_place
@@ -105,6 +105,8 @@ class FSDPEngine(TrainedEngine):
             rounded = {name: shard.rounded for name, shard in self.shards.items() if shard.rounded is not None}
             scale = LossScale.of(narrow)
             self.optimizer = MasterOptimizer(self.module, self.optim, wide, norm, rounding, rounded, loss_scale=scale)
+            if self.model.in_units and device.type == "cpu":
+                self.model.gradients = self.optimizer.gradients = GatheredGradients(sharded_units(self.model))
         parameters = ShardedParameters(self.shards, self.groups, device)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
         self._leave_device()

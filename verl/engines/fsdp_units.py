@@ -7,8 +7,9 @@ gradients. That costs memory for all of the model and its gradients, and saves a
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from verl.config import FSDPConfig
+from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
 from verl.parallel.traffic import TRAFFIC
 
@@ -83,16 +86,69 @@ class _CountedScatter(DefaultReduceScatter):
         return work
 
 
-def zero_unused_gradients(units: Iterable[Any]) -> None:
-    """Give every trained parameter of `units` a gradient in each backward, zero if the loss does not depend on it.
+class _Waiting:
+    """The gradient of a gathered parameter among the sums that FSDP2 keeps until the exchange. Their dtype is free."""
+
+    def __init__(self, parameter: FSDPParam, dtype: torch.dtype):
+        self.parameter, self.dtype = parameter, dtype
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self.parameter.unsharded_accumulated_grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.parameter.unsharded_accumulated_grad = value
+
+
+class GatheredGradients(GradientBuffers):
+    """Buffers for the gradients of gathered parameters, float32 or wider. FSDP2 exchanges them from there, with no rounding to
+    the parameters' dtype before. A buffer is free for other parameters of its shape once they have been exchanged."""
+
+    def __init__(self, units: Sequence[FSDPModule]):
+        super().__init__({})
+        self._units = units
+
+    def wants(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """See GradientBuffers."""
+        if not self._holders:  # all units have been gathered before the first backward
+            for parameter in itertools.chain.from_iterable(map(fsdp_params, self._units)):
+                if parameter.sharded_param.requires_grad:
+                    whole = parameter._unsharded_param
+                    self._holders[whole] = _Waiting(parameter, torch.promote_types(whole.dtype, torch.float32))
+        return super().wants(parameters)
+
+    def _new_buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        for before, buffer in self._buffers.items():
+            waits = any(p in self._holders and self._holders[p].grad is not None for p in before)
+            if buffer.shape == shape and buffer.dtype == dtype and not waits:
+                return self._buffers.pop(before)
+        return super()._new_buffer(shape, dtype, device)
+
+
+def fsdp_params(unit: Any) -> list[FSDPParam]:
+    """The parameters that FSDP2 gathers for `unit`."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group.fsdp_params if group is not None else []
+
+
+def zero_unused_gradients(units: Iterable[Any], used: Collection[nn.Parameter] = ()) -> None:
+    """Give every trained parameter of `units` a gradient in each backward, zero if the loss does not depend on it. Every loss
+    depends on those in `used`.
 
     FSDP reduces the gradients that a rank has. A rank without predictions, or an expert without tokens, has none while another
     rank has one, and the ranks' messages would differ in size."""
     for unit in units:
         inner: list[Any] = [part for part in unit.modules() if isinstance(part, FSDPModule) and part is not unit]
         nested = {part for unit_inside in inner for part in unit_inside.modules()}
-        places = [(part, name) for part in unit.modules() if part not in nested for name in part._parameters]
-        unit.register_forward_hook(partial(_anchor, places), prepend=True)  # before FSDP frees the gathered parameters
+        inside = (
+            (part, name, p) for part in unit.modules() if part not in nested for name, p in part._parameters.items()
+        )
+        places = [(part, name) for part, name, p in inside if p not in used]
+        if places:
+            unit.register_forward_hook(
+                partial(_anchor, places), prepend=True
+            )  # before FSDP frees the gathered parameters
 
 
 def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: object, output: object) -> object:
@@ -131,8 +187,7 @@ def shard_places(model: nn.Module) -> list[tuple[object, str]]:
     parameter shows it."""
     places: list[tuple[object, str]] = []
     for unit in sharded_units(model):
-        group = unit._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
+        for parameter in fsdp_params(unit):
             places += [(parameter, "_sharded_param_data"), (parameter.sharded_param, "_local_tensor")]
     return places
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
+from verl.engines.fsdp_units import fsdp_params
 from verl.models.rounding import Region, Rounding
 from verl.parallel.device import moved
 
@@ -45,9 +46,10 @@ class _RoundedParam(FSDPParam):
 
     rounded: RoundedShard
 
-    def init_dtype_attrs(self, mp_policy: object) -> None:
-        super().init_dtype_attrs(mp_policy)  # type: ignore[arg-type]
+    def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
+        super().init_dtype_attrs(mp_policy)
         self.param_dtype = None  # nothing is left to be cast
+        self.reduce_dtype = mp_policy.reduce_dtype  # of gradients in a wider dtype than the parameter's too
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
@@ -63,8 +65,7 @@ def gather_rounded(
     placed = dict(shards)
     names = {id(shard.parameter): name for name, shard in shards.items()}
     for unit in units:
-        group = unit._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
+        for parameter in fsdp_params(unit):
             parameter.init_dtype_attrs(parameter.mp_policy)
             if parameter.param_dtype is None:  # computes in the dtype of its shard
                 continue

@@ -20,12 +20,13 @@ from verl.engines.rounded import gather_rounded
 from verl.engines.shards import Shard
 from verl.engines.streamed import decoder_layers
 from verl.errors import ConfigError, ModelError, VerlError
+from verl.models.forward import make_units
 from verl.models.heads import ScalarHeadModel
 from verl.models.parallel.experts import DispatchedExperts, divide_experts, is_experts
 from verl.models.parallel.forward import ParallelModel
 from verl.models.parallel.tensor import divide
 from verl.models.rounding import Rounding
-from verl.models.vision import is_vision_model, vision_towers
+from verl.models.vision import is_vision_model, language_model_of, vision_towers
 from verl.parallel.device import parse_dtype
 from verl.registry import load_object, match_all
 
@@ -67,6 +68,9 @@ def shard_model(
     shard = partial(_shard, fill=fill, config=config, offload=on_host if config.offload_policy else OffloadPolicy())
     for part in [p for p in module.modules() if groups.expert is not None and is_experts(p)]:
         shard([part], groups.experts_mesh, compute_dtype)
+    if groups.tensor.size() * groups.sequence.size() == 1 and groups.expert is None:
+        parts = [part for unit in groups_of_layers for part in unit]
+        model.in_units = make_units(module, parts, device, compute_dtype)
     for unit in groups_of_layers:
         shard(unit, groups.params_mesh, compute_dtype)
     if isinstance(module, ScalarHeadModel):  # its head keeps a wider dtype
@@ -167,7 +171,9 @@ def _configure(model: ParallelModel, layers: list[nn.Module], config: FSDPConfig
         part.set_gradient_divide_factor(1.0)  # losses are divided by totals over all ranks
         part.set_force_sum_reduction_for_comms(True)
     count_traffic(sharded_units(model))
-    zero_unused_gradients(sharded_units(model))
+    zero_unused_gradients(
+        sharded_units(model), set(language_model_of(model.model).parameters()) if model.in_units else ()
+    )
     if config.forward_prefetch:
         for layer, following in itertools.pairwise(layers):
             assert isinstance(layer, FSDPModule)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from verl.models.decoder import weights
 from verl.models.decoder.autograd import straight_states
 from verl.models.decoder.backward import dense_hidden_states
 from verl.models.decoder.reuse import recorded_batch
@@ -31,14 +32,15 @@ _FUSED_DEVICES = ("cpu",)  # on which the fused decoder has been measured and ch
 _STRAIGHT_DEVICES = ("cuda",)  # on which training computes as the sampler does
 # In float64 the modules' norms still round to float32, unlike the fused decoder's: modules compute float64.
 _FUSED_DTYPES = {torch.float32, torch.bfloat16}
+_STRAIGHT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
     """[positions, hidden_size]: the last hidden states of the tokens at `packed.hidden_index`.
 
-    verl.models.decoder computes a plain dense decoder: on a CPU its backward adds the gradients of the weights to `gradients`
-    if given, and on a GPU it has autograd. The module computes every other model by its own forward, with autograd: packed, or
-    padded where its attention takes no layout.
+    verl.models.decoder computes a plain dense decoder, sharded or not: on a CPU its backward adds the gradients of the
+    weights to `gradients` if given, and on a GPU it has autograd. The module computes every other model by its own forward,
+    with autograd: packed, or padded where its attention takes no layout.
     """
     if forward_kind(module) != "packed":
         return padded_states(module, packed)
@@ -74,7 +76,18 @@ def fused_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | Non
 
 def straight_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:
     """The weights with which verl.models.decoder.autograd computes `module` on `device`; None where its own forward does."""
-    return _dense(module, _FUSED_DTYPES | {torch.float16}) if device.type in _STRAIGHT_DEVICES else None
+    return _dense(module, _STRAIGHT_DTYPES) if device.type in _STRAIGHT_DEVICES else None
+
+
+def make_units(module: nn.Module, shards: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether verl.models.decoder computes `module` in `dtype` on `device` once the modules `shards` are sharded by themselves;
+    see verl.models.decoder.weights.make_layer_units."""
+    dtypes = {**dict.fromkeys(_STRAIGHT_DEVICES, _STRAIGHT_DTYPES), **dict.fromkeys(_FUSED_DEVICES, _FUSED_DTYPES)}
+    return (
+        dtype in dtypes.get(device.type, ())
+        and forward_kind(module) == "packed"
+        and weights.make_layer_units(module, shards)
+    )
 
 
 def _dense(module: nn.Module, dtypes: set[torch.dtype]) -> DenseDecoder | None:

@@ -28,7 +28,7 @@ class GradientBuffers:
 
     def __init__(self, holders: Mapping[nn.Parameter, Any]):
         self._holders = dict(holders)
-        self._buffers: dict[nn.Parameter, torch.Tensor] = {}
+        self._buffers: dict[tuple[nn.Parameter, ...], torch.Tensor] = {}
         self._scratch, self._is_lent = torch.empty(0), False
 
     @classmethod
@@ -96,9 +96,12 @@ class GradientBuffers:
         self._buffers.clear()
         self._scratch, self._is_lent = torch.empty(0), False
 
+    def _new_buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
     def _open(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, bool]:
         """The buffer of `parameters`, attached as their `grad`, and whether its content is to be overwritten."""
-        buffer = self._buffers.get(parameters[0])
+        buffer = self._buffers.get(tuple(parameters))
         rows = sum(len(p) for p in parameters)
         if buffer is None or len(buffer) != rows:
             first = parameters[0]
@@ -106,8 +109,7 @@ class GradientBuffers:
                 (getattr(self._holders[p], "dtype", None) for p in parameters if p in self._holders), None
             )
             dtype = held_dtype or torch.promote_types(first.dtype, torch.float32)
-            buffer = torch.empty(rows, *first.shape[1:], dtype=dtype, device=first.device)
-            self._buffers[first] = buffer
+            buffer = self._buffers[tuple(parameters)] = self._new_buffer((rows, *first.shape[1:]), dtype, first.device)
         views = buffer.split([len(p) for p in parameters])
         held = [(self._holders[p], view) for p, view in zip(parameters, views, strict=True) if p in self._holders]
         is_new = all(holder.grad is None for holder, _ in held)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from verl.models.attention import Scoring
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Projection
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Projection
 from verl.models.hf_module import AutogradContext
 from verl.models.ops.pointwise import rotated
 from verl.models.packing import PackedBatch
@@ -35,15 +37,19 @@ class _AutogradPass(DecoderPass):
         cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
         self.cos, self.sin = cos[0], sin[0]
 
-    def layer(self, number: int, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
+    def layer(self, number: int, weights: Layer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """See DecoderPass; the sum is made, since a checkpoint keeps the input of a layer."""
-        run = partial(self._summed, number, weights)
-        return (
-            checkpoint(run, x, use_reentrant=False, preserve_rng_state=False) if self.checkpointing else run(x)
-        ), None
+        return weights.call(self._checkpointed, number, x), None
 
-    def _summed(self, number: int, weights: DenseLayer, x: torch.Tensor) -> torch.Tensor:
-        x, delta = super().layer(number, weights, x, None)
+    def _checkpointed(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        run = partial(self._summed, number, layer)
+        out: torch.Tensor = (
+            checkpoint(run, x, use_reentrant=False, preserve_rng_state=False) if self.checkpointing else run(x)
+        )
+        return out
+
+    def _summed(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        x, delta = super().layer(number, layer.gathered(), x, None)
         return x if delta is None else x + delta
 
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
@@ -57,7 +63,11 @@ class _AutogradPass(DecoderPass):
 
     def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         """See DecoderPass."""
-        weights, biases = ([getattr(part, name) for part in projection.parts] for name in ("weight", "bias"))
+        weights = [cast(nn.Parameter, part.weight) for part in projection.parts]
+        biases = [part.bias for part in projection.parts if part.bias is not None]
+        if not projection.is_joined and len(weights) > 1:
+            out: torch.Tensor = _Copied.apply(x, projection, *weights, *biases)
+            return out
         weight = _Joined.apply(projection.weight, *weights)
         return F.linear(x, weight, None if projection.bias is None else _Joined.apply(projection.bias, *biases))
 
@@ -73,3 +83,26 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *grads[0].split(ctx.sizes))
+
+
+class _Copied(torch.autograd.Function):
+    """The product of x [tokens, inputs] and parameters whose joined form is a copy, which is made again in the backward: kept,
+    the copies would be as large as the model."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, x: torch.Tensor, projection: Projection, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.sizes = [len(part.weight) for part in projection.parts]
+        ctx.save_for_backward(x, *parameters)
+        return F.linear(x, projection.weight, projection.bias)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (d_y,), (x, *parameters), sizes = grads, ctx.saved_tensors, ctx.sizes
+        weights, biases = parameters[: len(sizes)], parameters[len(sizes) :]
+        d_weights, needs = [None] * len(sizes), ctx.needs_input_grad
+        d_x = d_y @ torch.cat(weights) if needs[0] else None
+        if any(needs[2 : 2 + len(sizes)]):
+            d_weights = (d_y.t() @ x).split(sizes)
+        return d_x, None, *d_weights, *(d_y.sum(0).split(sizes) if biases else ())

@@ -7,15 +7,18 @@ the buffers that it is given, and returns them to autograd only if it is given n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from verl.models.attention import Scoring
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded, turned_heads
 from verl.models.decoder.reuse import RecordedBatch, is_equal
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Norm, Projection
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
 from verl.models.ops.linear import Matmul
@@ -46,42 +49,40 @@ def dense_hidden_states(
     there; without, autograd gets them. With `checkpointing` only the layers' inputs are kept, and the backward computes the
     layers again. Nothing is kept if activations are `recorded`, which take the place of the forward.
     """
-    trained = [p for p in _parameters(decoder) if p.requires_grad]
-    features = () if images is None else (images.values, *images.deep)
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*trained, *features)):
-        with torch.no_grad():
-            return TrainingPass(decoder, packed, images).forward()
     if recorded is not None and not recorded.store.is_checked:  # once a run
         with torch.no_grad():
-            passes = (TrainingPass(decoder, packed, None, recorded=x) for x in (None, recorded))
+            passes = (TrainingPass(decoder, packed, recorded=x) for x in (None, recorded))
             recorded = recorded if is_equal(recorded, *(run.forward() for run in passes)) else None
-    lowest = 0 if any(x.requires_grad for x in features) else _lowest_trained(decoder)
-    run = TrainingPass(decoder, packed, images, lowest, checkpointing, recorded)
-    hidden: torch.Tensor = _Differentiated.apply(run, gradients, len(features), *features, *trained)
-    return hidden
+    return TrainingPass(decoder, packed, gradients, checkpointing, images, recorded).forward()
 
 
-class _Differentiated(torch.autograd.Function):
+class _Part(torch.autograd.Function):
+    """A part of a pass, with its backward by hand: `forward(x)` gives (output, the function of the backward), which is called
+    with the output's gradient and buffers, and returns the input's gradient."""
+
     @staticmethod
     def forward(
         ctx: AutogradContext,
-        run: TrainingPass,
         gradients: GradientBuffers | None,
-        num_features: int,
-        *tensors: torch.Tensor,
+        forward: Callable[[torch.Tensor], tuple[torch.Tensor, Backward]],
+        x: torch.Tensor,
+        *trained: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.run, ctx.gradients, ctx.trained = run, gradients, tensors[num_features:]
-        return run.forward()
+        ctx.gradients, ctx.trained = gradients, trained
+        out, ctx.through = forward(x.detach())
+        return out
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        run, gradients, trained, ctx.run, ctx.trained = ctx.run, ctx.gradients, ctx.trained, None, ()
-        if run is None:
+        through, gradients, trained, ctx.through, ctx.trained = ctx.through, ctx.gradients, ctx.trained, None, ()
+        if through is None:
             raise RuntimeError("The activations of this forward are used up: its backward runs once.")
         into = GradientBuffers.apart(trained) if gradients is None else gradients
-        d_features = run.backward(grads[0], into)
-        d_weights = (into.take(p) if gradients is None else None for p in trained)
-        return (None, None, None, *d_features, *d_weights)
+        d_x = through(grads[0], into)
+        return (None, None, d_x, *(into.take(p) if gradients is None else None for p in trained))
+
+
+Backward = Callable[[torch.Tensor, GradientBuffers], torch.Tensor | None]
 
 
 class Normed(NamedTuple):
@@ -107,45 +108,105 @@ class Saved(NamedTuple):
 
 
 class TrainingPass(DecoderPass):
-    """A forward over a packed batch, and its backward. It keeps the activations of layers from `lowest` on."""
+    """A forward over a packed batch, with a backward."""
 
     def __init__(
         self,
         decoder: DenseDecoder,
         packed: PackedBatch,
-        images: ImageFeatures | None,
-        lowest: int | None = None,
+        gradients: GradientBuffers | None = None,
         checkpointing: bool = False,
+        images: ImageFeatures | None = None,
         recorded: RecordedBatch | None = None,
     ):
         self.decoder, self.packed, self.images, self.recorded = decoder, packed, images, recorded
-        self.layout, self.checkpointing = packed.layout, checkpointing
-        self.lowest = len(decoder.layers) if lowest is None else lowest
+        self.layout, self.gradients, self.checkpointing = packed.layout, gradients, checkpointing
         self.matmul = Matmul(decoder.embed.dtype, decoder.embed.device)
-        self.saved: dict[int, Saved | torch.Tensor] = {}  # of a layer; only its input when checkpointing
         self._tape: list[Any] | None = None  # the fields of Saved, in a layer whose activations are kept
 
     def forward(self) -> torch.Tensor:
         """See `dense_hidden_states`."""
         decoder, packed = self.decoder, self.packed
-        x = embedded(decoder, packed.input_ids[0], self.images, packed.noise)
+        x = embedded(decoder, packed.input_ids[0], self.images, packed.noise, self._lookup)
         cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
         self.turns = Turns(cos[0], sin[0])
-        if self.recorded is not None:
-            self.last = self.recorded.outputs(packed.hidden_index)
-        else:
-            self.last = self.states(decoder, x, self.images)[0].index_select(0, packed.hidden_index)
-        return _normed(self.last, decoder.final_norm).out()
+        last = self.states(decoder, x, self.images)[0].index_select(0, packed.hidden_index)
+        return self._differentiated(self._last_norm, last, [decoder.final_norm.weight])
 
-    def layer(self, number: int, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
-        """See DecoderPass."""
-        if number < self.lowest:
-            return super().layer(number, weights, x, delta)
-        if self.checkpointing:
-            self.saved[number] = x
-            return super().layer(number, weights, x, delta)
-        out, self.saved[number] = self._with_saved(number, weights, x)
+    def _differentiated(
+        self,
+        forward: Callable[[torch.Tensor], tuple[torch.Tensor, Backward]],
+        x: torch.Tensor,
+        parameters: Sequence[nn.Parameter],
+    ) -> torch.Tensor:
+        """The output of a part, as in _Part."""
+        trained = [p for p in parameters if p.requires_grad]
+        out: torch.Tensor = _Part.apply(self.gradients, forward, x, *trained)
         return out
+
+    def _lookup(self, ids: torch.Tensor, weight: nn.Parameter, padding_idx: int | None) -> torch.Tensor:
+        def backward(d_x: torch.Tensor, gradients: GradientBuffers) -> None:
+            if padding_idx is not None:  # an embedding does not learn at its padding token
+                d_x.masked_fill_((ids == padding_idx).unsqueeze(1), 0.0)
+            gradients.add_rows(weight, ids, d_x)
+
+        return self._differentiated(lambda ids: (F.embedding(ids, weight), backward), ids, [weight])
+
+    def _last_norm(self, last: torch.Tensor) -> tuple[torch.Tensor, Backward]:
+        norm = self.decoder.final_norm
+        if self.recorded is not None:
+            last = self.recorded.outputs(self.packed.hidden_index)
+
+        def backward(d_hidden: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
+            d_last = torch.zeros_like(last)
+            d_weight = rms_norm_backward_(d_last, d_hidden.clone(), last, norm.weight, inverse_rms(last, norm.eps))
+            gradients.add((norm.weight,), d_weight)
+            return d_last
+
+        return _normed(last, norm).out(), backward
+
+    def layer(self, number: int, weights: Layer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
+        """See DecoderPass."""
+        return weights.call(self._layer, number, x), None
+
+    def _layer(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        weights = layer.gathered()
+        trained = [p for p in _parameters_of(weights) if p.requires_grad]
+        if not torch.is_grad_enabled() or not (trained or x.requires_grad):
+            return x if self.recorded is not None else super().layer(number, weights, x, None)[0]
+
+        def forward(x: torch.Tensor) -> tuple[torch.Tensor, Backward]:
+            out, saved = self._forward_of_layer(number, weights, x)
+            return out, partial(self._backward_of_layer, number, layer, [saved])
+
+        return self._differentiated(forward, x, trained)
+
+    def _forward_of_layer(
+        self, number: int, weights: DenseLayer, x: torch.Tensor
+    ) -> tuple[torch.Tensor, Saved | torch.Tensor | None]:
+        """The output, and what is kept: only the input when checkpointing."""
+        if self.recorded is not None:  # any output will do
+            return x, None
+        if self.checkpointing:
+            return super().layer(number, weights, x, None)[0], x
+        (out, _), saved = self._with_saved(number, weights, x)
+        return out, saved
+
+    def _backward_of_layer(
+        self,
+        number: int,
+        layer: Layer,
+        activations: list[Saved | torch.Tensor | None],
+        d_out: torch.Tensor,
+        gradients: GradientBuffers,
+    ) -> torch.Tensor:
+        """The gradient of the input, in the memory of `d_out`, which only this layer reads."""
+        weights, saved = layer.gathered(), activations.pop()
+        if saved is None:
+            saved = self._recorded(number, weights)
+        elif isinstance(saved, torch.Tensor):
+            _, saved = self._with_saved(number, weights, saved)
+        return self._layer_backward(weights, saved, d_out, gradients)
 
     def _with_saved(self, number: int, weights: DenseLayer, x: torch.Tensor) -> tuple[Sum, Saved]:
         tape: list[Any] = []
@@ -197,37 +258,12 @@ class TrainingPass(DecoderPass):
         q, k, v = turned_heads(self.decoder, weights, qkv, self.turns, lambda x, norm: _normed(x, norm).out(), rotate_)
         return HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
 
-    def backward(self, d_hidden: torch.Tensor, gradients: GradientBuffers) -> list[torch.Tensor]:
-        """Adds the gradients of the weights, and returns the gradients of the features of images."""
-        decoder, packed, images, last = self.decoder, self.packed, self.images, self.last
-        d_last, norm = torch.zeros_like(last), decoder.final_norm
-        d_weight = rms_norm_backward_(d_last, d_hidden.clone(), last, norm.weight, inverse_rms(last, norm.eps))
-        gradients.add((norm.weight,), d_weight)
-        d_x = last.new_zeros(packed.num_tokens, last.shape[1]).index_add_(0, packed.hidden_index, d_last)
-        deep: list[torch.Tensor] = []
-        for number in range(len(decoder.layers) - 1, self.lowest - 1, -1):
-            if images is not None and number < len(images.deep):
-                deep.append(d_x.index_select(0, images.index))
-            weights = decoder.layers[number]
-            d_x = self._layer_backward(weights, self._saved(number, weights), d_x, gradients)
-        d_features = [] if images is None else [d_x.index_select(0, images.index), *reversed(deep)]
-        if images is not None:
-            d_x.index_fill_(0, images.index, 0.0)
-        if gradients.wants((decoder.embed,)):
-            ids = packed.input_ids[0]
-            if decoder.padding_idx is not None:  # an embedding does not learn at its padding token
-                d_x.masked_fill_((ids == decoder.padding_idx).unsqueeze(1), 0.0)
-            gradients.add_rows(decoder.embed, ids, d_x)
-        return d_features
-
-    def _saved(self, number: int, weights: DenseLayer) -> Saved:
-        if self.recorded is not None:
-            x, qkv, out, middle, gate_up, lse = self.recorded.layer(number)  # copies, which are overwritten
-            heads, attended = self._heads(weights, qkv), Attended(out, lse.t().unsqueeze(0))
-            normed = _normed(x, weights.input_norm), _normed(middle, weights.post_norm)
-            return Saved(normed[0], qkv, heads, attended, normed[1], gate_up)
-        saved = self.saved.pop(number)
-        return self._with_saved(number, weights, saved)[1] if isinstance(saved, torch.Tensor) else saved
+    def _recorded(self, number: int, weights: DenseLayer) -> Saved:
+        assert self.recorded is not None
+        x, qkv, out, middle, gate_up, lse = self.recorded.layer(number)  # copies, which are overwritten
+        heads, attended = self._heads(weights, qkv), Attended(out, lse.t().unsqueeze(0))
+        normed = _normed(x, weights.input_norm), _normed(middle, weights.post_norm)
+        return Saved(normed[0], qkv, heads, attended, normed[1], gate_up)
 
     def _layer_backward(
         self, weights: DenseLayer, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers
@@ -303,21 +339,6 @@ class TrainingPass(DecoderPass):
 
 def _normed(x: torch.Tensor, norm: Norm) -> Normed:
     return Normed(norm, x, inverse_rms(x, norm.eps))
-
-
-def _lowest_trained(decoder: DenseDecoder) -> int:
-    """The lowest layer through which a gradient must go."""
-    if decoder.embed.requires_grad:
-        return 0
-    for number, weights in enumerate(decoder.layers):
-        if any(p.requires_grad for p in _parameters_of(weights)):
-            return number
-    return len(decoder.layers)
-
-
-def _parameters(decoder: DenseDecoder) -> list[nn.Parameter]:
-    layers = [p for weights in decoder.layers for p in _parameters_of(weights)]
-    return [decoder.embed, *layers, decoder.final_norm.weight]
 
 
 def _parameters_of(weights: DenseLayer) -> list[nn.Parameter]:

@@ -8,7 +8,8 @@
     sampling           rollout/native/torch         in place                Matmul and adapters      stores of the host
     sampling on a GPU  rollout/native/cuda          in the op of the norm   torch and adapters       stores on the device
 
-On a CPU with the compiled kernels, one call of C samples with the same layers (rollout/native/compiled).
+On a CPU with the compiled kernels, one call of C samples with the same layers (rollout/native/compiled). Training runs on one
+device, or under FSDP2 with a unit for each layer (decoder/weights.py).
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ Sum = tuple[torch.Tensor, torch.Tensor | None]  # (x, delta): x + delta, which t
 
 
 def embedded(
-    decoder: DenseDecoder, ids: torch.Tensor, images: ImageFeatures | None = None, noise: torch.Tensor | None = None
+    decoder: DenseDecoder,
+    ids: torch.Tensor,
+    images: ImageFeatures | None = None,
+    noise: torch.Tensor | None = None,
+    lookup: Callable[..., torch.Tensor] = F.embedding,
 ) -> torch.Tensor:
     """The input [tokens, hidden_size] of the first layer, for token ids [tokens]."""
-    x = F.embedding(ids, decoder.embed, decoder.padding_idx)
+    x = lookup(ids, decoder.embed, decoder.padding_idx)
     if noise is not None:
         x = x + noise.to(x)
     return x if images is None else images.embedded(x)

@@ -8,11 +8,13 @@ keeps the arrangement; what replaces storage (`module.to(...)`) breaks it, and `
 A module is taken only when nothing in it can differ from this plan: exact classes, plain parameters, no hooks. For
 others `of` returns None and the module's own forward is called. Adapters and mixtures of experts are taken for callers
 that compute them.
+
+If a module is sharded, each layer is a unit (`LayerUnit`), whose weights are whole while its module is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -73,6 +75,39 @@ class DenseLayer:
     sliding_window: int | None
     experts: nn.Module | None = None
 
+    def call(self, computed: ComputedLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        """`computed(number, self, x)`."""
+        return computed(number, self, x)
+
+    def gathered(self) -> DenseLayer:
+        """The weights of this layer."""
+        return self
+
+
+class LayerUnit:
+    """A layer whose weights are whole during a call of its module and during the backward of that call: hooks of the module
+    gather and free them, as FSDP2's do."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        module.forward = self._forward  # hooks stay around it
+
+    def call(self, computed: ComputedLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        """`computed(number, self, x)`, inside a call of the module."""
+        out: torch.Tensor = nn.Module.__call__(self.module, computed, number, x)  # past transformers' checkpointing
+        return out
+
+    def _forward(self, computed: ComputedLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        return computed(number, self, x)
+
+    def gathered(self) -> DenseLayer:
+        """The weights, now that they are whole; joined projections are copies."""
+        return _layer(self.module, _copied)
+
+
+Layer = DenseLayer | LayerUnit
+ComputedLayer = Callable[[int, Layer, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class DenseDecoder:
@@ -93,8 +128,11 @@ class DenseDecoder:
     def of(cls, module: Any, *, adapters: bool = False, experts: bool = False) -> DenseDecoder | None:
         """The dense reading of `module` (a causal language model, a value model, or a bare decoder), or None when its
         own forward must be used. Kept from call to call while the module stays as it is. Adapted layers, mixtures of
-        experts and Phi-3 are read for a caller that asks for them."""
+        experts and Phi-3 are read for a caller that asks for them. The layers of a module that `make_layer_units` has taken are
+        its LayerUnits."""
         decoder = language_model_of(module) if hasattr(module, "get_decoder") else module
+        if decoder in _units:
+            return _read(decoder, _units[decoder])
         if not _is_plain(decoder):
             _known.pop(decoder, None)
             return None
@@ -105,7 +143,7 @@ class DenseDecoder:
             return None
         known = _known.get(decoder)
         if known is None or not all(p.is_joined and parts.issuperset(p.parts) for p in known.projections()):
-            known = _known[decoder] = _read(decoder)
+            known = _known[decoder] = _read(decoder, [_layer(layer, _join) for layer in _layers_of(decoder)])
         return known
 
     def projections(self) -> Iterator[Projection]:
@@ -116,9 +154,29 @@ class DenseDecoder:
 
 
 _known: WeakKeyDictionary[nn.Module, DenseDecoder] = WeakKeyDictionary()
+_units: WeakKeyDictionary[nn.Module, list[LayerUnit]] = WeakKeyDictionary()
 
 
-def _is_plain(decoder: nn.Module) -> bool:
+def make_layer_units(module: Any, shards: Sequence[nn.Module]) -> bool:
+    """Whether the layers of `module`, which may lie on the meta device, are LayerUnits from now on: if its decoder is plain and
+    dense, and the modules `shards`, which are sharded by themselves, are its layers."""
+    decoder = language_model_of(module)
+    is_dense = _is_plain(decoder, may_be_meta=True) and _DECODERS[type(decoder).__name__].trains
+    if (
+        not is_dense
+        or list(shards) != _layers_of(decoder)
+        or any(type(part) is LoRALinear for part in decoder.modules())
+    ):
+        return False
+    _units[decoder] = [LayerUnit(layer) for layer in shards]
+    return True
+
+
+def _layers_of(decoder: Any) -> list[nn.Module]:
+    return list(decoder.layers[: decoder.config.num_hidden_layers])
+
+
+def _is_plain(decoder: nn.Module, *, may_be_meta: bool = False) -> bool:
     """Whether the decoder is of a known class and consists of unwrapped modules with plain local parameters."""
     kind = type(decoder)
     if kind.__name__ not in _DECODERS or not kind.__module__.startswith("transformers.models."):
@@ -137,7 +195,7 @@ def _is_plain(decoder: nn.Module) -> bool:
         if not known and type(part) not in (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU):
             if type(part).__module__ != "transformers.activations":
                 return False
-    return all(type(p) is nn.Parameter and not p.is_meta for p in decoder.parameters())
+    return all(type(p) is nn.Parameter and (may_be_meta or not p.is_meta) for p in decoder.parameters())
 
 
 def _changes_results(hook: object) -> bool:
@@ -146,12 +204,12 @@ def _changes_results(hook: object) -> bool:
 
 
 @torch.no_grad()
-def _read(decoder: Any) -> DenseDecoder:
+def _read(decoder: Any, layers: Sequence[Any]) -> DenseDecoder:
     config, attention = decoder.config, decoder.layers[0].self_attn
     return DenseDecoder(
         embed=decoder.embed_tokens.weight,
         padding_idx=decoder.embed_tokens.padding_idx,
-        layers=tuple(_layer(layer) for layer in decoder.layers[: config.num_hidden_layers]),
+        layers=tuple(layers),
         final_norm=_norm(decoder.norm),
         rotary=decoder.rotary_emb,
         num_heads=config.num_attention_heads,
@@ -161,7 +219,7 @@ def _read(decoder: Any) -> DenseDecoder:
     )
 
 
-def _layer(layer: Any) -> DenseLayer:
+def _layer(layer: Any, join: Callable[[Sequence[nn.Linear]], Projection]) -> DenseLayer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, gate_up = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
     if hasattr(attention, "qkv_proj"):
@@ -170,13 +228,13 @@ def _layer(layer: Any) -> DenseLayer:
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return DenseLayer(
         input_norm=_norm(layer.input_layernorm),
-        qkv=_join([getattr(attention, name) for name in qkv]),
+        qkv=join([getattr(attention, name) for name in qkv]),
         q_norm=_norm(q_norm) if q_norm is not None else None,
         k_norm=_norm(k_norm) if k_norm is not None else None,
-        o=_join((attention.o_proj,)),
+        o=join((attention.o_proj,)),
         post_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_NONE if is_mixture else _join([getattr(mlp, name) for name in gate_up]),
-        down=_NONE if is_mixture else _join((mlp.down_proj,)),
+        gate_up=_NONE if is_mixture else join([getattr(mlp, name) for name in gate_up]),
+        down=_NONE if is_mixture else join((mlp.down_proj,)),
         sliding_window=_sliding_window(attention),
         experts=mlp if is_mixture else None,
     )
@@ -196,11 +254,19 @@ def _norm(module: Any) -> Norm:
 
 def _join(parts: Sequence[nn.Linear]) -> Projection:
     """Lay the parts' weights (and biases) back to back, and make the parameters views of that."""
-    weight = _joined([cast(nn.Parameter, part.weight) for part in parts])
+    return _projection(parts, _joined)
+
+
+def _copied(parts: Sequence[nn.Linear]) -> Projection:
+    """The parts' weights (and biases) back to back in a copy, for parameters whose storage another owner arranges."""
+    return _projection(parts, lambda many: many[0].data if len(many) == 1 else torch.cat([p.data for p in many]))
+
+
+def _projection(parts: Sequence[nn.Linear], join: Callable[[list[nn.Parameter]], torch.Tensor]) -> Projection:
     biases = [part.bias for part in parts if part.bias is not None]
-    bias = _joined(biases) if biases else None
     assert len(biases) in (0, len(parts)), "either all projections of an input have a bias or none has"
-    return Projection(weight, bias, tuple(parts))
+    weight = join([cast(nn.Parameter, part.weight) for part in parts])
+    return Projection(weight, join(biases) if biases else None, tuple(parts))
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.models.forward import computed_outputs, decoder_states, fuses_log_probs, head_transform, logit_outputs
+from verl.models.forward import (
+    computed_outputs,
+    decoder_states,
+    fuses_log_probs,
+    head_transform,
+    hidden_states,
+    logit_outputs,
+)
+from verl.models.grad_buffers import GradientBuffers
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.ops.varlen import PackedSegment
 from verl.models.outputs import HeadInputs, statistics_wanted
@@ -31,6 +39,8 @@ class ParallelModel(nn.Module):
 
     def __init__(self, model: Any, sequence: dist.ProcessGroup | None = None, tensor: dist.ProcessGroup | None = None):
         super().__init__()
+        self.in_units = False  # whether verl.models.decoder computes the model
+        self.gradients: GradientBuffers | None = None  # which then gets the gradients of weights, if given
         self.model = model
         self.sequence, self.tensor = (g if g is not None and g.size() > 1 else None for g in (sequence, tensor))
 
@@ -39,7 +49,9 @@ class ParallelModel(nn.Module):
         if forward_kind(self.model) == "logits":
             return logit_outputs(self.model, packed, outputs, temperature)
         part = take_slice(packed, self.sequence)
-        if forward_kind(self.model) == "padded":  # no group divides the tokens of these
+        if self.in_units:
+            hidden = hidden_states(self.model, packed, self.gradients)
+        elif forward_kind(self.model) == "padded":  # no group divides the tokens of these
             hidden = padded_states(self.model, packed)
         elif self.sequence is self.tensor is None and is_vision_model(self.model):
             hidden = vision_states(self.model, packed).index_select(0, part.hidden_index)
@@ -61,8 +73,8 @@ class ParallelModel(nn.Module):
             **head_transform(self.model.config),
         }
         if self.tensor is None:
-            fused = fuses_log_probs(self.model)
-            return token_log_probs(hidden, head.weight, part.targets, temperature, fused=fused, **options)
+            options |= {"fused": fuses_log_probs(self.model), "gradients": self.gradients}
+            return token_log_probs(hidden, head.weight, part.targets, temperature, **options)
         first, _ = own_range(num_tokens, self.tensor)
         return parallel_log_probs(hidden, head.weight, part.targets, temperature, self.tensor, first, **options)
 
