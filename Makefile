@@ -77,15 +77,17 @@ venv: $(STAMPS)/package
 
 $(STAMPS)/python:
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.10 or newer is needed and none is on the PATH; set PYTHON=/path/to/python." >&2; exit 1; fi
-	@echo "Making the virtual environment $(VENV) with $$($(PYTHON) --version)."
-	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@if [ -x $(BIN)/pip ]; then echo "Using the virtual environment $(VENV) that is there."; \
+	else echo "Making the virtual environment $(VENV) with $$($(PYTHON) --version)."; fi
+	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@mkdir -p $(STAMPS)
 	@touch $@
 
 # torch first and by itself: the packages after it must find it there, and not choose another build
 $(STAMPS)/torch: $(STAMPS)/python
-	@echo "Installing $(TORCH) (some hundred megabytes; gigabytes where it is a CUDA build)."
-	@$(call install,$(TORCH_FLAGS) "$(TORCH)")
+	@if [ "$(origin TORCH)" = file ] && $(BIN)/python -c "import torch; print('Keeping torch', torch.__version__)" 2>/dev/null; then exit; fi; \
+	echo "Installing $(TORCH) (some hundred megabytes; gigabytes where it is a CUDA build)."; \
+	$(call install,$(TORCH_FLAGS) "$(TORCH)")
 	@touch $@
 
 $(STAMPS)/constraints.txt: constraints.txt $(STAMPS)/torch

@@ -106,6 +106,8 @@ class Trainer(SteppedRun):
     ):
         _refuse_import_by_worker()
         model = getattr(model, "model_path", model)
+        if isinstance(model, str | os.PathLike) and any(Path(model).expanduser().glob("global_step_*")):
+            model = TrainedRun(Path(model)).model_path
         if isinstance(reward, Iterator):  # it can be read once only
             reward = list(reward)
         self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
@@ -137,6 +139,7 @@ class Trainer(SteppedRun):
         folder = Path(str(fallbacks.get(_FOLDER, first.config.trainer.default_local_dir)))
         self.folder = folder.expanduser().absolute()
         media = (first.config.data.image_key, first.config.data.video_key)
+        self._names = (first.config.data.prompt_key, first.config.data.reward_fn_key) if is_rl else ("", "")
         files = [None if r is None else self._files(s, r, media) for s, r in (("train", rows), ("val", eval_rows))]
         super().__init__(load(files), self.program_name)
         root = self.loaded.config  # agents and classes of rows add columns
@@ -179,7 +182,7 @@ class Trainer(SteppedRun):
             raise DataError(f"The {self.splits[split]} have no rows.")
         rows: list[Row]
         if self.program_name == "ppo":
-            prompts = [prompt_row(row, number, media) for number, row in enumerate(data)]
+            prompts = [prompt_row(row, number, media, self._names) for number, row in enumerate(data)]
             columns = dict.fromkeys(name for row in prompts for name in row["extra_info"])  # None if a row has none
             rows = [{**row, "extra_info": columns | row["extra_info"]} for row in prompts]
         else:

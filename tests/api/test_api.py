@@ -258,6 +258,21 @@ def test_evaluate_and_generate(tiny_llama, tmp_path):
     assert [sample["score"] for sample in samples] == [None] * 4
 
 
+def test_rows_with_other_names_of_prompt_and_task(tiny_llama, tmp_path):
+    rows = [{"question": row["prompt"], "task": "sums"} for row in ROWS[:8]]
+    named = {**DATA, "data.prompt_key": "question", "data.reward_fn_key": "task"}
+    run = verl.train(
+        tiny_llama, rows, length, eval_data=rows[:2], output_dir=tmp_path / "run", config=named,
+        trainer={"total_training_steps": 1}, actor_rollout_ref={"rollout": {"n": 2}},
+    )  # fmt: skip
+    assert "val-core/sums/reward/mean@1" in run.summary()["metrics"]
+    for prompts in (rows[:2], ["Say 1.", "Say 2."]):  # of a run folder, by its newest checkpoint
+        samples = verl.generate(
+            tmp_path / "run", prompts, output_dir=tmp_path / f"of_{type(prompts[0]).__name__}", config=named
+        )
+        assert len(samples) == 2
+
+
 def test_generate_takes_a_file_of_prompts_and_scores_what_a_scorer_reads(tiny_llama, tmp_path):
     gsm8k = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}}
     rows = [{"prompt": "Hi."}, {"prompt": "3 + 4?", **gsm8k}, {"prompt": "5?", **gsm8k, "data_source": "mine"}]

@@ -125,6 +125,24 @@ def test_a_yaml_file(checked):
     checked("run.yaml", text, 1, ["did you mean 'data.max_prompt_length'"])
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("tools: [{class_name: verl.tools.base_tool.BaseTool}]", 0, ["multi_turn.tool_config_path to this file"]),
+        ("tools: [{class_name: verl.tools.base_tool.Bass}]", 1, ["verl.tools.base_tool has no 'Bass'"]),
+        (
+            "interaction: [{name: a, class_name: no_users.A}]",
+            0,
+            ["interaction_config_path", "no_users is not installed"],
+        ),
+        ("- {name: mine, _target_: verl.agents.loops.SingleTurnAgentLoop}", 0, ["agent.agent_loop_config_path"]),
+        ("- {}\n- 1", 0, ["2 entries"]),
+    ],
+)
+def test_files_of_tools_users_and_loops(text, code, words, checked):
+    checked("declared.yaml", text, code, words)
+
+
 PYTHON = """
 import os
 from verl import DataProto

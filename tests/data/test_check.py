@@ -84,6 +84,15 @@ def test_rows_that_ask_for_what_is_not_available_are_said_once_with_their_number
     assert str(error.value) == sentence
 
 
+@pytest.mark.parametrize(
+    ("agent", "key"),
+    [("mine", "agent.agent_loop_config_path"), ("endpoint_agent", "agent.runner"), ("tool_agent", "multi_turn.enable")],
+)  # fmt: skip
+def test_a_row_that_names_an_agent_loop_is_told_its_key(agent, key, tmp_path):
+    (sentence,) = check_rows(write(tmp_path / "a.jsonl", [row(0, agent_name=agent)]), tokenizer, config()).problems
+    assert f"Set actor_rollout_ref.rollout.{key}" in sentence
+
+
 def test_columns_of_agents_that_ask_for_nothing_are_fine(tmp_path):
     asks_nothing = {"agent_name": "single_turn_agent", "tools_kwargs": {}, "images": []}
     extra = {"tools_kwargs": {"calc": {"create_kwargs": None}}, "interaction_kwargs": {}, "need_tools_kwargs": False}

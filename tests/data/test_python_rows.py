@@ -31,6 +31,14 @@ def test_bytes_and_pictures_outside_of_the_media_columns_are_refused(place):
     assert f"{place!r}" in str(error.value)
 
 
+def test_a_row_without_the_named_prompt_names_the_key():
+    with pytest.raises(
+        DataError, match="no 'question', a text or messages; it has q. Rename a column, or name it by data.prompt_key"
+    ):
+        prompt_row({"q": "p"}, 0, names=("question", "task"))
+    assert prompt_row({"prompt": "p"}, 0, names=("question", "task"))["question"] == "p"
+
+
 @pytest.mark.parametrize("kind", [PICTURE, {"bytes": b"5", "path": None}, b"5"])
 def test_pictures_in_media_columns_and_messages_are_written(kind):
     content = [{"type": "image", "image": kind}, {"type": "image_url", "image_url": {"url": kind}}]

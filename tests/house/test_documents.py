@@ -4,7 +4,9 @@ import ast
 import doctest
 import functools
 import importlib.util
+import os
 import re
+import subprocess
 
 import pytest
 
@@ -180,3 +182,15 @@ def test_examples_of_docstrings_give_what_they_show():
     results = {name: doctest.testmod(load_module(name), optionflags=flags) for name in modules}
     assert len(results) >= 15
     assert not {name for name, result in results.items() if result.failed}
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_make_keeps_the_torch_of_an_environment_that_is_there(has_torch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "pip"):
+        script = tmp_path / "bin" / name
+        script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" != -c ] || exit {int(not has_torch)}\n')
+        script.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name not in ("TORCH", "MAKEFLAGS")}
+    subprocess.run(["make", f"VENV={tmp_path}", f"{tmp_path}/stamps/torch"], cwd=ROOT, env=environment, check=True)
+    assert ("-m pip install" in (tmp_path / "calls").read_text()) == (not has_torch)

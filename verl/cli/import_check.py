@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 EXTRA = {name: name for name in ("datasets", "pandas", "hydra")}  # package -> the extra of verl that brings it
 _DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
 _WORKERS = {"ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"}
+# section of a YAML file that is no config ("": the file is a list) -> its key, and the field that names a class
+_LISTS = {
+    "tools": ("multi_turn.tool_config_path", "class_name"),
+    "interaction": ("multi_turn.interaction_config_path", "class_name"),
+    "": ("agent.agent_loop_config_path", "_target_"),
+}
 _GIVEN = {*SAMPLE_ARGUMENTS, *BATCH_ARGUMENTS, *MODEL_SCORE, *MODEL_REPLY}
 
 
@@ -216,9 +222,30 @@ def _examine(file: Path) -> Iterator[Line]:
     elif file.suffix == ".py":
         yield from examine_file(file)
     elif file.suffix in (".yaml", ".yml"):
-        yield from _config([], str(file), None)
+        yield from list(_declared(file)) or _config([], str(file), None)
     else:
         yield from _script(file)
+
+
+def _declared(file: Path) -> Iterator[Line]:
+    """Findings of a YAML file that lists tools, users or agent loops; none for a config."""
+    from verl.config.sources import read_limited
+
+    try:
+        tree = read_limited(file)
+    except ConfigError:  # the reader of configs says it
+        return
+    for section, (key, field) in _LISTS.items():
+        entries = (tree.get(section) if section else None) if isinstance(tree, dict) else None if section else tree
+        if not isinstance(entries, list):
+            continue
+        yield passed(f"{len(entries)} entries: set actor_rollout_ref.rollout.{key} to this file")
+        for entry in entries:
+            module, _, name = str(entry.get(field) or "" if isinstance(entry, dict) else "").rpartition(".")
+            if module.split(".")[0] == "verl" and (problem := missing_name(module, name)):
+                yield fail(problem)
+            elif module and (problem := _missing_package(module, Path())):
+                yield warn(f"{module}.{name}: {problem}, or put its folder on PYTHONPATH")
 
 
 def _commands(file: Path) -> list[Command]:

@@ -24,16 +24,21 @@ _ROW_FIELDS = ("prompt", "data_source", "reward_model", "extra_info", "agent_nam
 _MEDIA_FIELDS = ("images", "videos")
 
 
-def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> dict[str, Any]:
-    """A row of docs/data.md from a dict with "prompt" (text or messages), the fields `media` of images and videos, and other
-    columns for reward functions. The reference answer is `reward_model.ground_truth`, "ground_truth" or "answer".
+def prompt_row(
+    row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS, names: tuple[str, str] = ("prompt", "data_source")
+) -> dict[str, Any]:
+    """A row of docs/data.md from a dict with a prompt (text or messages), the fields `media` of images and videos, and other
+    columns for reward functions. The reference answer is `reward_model.ground_truth`, "ground_truth" or "answer". `names` are
+    `data.prompt_key` and `data.reward_fn_key`; a prompt may be called "prompt" all the same.
 
     Raises DataError without a prompt.
     """
-    row = checked_row(unfilled(row, ("prompt", *CHAT_COLUMNS)), number)
-    if "prompt" not in row:
+    prompt_key, source_key = names
+    row = checked_row(unfilled(row, ("prompt", prompt_key, *CHAT_COLUMNS)), number)
+    if prompt_key not in row and "prompt" not in row:
         raise DataError(
-            f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(map(str, row))}."
+            f"Row {number} of the data has no {prompt_key!r}, a text or messages; it has {', '.join(map(str, row))}. "
+            "Rename a column, or name it by data.prompt_key."
         )
     columns = {name: value for name, value in row.items() if name not in ("extra_info", *media)}
     extra = row.get("extra_info") or {}
@@ -55,7 +60,8 @@ def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> d
     answer = row.get("ground_truth", row.get("answer"))
     return {
         **{name: row[name] for name in (*_ROW_FIELDS, *CHAT_COLUMNS, *media) if name in row},
-        "data_source": row.get("data_source") or "data",
+        prompt_key: row[prompt_key if prompt_key in row else "prompt"],
+        source_key: row.get(source_key) or "data",
         "reward_model": row.get("reward_model") or ({"style": "model"} if answer is None else {"ground_truth": answer}),
         "extra_info": {"index": number, "data_source": "data", **columns, **extra},
     }

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 
+_KEY_OF_AGENT = {
+    "tool_agent": "multi_turn.enable=True", "environment_agent": "agent.environment", "endpoint_agent": "agent.runner"
+}  # fmt: skip
+
 ROLES = ("system", "user", "assistant", "tool", "function", "developer")
 MAX_DEPTH = 50  # of lists and objects inside each other
 MAX_SOURCE = 200  # characters of the name of a task, a part of names of metrics
@@ -149,10 +153,10 @@ def _check_features(row: Mapping[str, object], config: DataConfig, agents: Colle
             )
         return
     if agent is not None and agent != "single_turn_agent":
+        key = _KEY_OF_AGENT.get(str(agent), "agent.agent_loop_config_path")
         raise UnavailableRowError(
             f"the row names the agent loop {quoted(agent)} (field 'agent_name'), but the run has no agents; it would train "
-            "single-turn, without tools. Set actor_rollout_ref.rollout.multi_turn.enable=True, or leave the field out if "
-            "that is meant."
+            f"single-turn, without tools. Set actor_rollout_ref.rollout.{key}, or leave the field out if that is meant."
         )
     extra = row.get("extra_info")
     places = {"extra_info.": extra if isinstance(extra, Mapping) else {}, "": row}

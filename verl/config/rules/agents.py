@@ -53,8 +53,8 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     if loop == "tool_agent" and not any(files) and not agent.agent_loop_config_path:
         yield error(
             ENABLE,
-            f"{ENABLE}=True, but there are neither tools nor interactions, so every sample would be a single turn. Set "
-            f"{ROLLOUT}.multi_turn.tool_config_path, function_tool_path or interaction_config_path.",
+            f"{ENABLE}=True, but there are neither tools nor interactions: samples would be single turns. In {ROLLOUT}, set "
+            "multi_turn.tool_config_path, function_tool_path or interaction_config_path, or agent.agent_loop_config_path.",
         )
     if rollout.prefetch_num and rollout.partial_rollout and runner:
         yield error(
