@@ -1,6 +1,10 @@
 """The estimators once more, as loops over Python floats."""
 
 import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
 
 
 def _lists(columns):
@@ -246,3 +250,83 @@ def gigpo(columns, gamma=1.0, step_advantage_w=1.0, norm_adv_by_std_in_grpo=True
     episodes, _ = grpo(columns, norm_adv_by_std_in_grpo)
     a = [[e + step_advantage_w * s for e, s in zip(*rows)] for rows in zip(episodes, steps)]
     return a, a
+
+
+T = 0.5773502691896258  # 1/sqrt(3)
+GRPO = 0.5 / (math.sqrt(0.5) + 1e-6)
+TURN = 0.25 / (math.sqrt(0.125) + 1e-6)  # of returns 0.5 and 0
+GAE = 1 / math.sqrt(147)
+HALF = {"gamma": 0.5}
+
+
+class Row(NamedTuple):
+    """Expected `advantages` and `returns` for the columns of HAND below, worked out on paper."""
+
+    reference: object
+    advantages: list
+    returns: list
+    hand_settings: dict = {}
+    settings: dict = {}
+    singles: bool = True  # groups of one row are allowed
+    slides: bool = True  # tool output may be inserted at a different place in each row
+
+
+def same(x):
+    return x, x
+
+
+TABLE = {
+    "gae": Row(gae, [[T, T], [-2 * T, 0]], [[1, 1], [0, 0]], settings={"gamma": 0.9, "lam": 0.8}),
+    "grpo": Row(grpo, *same([[GRPO, GRPO], [-GRPO, 0]])),
+    "grpo_vectorized": Row(grpo, *same([[0.5, 0.5], [-0.5, 0]]), *[{"norm_adv_by_std_in_grpo": False}] * 2),
+    "gdpo": Row(
+        gdpo,
+        *same([[T, T], [-2 * T, 0]]),
+        *[{"gdpo_reward_weights": [2.0, 1.0], "gdpo_reward_keys": ["x", "y"]}] * 2,
+    ),
+    "grpo_passk": Row(grpo_passk, *same([[2 * GRPO, 2 * GRPO], [0, 0]]), singles=False),
+    "reinforce_plus_plus": Row(
+        reinforce_plus_plus, [[0, 1], [-1, 0]], [[0.5, 1], [0, 0]], {"gamma": 0.5}, {"gamma": 0.7}
+    ),
+    "reinforce_plus_plus_baseline": Row(reinforce_plus_plus_baseline, *same([[T, T], [-2 * T, 0]])),
+    "remax": Row(remax, [[0.75, 0.75], [-0.25, 0]], [[1, 1], [0, 0]]),
+    "rloo": Row(rloo, *same([[1, 1], [-1, 0]])),
+    "rloo_vectorized": Row(rloo, *same([[1, 1], [-1, 0]])),
+    "opo": Row(opo, *same([[1 / 3, 1 / 3], [-2 / 3, 0]])),
+    "gpg": Row(gpg, *same([[1, 1], [-1, 0]])),
+    "optimal_token_baseline": Row(optimal_token_baseline, [[0.5, 1], [-0.5, 0]], [[1, 1], [0, 0]], slides=False),
+    "tir_optimal_token_baseline": Row(
+        tir_optimal_token_baseline, [[0.5, 0], [-0.5, 0]], [[1, 1], [0, 0]], {"handle_zero_tail": False}
+    ),
+    "turn_gae": Row(
+        turn_gae,
+        [[-2 * GAE, 13 * GAE], [-11 * GAE, 0]],
+        [[0.375, 1], [0, 0]],
+        {"gamma": 0.5, "lam": 0.5},
+        {"gamma": 0.9, "lam": 0.8},
+    ),
+    "turn_grpo": Row(turn_grpo, *same([[TURN, 0], [-TURN, 0]]), HALF, {"gamma": 0.8}),
+    "gigpo": Row(
+        gigpo,
+        *same([[GRPO + 2 * TURN, GRPO], [-GRPO - 2 * TURN, 0]]),
+        {"gamma": 0.5, "step_advantage_w": 2.0},
+        {"gamma": 0.8, "step_advantage_w": 0.5, "norm_adv_by_std_in_grpo": False},
+        slides=False,
+    ),
+}
+
+TURNS = ("turn_gae", "turn_grpo", "gigpo")
+
+# one prompt, two samples: the first has two tokens and is right, the second one token and wrong
+HAND = {
+    "uid": np.array(["p", "p"], dtype=object),
+    "token_level_rewards": torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64),
+    "response_mask": torch.tensor([[True, True], [True, False]]),
+    "values": torch.full((2, 2), 0.5, dtype=torch.float64),
+    "reward_baselines": torch.tensor([0.25, 0.25], dtype=torch.float64),
+    "old_log_probs": torch.full((2, 2), math.log(0.5), dtype=torch.float64),
+    "sum_pi_squared": torch.full((2, 2), 0.5, dtype=torch.float64),
+    "reward_parts": {"x": torch.tensor([1.0, 0.0]), "y": torch.tensor([0.0, 1.0])},
+    "turn_ids": torch.tensor([[0, 1], [0, -1]]),
+    "responses": torch.tensor([[4, 5], [6, 0]]),
+}

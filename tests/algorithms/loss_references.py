@@ -198,3 +198,38 @@ def bypass_mode(
         return -a * lp * min(_ratio(frozen, old), rollout_is_threshold)
 
     return aggregate(_matrix(case, loss), case.mask, mode, totals=totals, scale=scale)
+
+
+class Row(NamedTuple):
+    reference: object
+    params: dict = {}
+    takes_weights: bool = True
+    splits: bool = True  # micro-batch losses add up to the loss of the mini-batch
+    skips: bool = True  # rows without advantage add nothing
+    spread: float = 0.4  # how far the new policy is from the old
+
+
+CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+BYPASS = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.3,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.5_2.0",
+}
+TABLE = {
+    "vanilla": Row(vanilla, {**CLIPS, "clip_ratio_c": 1.5}),
+    "cispo": Row(cispo, CLIPS),
+    "dppo_tv": Row(dppo_tv, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.12, "clip_ratio_c": 1.4}),
+    "dppo_kl": Row(dppo_kl, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.03, "clip_ratio_c": 1.4}),
+    "gspo": Row(gspo, CLIPS),
+    "sapo": Row(sapo, {"tau_pos": 0.9, "tau_neg": 1.3}),
+    "gpg": Row(gpg),
+    "dro": Row(dro, {"dro_beta": 0.7}, skips=False),
+    "geo_mean": Row(geo_mean, CLIPS),
+    "clip_cov": Row(
+        clip_cov, {**CLIPS, "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}, splits=False, skips=False
+    ),
+    "kl_cov": Row(kl_cov, {"kl_cov_ratio": 0.25, "ppo_kl_coef": 0.5}, splits=False, skips=False),
+    "bypass_mode": Row(bypass_mode, {**CLIPS, **BYPASS, "clip_ratio_c": 1.5}, takes_weights=False, skips=False),
+    "bypass_mode/reinforce": Row(bypass_mode, {**BYPASS, "loss_type": "reinforce"}, takes_weights=False, skips=False),
+}

@@ -103,3 +103,26 @@ def optimal_transport(name, pairs):
         ours, theirs = sorted(p.c for p in pairs), sorted(p.r for p in pairs)
     beta, e = pairs[0].beta, pairs[0].label_smoothing
     return sum(cross_entropy(beta * (a - b), e) for a, b in zip(ours, theirs, strict=True)) / len(pairs)
+
+
+# the loss where the policy is the reference: TRL's and the authors' formulas at c = r = 0, beta 0.1
+LN2 = math.log(2)
+START = {
+    "sigmoid": LN2,
+    "hinge": 1.0,
+    "ipo": 25.0,
+    "exo_pair": 2.7612,
+    "nca_pair": 2 * LN2,
+    "robust": LN2,
+    "bco_pair": 2 * LN2,
+    "sppo_hard": 50.0,
+    "aot": LN2,
+    "aot_unpaired": LN2,
+    "apo_zero": 1.0,
+    "apo_down": 1.0,
+    "discopop": 0.8466,
+    "sigmoid_norm": LN2,
+    "kto": 0.5,
+    "apo_zero_unpaired": 0.5,
+    "bco": LN2,
+}

@@ -1,15 +1,12 @@
 """Contract of the advantage estimators: one row each, hand-worked numbers, a float64 loop reference and the laws."""
 
-import math
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms import advantage_references as reference
+from tests.algorithms.advantage_references import HAND, TABLE, TURNS
 from tests.algorithms.batches import (
     PAD_VALUES,
     advantage_columns,
@@ -24,87 +21,6 @@ from verl.algorithms.advantages.returns import move_rewards_to_trained_tokens
 from verl.algorithms.advantages.turns import turn_numbers
 from verl.algorithms.masked import masked_whiten
 from verl.errors import ConfigError
-
-T = 0.5773502691896258  # 1/sqrt(3)
-GRPO = 0.5 / (math.sqrt(0.5) + 1e-6)
-TURN = 0.25 / (math.sqrt(0.125) + 1e-6)  # of returns 0.5 and 0
-GAE = 1 / math.sqrt(147)
-HALF = {"gamma": 0.5}
-
-
-class Row(NamedTuple):
-    """Expected `advantages` and `returns` for the columns of HAND below, worked out on paper."""
-
-    reference: object
-    advantages: list
-    returns: list
-    hand_settings: dict = {}
-    settings: dict = {}
-    singles: bool = True  # groups of one row are allowed
-    slides: bool = True  # tool output may be inserted at a different place in each row
-
-
-def same(x):
-    return x, x
-
-
-TABLE = {
-    "gae": Row(reference.gae, [[T, T], [-2 * T, 0]], [[1, 1], [0, 0]], settings={"gamma": 0.9, "lam": 0.8}),
-    "grpo": Row(reference.grpo, *same([[GRPO, GRPO], [-GRPO, 0]])),
-    "grpo_vectorized": Row(reference.grpo, *same([[0.5, 0.5], [-0.5, 0]]), *[{"norm_adv_by_std_in_grpo": False}] * 2),
-    "gdpo": Row(
-        reference.gdpo,
-        *same([[T, T], [-2 * T, 0]]),
-        *[{"gdpo_reward_weights": [2.0, 1.0], "gdpo_reward_keys": ["x", "y"]}] * 2,
-    ),
-    "grpo_passk": Row(reference.grpo_passk, *same([[2 * GRPO, 2 * GRPO], [0, 0]]), singles=False),
-    "reinforce_plus_plus": Row(
-        reference.reinforce_plus_plus, [[0, 1], [-1, 0]], [[0.5, 1], [0, 0]], {"gamma": 0.5}, {"gamma": 0.7}
-    ),
-    "reinforce_plus_plus_baseline": Row(reference.reinforce_plus_plus_baseline, *same([[T, T], [-2 * T, 0]])),
-    "remax": Row(reference.remax, [[0.75, 0.75], [-0.25, 0]], [[1, 1], [0, 0]]),
-    "rloo": Row(reference.rloo, *same([[1, 1], [-1, 0]])),
-    "rloo_vectorized": Row(reference.rloo, *same([[1, 1], [-1, 0]])),
-    "opo": Row(reference.opo, *same([[1 / 3, 1 / 3], [-2 / 3, 0]])),
-    "gpg": Row(reference.gpg, *same([[1, 1], [-1, 0]])),
-    "optimal_token_baseline": Row(
-        reference.optimal_token_baseline, [[0.5, 1], [-0.5, 0]], [[1, 1], [0, 0]], slides=False
-    ),
-    "tir_optimal_token_baseline": Row(
-        reference.tir_optimal_token_baseline, [[0.5, 0], [-0.5, 0]], [[1, 1], [0, 0]], {"handle_zero_tail": False}
-    ),
-    "turn_gae": Row(
-        reference.turn_gae,
-        [[-2 * GAE, 13 * GAE], [-11 * GAE, 0]],
-        [[0.375, 1], [0, 0]],
-        {"gamma": 0.5, "lam": 0.5},
-        {"gamma": 0.9, "lam": 0.8},
-    ),
-    "turn_grpo": Row(reference.turn_grpo, *same([[TURN, 0], [-TURN, 0]]), HALF, {"gamma": 0.8}),
-    "gigpo": Row(
-        reference.gigpo,
-        *same([[GRPO + 2 * TURN, GRPO], [-GRPO - 2 * TURN, 0]]),
-        {"gamma": 0.5, "step_advantage_w": 2.0},
-        {"gamma": 0.8, "step_advantage_w": 0.5, "norm_adv_by_std_in_grpo": False},
-        slides=False,
-    ),
-}
-
-TURNS = ("turn_gae", "turn_grpo", "gigpo")
-
-# one prompt, two samples: the first has two tokens and is right, the second one token and wrong
-HAND = {
-    "uid": np.array(["p", "p"], dtype=object),
-    "token_level_rewards": torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64),
-    "response_mask": torch.tensor([[True, True], [True, False]]),
-    "values": torch.full((2, 2), 0.5, dtype=torch.float64),
-    "reward_baselines": torch.tensor([0.25, 0.25], dtype=torch.float64),
-    "old_log_probs": torch.full((2, 2), math.log(0.5), dtype=torch.float64),
-    "sum_pi_squared": torch.full((2, 2), 0.5, dtype=torch.float64),
-    "reward_parts": {"x": torch.tensor([1.0, 0.0]), "y": torch.tensor([0.0, 1.0])},
-    "turn_ids": torch.tensor([[0, 1], [0, -1]]),
-    "responses": torch.tensor([[4, 5], [6, 0]]),
-}
 
 estimators = pytest.mark.parametrize("name", sorted(TABLE))
 

@@ -1,15 +1,14 @@
 """Contract of the policy losses: one row each; float64 loop references for value and gradient, and the laws."""
 
 from functools import partial, wraps
-from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms import loss_references as reference
 from tests.algorithms.batches import close, policy_inputs, widen
+from tests.algorithms.loss_references import TABLE, Case
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss, register_policy_loss
 from verl.algorithms.policy_losses.clipped import vanilla
 from verl.algorithms.policy_losses.terms import is_zero_without_advantage, zero_without_advantage
@@ -21,38 +20,6 @@ from verl.trainer.ppo import core_algos
 SCALE = 8.0
 
 
-class Row(NamedTuple):
-    reference: object
-    params: dict = {}
-    takes_weights: bool = True
-    splits: bool = True  # micro-batch losses add up to the loss of the mini-batch
-    spread: float = 0.4  # how far the new policy is from the old
-
-
-CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
-BYPASS = {
-    "rollout_is": "token",
-    "rollout_is_threshold": 1.3,
-    "rollout_rs": "token_k1",
-    "rollout_rs_threshold": "0.5_2.0",
-}
-TABLE = {
-    "vanilla": Row(reference.vanilla, {**CLIPS, "clip_ratio_c": 1.5}),
-    "cispo": Row(reference.cispo, CLIPS),
-    "dppo_tv": Row(reference.dppo_tv, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.12, "clip_ratio_c": 1.4}),
-    "dppo_kl": Row(reference.dppo_kl, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.03, "clip_ratio_c": 1.4}),
-    "gspo": Row(reference.gspo, CLIPS),
-    "sapo": Row(reference.sapo, {"tau_pos": 0.9, "tau_neg": 1.3}),
-    "gpg": Row(reference.gpg),
-    "dro": Row(reference.dro, {"dro_beta": 0.7}),
-    "geo_mean": Row(reference.geo_mean, CLIPS),
-    "clip_cov": Row(
-        reference.clip_cov, {**CLIPS, "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}, splits=False
-    ),
-    "kl_cov": Row(reference.kl_cov, {"kl_cov_ratio": 0.25, "ppo_kl_coef": 0.5}, splits=False),
-    "bypass_mode": Row(reference.bypass_mode, {**CLIPS, **BYPASS, "clip_ratio_c": 1.5}, takes_weights=False),
-    "bypass_mode/reinforce": Row(reference.bypass_mode, {**BYPASS, "loss_type": "reinforce"}, takes_weights=False),
-}
 losses = pytest.mark.parametrize("name", sorted(TABLE))
 # the others select tokens by statistics of the micro-batch (see the module)
 splitting_losses = pytest.mark.parametrize("name", sorted(name for name, row in TABLE.items() if row.splits))
@@ -115,7 +82,7 @@ def test_value_and_gradient_equal_the_loop_reference(name, weighted, seed, mode,
     loss, gradient = value_and_gradient(name, inputs, agg, weighted)
 
     def expected(lp):
-        case = reference.Case(
+        case = Case(
             old.tolist(), lp, new.tolist(), advantages.tolist(), mask.tolist(), weights.tolist() if weighted else None
         )
         return row.reference(case, mode, totals=totals, scale=SCALE, **row.params)
@@ -184,9 +151,6 @@ def test_metrics_merge_to_the_mini_batchs(name):
         assert "ppo_kl" in whole, "add old_policy_kl (terms.py) to the loss's metrics"
 
 
-NOT_ZERO_WITHOUT_ADVANTAGE = {"dro", "clip_cov", "kl_cov", "bypass_mode", "bypass_mode/reinforce"}
-
-
 def declared(name):
     return is_zero_without_advantage(POLICY_LOSSES.get(name.partition("/")[0]))
 
@@ -196,9 +160,7 @@ def declared(name):
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**31), silent=st.sets(st.integers(0, 4), max_size=4), weighted=st.booleans())
 def test_rows_without_advantage_change_nothing_where_the_loss_declares_it(name, mode, seed, silent, weighted):
-    assert declared(name) is (name not in NOT_ZERO_WITHOUT_ADVANTAGE), (
-        "decorate the loss with @zero_without_advantage (terms.py), or add its name to NOT_ZERO_WITHOUT_ADVANTAGE"
-    )
+    assert declared(name) is TABLE[name].skips, "decorate it with @zero_without_advantage, or set skips=False"
     if not declared(name):
         return
     inputs = policy_inputs(seed, spread=2.0)

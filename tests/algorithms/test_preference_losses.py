@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.algorithms.preference_references import EACH, optimal_transport, score
+from tests.algorithms.preference_references import EACH, START, optimal_transport, score
 from verl.algorithms.preference_losses import (
     PREFERENCE_LOSSES,
     alpha_reward,
@@ -141,29 +141,6 @@ def test_the_alpha_divergence_has_a_limit_and_no_overflow():
     assert torch.equal(divergence_score(x, "alpha_divergence", 1.0), x)
     assert divergence_score(x, "alpha_divergence", 1.001).tolist() == pytest.approx(x.tolist(), rel=2e-3)
     assert divergence_score(torch.tensor([1e4]), "alpha_divergence", 2.0).isfinite().all()
-
-
-# the loss where the policy is the reference: TRL's and the authors' formulas at c = r = 0, beta 0.1
-LN2 = math.log(2)
-START = {
-    "sigmoid": LN2,
-    "hinge": 1.0,
-    "ipo": 25.0,
-    "exo_pair": 2.7612,
-    "nca_pair": 2 * LN2,
-    "robust": LN2,
-    "bco_pair": 2 * LN2,
-    "sppo_hard": 50.0,
-    "aot": LN2,
-    "aot_unpaired": LN2,
-    "apo_zero": 1.0,
-    "apo_down": 1.0,
-    "discopop": 0.8466,
-    "sigmoid_norm": LN2,
-    "kto": 0.5,
-    "apo_zero_unpaired": 0.5,
-    "bco": LN2,
-}
 
 
 @pytest.mark.parametrize("name", sorted(START))

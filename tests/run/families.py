@@ -25,6 +25,7 @@ from tests.json_lines import read_lines, write_lines
 from tests.models.reference import make_columns
 from verl.config import load_config
 from verl.errors import VerlError
+from verl.model_families import families_with
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packing import pack_rows
@@ -216,10 +217,10 @@ Look up the `model_type` of your model's `config.json` in the table below: it sa
 Your own model is a `transformers.PreTrainedModel` whose `forward` takes token ids and returns logits. verl checks it when it
 loads.
 
-On a GPU, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral, Qwen2-MoE and Qwen3-MoE generate with CUDA graphs, without the host
-between steps. Other models generate step by step with their own modules: Gemma (scaled norms and embeddings, GELU, soft
-caps), gpt-oss (attention sinks, experts with biases), and models whose rotation depends on the length or turns only a part
-of a head.
+On a GPU, {", ".join(f"`{name}`" for name in families_with("decoder"))}
+generate with CUDA graphs, without the host between steps. Other models generate step by step with their own modules: Gemma
+(scaled norms and embeddings, GELU, soft caps), gpt-oss (attention sinks, experts with biases), and models whose rotation
+depends on the length or turns only a part of a head.
 
 With `rope_parameters` of type `dynamic` or `longrope` (Phi-3 and Phi-4 with long contexts), rows beyond a length have other
 rotary frequencies: `max_position_embeddings` tokens, or `original_max_position_embeddings` (4096 in Phi). A batch would turn
