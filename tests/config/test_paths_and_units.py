@@ -92,7 +92,6 @@ def test_no_duration_and_no_size_is_without_end(key):
 
 NAMES_OF_OTHERS = {  # spelling -> the key in the sentence
     "rollout_backend": "actor_rollout_ref.rollout.name",
-    "batch_size_per_gpu": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     "reward_fn": "reward.custom_reward_function.path",
     "optim.learning_rate": "actor_rollout_ref.actor.optim.lr",
 }

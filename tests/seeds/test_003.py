@@ -37,7 +37,7 @@ def test_4_logs_and_trackers(tiny_llama, tmp_path, caplog):
     trainer = PPOTrainer(
         overrides(
             tiny_llama, task, "data.train_batch_size=2", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2", "batch_size_per_gpu=1",
             "actor_rollout_ref.actor.fsdp_config.param_offload=True",
             "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False", "trainer.total_training_steps=1",
             "model.enable_gradient_checkpointing=True", f"trainer.default_local_dir={tmp_path}/run",
