@@ -83,7 +83,7 @@ ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
         (
             {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.tensor_model_parallel_size": 2},
             "16 replicas of vllm on 2 devices each (tensor parallel 2): devices 0-1 of node 0 ... devices 6-7 of node 3; each "
-            "runs in the processes that train",
+            "runs in the processes of its devices",
         ),
         (
             {f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.tensor_model_parallel_size": 4},
@@ -249,6 +249,30 @@ def test_what_offload_frees_is_subtracted(keys, said, monkeypatch):
     assert [(at.level, at.text[:7]) for at in on_host] == {
         (): [], ("optimizer_offload",): [("pass", "48.0 GB")], ("param_offload", "optimizer_offload"): [("fail", "96.0 GB")]
     }[keys]  # fmt: skip
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("keys", "fix"),
+    [
+        (["batch_size_per_gpu=64"], f"lower {ACTOR}.ppo_micro_batch_size_per_gpu,"),
+        (
+            [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=100000"],
+            f"lower {ACTOR}.ppo_max_token_len_per_gpu,",
+        ),
+        ([f"{ROLLOUT}.max_num_seqs=4096", f"{ROLLOUT}.n=8"], f"lower {ROLLOUT}.max_num_seqs,"),
+        ([f"{ROLLOUT}.free_cache_engine=False"], f"lower {ACTOR}.ppo_max_token_len_per_gpu or {ROLLOUT}.max_num_seqs,"),
+        (["model.enable_gradient_checkpointing=False"], "set model.enable_gradient_checkpointing=True"),
+    ],
+)
+def test_memory_that_is_short_names_a_key_that_changes_it(keys, fix, monkeypatch):
+    monkeypatch.setattr(resources, "_device_bytes", lambda device: (1_000_000, 1_000_000))
+    shape = resources.ModelShape(2, 64, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=1000)
+    (line,) = resources.check_memory(dataclasses.replace(subject_of(*keys), policy=shape))
+    assert line.level == "fail"
+    assert fix in line.text
 
 
 def test_saved_bytes_of_a_real_checkpoint(tiny_llama, tmp_path, task, overrides, verl):

@@ -118,7 +118,7 @@ class EnginePlan:
         shown += f" ... {_place(last)}" if last is not first else ""
         if self.where == "process":
             return f"{shown}; each runs in a process of its own, which its first rank starts"
-        return f"{shown}; each runs in the processes that train"
+        return f"{shown}; each runs in the processes of its devices"
 
 
 def plan_engine(

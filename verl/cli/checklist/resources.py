@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import add
 from pathlib import Path
@@ -119,7 +119,7 @@ def memory_needed(
         together = max if rollout.free_cache_engine else add
         parts[_ENGINE] = together(engine_bytes, gradients + active)
     elif rollout.free_cache_engine:  # the cache and the activations are never held together
-        parts["KV cache or activations"] = max(cache, active)
+        parts["KV cache" if cache > active else "activations"] = max(cache, active)
     else:
         parts["KV cache"], parts["activations"] = cache, active
     if rollout.keep_partial_kv_cache and rollout.partial_rollout and not offloads:  # a GPU's are in the host's memory
@@ -164,6 +164,25 @@ def _background_save_bytes(role: Any, model: ModelShape) -> int:
     return saved if role.checkpoint.async_save else 0
 
 
+def _what_to_lower(config: PPOConfig | SFTConfig | PreferenceConfig, parts: Mapping[str, int]) -> str:
+    """The keys that the largest part of the memory depends on."""
+    if isinstance(config, PPOConfig):
+        model, actor, prefix = (
+            config.actor_rollout_ref.model,
+            config.actor_rollout_ref.actor,
+            "actor_rollout_ref.actor.ppo_",
+        )
+        by_rows = not actor.use_dynamic_bsz and (actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size)
+    else:
+        model, data, prefix = config.model, config.data, "data."
+        by_rows = not data.use_dynamic_bsz and data.micro_batch_size_per_gpu and data.max_length
+    micro_batch = f"{prefix}{'micro_batch_size_per_gpu' if by_rows else 'max_token_len_per_gpu'}"
+    sizes = {"activations": micro_batch, "KV cache": "actor_rollout_ref.rollout.max_num_seqs"}
+    keys = " or ".join(key for part, key in sizes.items() if part in parts) or micro_batch
+    is_off = "activations" in parts and not model.enable_gradient_checkpointing
+    return f"{keys}, set model.enable_gradient_checkpointing=True" if is_off else keys
+
+
 def _micro_batch_tokens(actor: ActorConfig, length: int) -> int:
     rows = actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size
     return actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz or rows is None else rows * length
@@ -184,7 +203,6 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     free, capacity = _device_bytes(str(device))
     on_gpu, size = device.type == "cuda", subject.policy.num_parameters
     on_host = host_bytes(subject.engine, size, width) if on_gpu else 0
-    keys = "data.max_token_len_per_gpu"
     if subject.loaded.schema.name == "ppo":
         rollout = subject.config.actor_rollout_ref.rollout
         shares = on_gpu and starts_engine(subject.config)
@@ -192,13 +210,14 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         parts = memory_needed(
             subject.config, subject.policy, subject.critic, width, engine_bytes=reserved, offloads=on_gpu
         )
-        keys = "ppo_max_token_len_per_gpu or rollout.max_num_seqs"
+        keys = _what_to_lower(subject.config, parts)
         if reserved and (parts[_ENGINE] == reserved or not rollout.free_cache_engine):
             keys = _share_that_fits(parts, reserved, free, capacity, size * width)
         if device.type == "cpu" and (recorded := _recorded_bytes(subject.config, subject.policy, free)):
             parts["activations for reuse"] = recorded
     else:
         parts = memory_of_fine_tuning(subject.config, subject.policy, width, on_host)
+        keys = _what_to_lower(subject.config, parts)
     total = sum(parts.values())
     could_move = host_bytes(replace(subject.engine, param_offload=True, optimizer_offload=True), size, width) - on_host
     if on_gpu and could_move and total > free >= total - could_move:
