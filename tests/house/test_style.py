@@ -13,14 +13,14 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 79_426,
+    "core": 79_451,
     "compat": 7_737,
     "page": 3_760,
     "planner": 2_721,
     "tinker": 3_493,
     "clusters": 2_512,
     "tasks": 1_001,
-    "tests": 82_703,
+    "tests": 82_742,
     "benchmarks": 5_996,
 }
 MAX_MEAN_FUNCTION_LINES = 12

@@ -41,7 +41,8 @@ def test_enough_and_nothing_needed_are_silent(free, caplog):
 def test_none_at_all_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(dev_shm, "FOLDER", tmp_path / "none")
     with pytest.raises(
-        ConfigError, match=f"Ray need.* there is no .*{os.strerror(errno.ENOENT)}.*-v /dev/shm:/dev/shm"
+        ConfigError,
+        match=f"Ray needs shared memory, and there is no .*{os.strerror(errno.ENOENT)}.*-v /dev/shm:/dev/shm",
     ):
         dev_shm.check_size({"Ray": 1})
 

@@ -161,8 +161,23 @@ def test_a_run_that_training_bounds_needs_no_devices_for_generation():
             {"actor_rollout_ref": {"rollout": {"prefetch_num": 1}}},
             "bypass",
         ),
+        *(
+            ({"training": 9.0}, {"timing_s__old_log_prob": 3.0}, changes, "Old log-probs cost")
+            for changes in (
+                {"algorithm": {"rollout_correction": {"rollout_is": "token"}}},
+                {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 16}}},
+            )
+        ),
     ],
-    ids=["one device", "one device, ahead", "one device, transfers", "activations of the sampler", "samples ahead"],
+    ids=[
+        "one device",
+        "one device, ahead",
+        "one device, transfers",
+        "activations of the sampler",
+        "samples ahead",
+        "importance weights",
+        "one optimizer step already",
+    ],
 )
 def test_advice_that_a_fact_makes_false_is_left_out(phases, metrics, changes, words):
     def advice(config, **more):

@@ -36,14 +36,13 @@ def check_size(needs: Mapping[str, int]) -> None:
     if not needs:
         return
     users, num_bytes = " and ".join(needs), sum(needs.values())
+    cause = f"{users} {'needs' if len(needs) == 1 else 'need'} shared memory"
     try:
         free = shutil.disk_usage(FOLDER).free
     except OSError as error:
-        raise ConfigError(
-            f"{users} need shared memory, and there is no {FOLDER} ({error.strerror}). {_FIX}."
-        ) from error
+        raise ConfigError(f"{cause}, and there is no {FOLDER} ({error.strerror}). {_FIX}.") from error
     if not os.access(FOLDER, os.W_OK):
-        raise ConfigError(f"{users} need shared memory, and {FOLDER} cannot be written. Mount it with mode 1777.")
+        raise ConfigError(f"{cause}, and {FOLDER} cannot be written. Mount it with mode 1777.")
     if free < num_bytes:
         log.warning(
             "%s has %.0f MiB free, and %s may need %.0f: the run can fail later with a bus error or `unable to open shared "

@@ -176,6 +176,10 @@ def _span_shares(rows: Sequence[Json]) -> dict[str, float]:
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
+_NEED_OLD_LOG_PROBS = [
+    f"algorithm.{name}"
+    for name in ("rollout_correction.rollout_is", "rollout_correction.rollout_rs", "use_kl_in_reward")
+]
 
 
 def advise(facts: _Facts) -> list[str]:
@@ -243,11 +247,14 @@ def _rollout(facts: _Facts) -> Iterator[str]:
 
 
 def _training(facts: _Facts) -> Iterator[str]:
-    if (share := facts.spans.get("old_log_prob", 0.0)) >= _MIN_SHARE:
+    batch = facts.key("data.train_batch_size", "?")
+    is_one_update = facts.key(f"{_ACTOR}.ppo_mini_batch_size") == batch and facts.key(f"{_ACTOR}.ppo_epochs", 1) == 1
+    is_needed = is_one_update or any(map(facts.key, _NEED_OLD_LOG_PROBS))
+    if (share := facts.spans.get("old_log_prob", 0.0)) >= _MIN_SHARE and not is_needed:
         bypass = ", or the sampler's are used with algorithm.rollout_correction.bypass_mode=True"
         yield (
             f"Old log-probs cost {share:.0%} of the step. The update computes them itself when a batch gets one optimizer step "
-            f"({_ACTOR}.ppo_mini_batch_size={facts.key('data.train_batch_size', '?')}, ppo_epochs=1)"
+            f"({_ACTOR}.ppo_mini_batch_size={batch}, ppo_epochs=1)"
             f"{'' if facts.key(f'{_ROLLOUT}.prefetch_num', 0) else bypass}."  # samples ahead are of older weights
         )
     rows = facts.key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
