@@ -39,8 +39,7 @@ from verl.models.ops.varlen import FLASH
 from verl.models.optim import MasterOptimizer
 from verl.models.packed import PackedLayout
 from verl.parallel.device import give_back_cache
-from verl.reshard.device_memory import DeviceBuckets
-from verl.reshard.shared_memory import SharedBuckets, bucketed
+from verl.reshard.delivery import Delivery
 from verl.rollout.native.cuda.backend import DeviceBackend
 from verl.rollout.native.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
@@ -295,24 +294,21 @@ def weights(results: Results) -> None:
     num_bytes, bucket_bytes = (3 << 30, 256 << 20) if ON_GPU else (64 << 20, 8 << 20)
     count = num_bytes // (32 << 20 if ON_GPU else 1 << 20)
     tensors = [(f"w{i}", torch.randn(num_bytes // count // 2, device=DEVICE).to(torch.bfloat16)) for i in range(count)]
-    routes: dict[str, Any] = {"host": lambda: SharedBuckets(bucket_bytes)}
-    if ON_GPU:
-        routes = {"device": lambda: DeviceBuckets(bucket_bytes, DEVICE), **routes}
     command = [sys.executable, "-c", _READER, str(DEVICE)]
-    for route, make in routes.items():
+    for route in ("device", "host") if ON_GPU else ("host",):
+        delivery = Delivery(None, DEVICE, (0,), ((0,),), torch.bfloat16, bucket_bytes, on_device=route == "device")
         try:
             with subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
             ) as reader:
                 assert reader.stdout.readline() == "ready\n", "the reader ended; see the log"
                 for number in range(2):
-                    buckets, start = make(), time.perf_counter()
-                    for some in bucketed(tensors, bucket_bytes):
-                        print(json.dumps(buckets.write(some)), file=reader.stdin, flush=True)
+                    start = time.perf_counter()
+                    for bucket in delivery(tensors):
+                        print(json.dumps(bucket), file=reader.stdin, flush=True)
                         assert reader.stdout.readline() == "read\n", "the reader ended; see the log"
                     rate = num_bytes / (time.perf_counter() - start) / 1e9
                     results.add(f"through the {route}, {'first' if number == 0 else 'next'} update", rate, "GB/s")
-                    buckets.close()
                 reader.stdin.close()
         except Exception as error:  # noqa: BLE001 - the other route still counts
             results.fail(f"through the {route}", error)

@@ -246,8 +246,9 @@ def test_shared_memory_is_pinned_in_a_process_that_uses_a_gpu(monkeypatch, caplo
     SharedBuckets(4096).write([("w", torch.ones(8))])
     assert not runtime.calls
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    buckets = SharedBuckets(4096, num_segments=1)
-    for num_elements in (8, 4096):  # the second one needs a larger segment
+    buckets = SharedBuckets(4096, keeps=True)
+    for num_elements in (8, 4096):  # the second update needs a larger segment
+        buckets.begin()
         buckets.write([("w", torch.ones(num_elements))])
     buckets.close()
     assert [call[0] for call in runtime.calls] == ["pin", "unpin"] * 2

@@ -15,13 +15,13 @@ from verl.models.load import load_causal_lm
 from verl.models.rounding import Rounding
 from verl.parallel.mesh import Mesh
 from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check
+from verl.reshard.delivery import Delivery
 from verl.reshard.grouping import consecutive_engines
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.reshard.update import plan_update
 from verl.reshard.weight_files import read_folder, write_folder
 from verl.rollout.rollout_model import Replica, copy_group
-from verl.rollout.weight_version import checked
-from verl.runtime.weight_sync import KeptBuckets
+from verl.rollout.weight_version import checked, checked_buckets
 
 
 def same(actual, expected, what):
@@ -89,7 +89,8 @@ def check_layout(folder, path, replica_size, **engine):
     if dist.get_rank() == 0:  # what vLLM is sent in shared memory, and an HTTP service in files
         skeleton = load_causal_lm(str(path), device=CPU, dtype=torch.bfloat16)
         in_memory = {}
-        for bucket in KeptBuckets(1 << 14).write(checked(sent.items(), skeleton, torch.bfloat16)):
+        delivery = Delivery(None, CPU, (0,), ((0,),), torch.bfloat16, 1 << 14, keeps=True)
+        for bucket in checked_buckets(delivery(sent.items()), skeleton):
             in_memory.update({name: tensor.clone() for name, tensor in read_shared_bucket(bucket)})
         same(in_memory, expected, "shared memory")
         place = folder / f"files-{replica_size}-{len(list(folder.glob('files-*')))}"

@@ -1,5 +1,7 @@
 """GPU memory, simulated by memory of the host that processes can share."""
 
+import threading
+
 import torch
 
 from verl.reshard import cuda_ipc, device_memory
@@ -10,21 +12,24 @@ DEVICE = torch.device("cpu")
 
 
 class SimulatedDriver:
-    """`refuses` are the calls that fail."""
+    """`refuses` are the calls that fail; `opened` has a pair of devices for each call that did not: where the memory is, and
+    from where it was opened. `thread.device` is the device of a thread."""
 
     def __init__(self):
-        self.refuses, self.opened, self.segments = set(), 0, []
+        self.refuses, self.opened, self.segments, self.thread = set(), [], [], threading.local()
+        self.devices = {}
 
     def allocate(self, num_bytes, device):
         if "allocate" in self.refuses:
             raise Refused("CUDA_ERROR_OUT_OF_MEMORY")
         self.segments.append(SharedSegment(num_bytes))
+        self.devices[self.segments[-1].path] = device
         return self.segments[-1].values, self.segments[-1].path.encode()
 
     def open_handle(self, handle, num_bytes, device):
-        self.opened += 1
         if "open" in self.refuses:
             raise Refused("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+        self.opened.append((self.devices[handle.decode()], device))
         return open_segment(handle.decode(), num_bytes, "it")
 
 
@@ -38,7 +43,7 @@ def simulate_driver(monkeypatch):
     driver = SimulatedDriver()
     monkeypatch.setattr(cuda_ipc, "allocate", driver.allocate)
     monkeypatch.setattr(cuda_ipc, "open_handle", driver.open_handle)
-    monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: "GPU-1")
-    monkeypatch.setattr(cuda_ipc, "device_with", lambda uuid: DEVICE)
+    monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: f"GPU-{device.index or 0}")
+    monkeypatch.setattr(cuda_ipc, "current_device", lambda: getattr(driver.thread, "device", DEVICE))
     monkeypatch.setattr(device_memory, "_OWN", Forgetful())
     return driver

@@ -11,7 +11,8 @@ from verl.config import ModelConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ModelError
 from verl.programs.specs import ppo_run_spec, rollout_spec
-from verl.reshard.shared_memory import SharedBuckets, bucketed, read_shared_bucket
+from verl.reshard.delivery import Delivery
+from verl.reshard.shared_memory import read_shared_bucket
 from verl.reshard.weight_files import read_folder, write_folder
 from verl.rollout.api import WeightTransfer
 from verl.rollout.hf import eager_view
@@ -24,12 +25,12 @@ from verl.runtime import weight_sync
 
 
 def weight_transfer(path="model", bucket_bytes=1 << 14):
-    buckets = SharedBuckets(bucket_bytes)
+    device = torch.device("cpu")
     return WeightTransfer(
         model=ModelConfig(path=path),
-        device=torch.device("cpu"),
+        device=device,
         dtype=torch.float32,
-        write_buckets=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
+        write_buckets=Delivery(None, device, (0,), ((0,),), torch.float32, bucket_bytes),
         reader="verl.reshard.shared_memory:read_shared_bucket",
         write_folder=partial(write_folder, bucket_bytes=bucket_bytes),
         folder_reader="verl.reshard.weight_files:read_folder",

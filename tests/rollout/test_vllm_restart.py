@@ -10,13 +10,14 @@ from tests.rollout.simulated import send, transfer_of_run
 from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import DeadlineError, ModelError, WorkerLostError
+from verl.reshard.delivery import Delivery
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.process import RestartingCore
 from verl.rollout.vllm.weights import Manifest
-from verl.runtime.weight_sync import KeptBuckets
 
+CPU = torch.device("cpu")
 PARAMS = SamplingParams(n=3, max_new_tokens=4)
 
 
@@ -119,7 +120,7 @@ def builder(load, tokenizer, monkeypatch, kind, sending, device="cpu"):
 @pytest.fixture
 def make(load, tokenizer, monkeypatch):
     def several_buckets():
-        return {"write_buckets": KeptBuckets(1 << 14).write}
+        return {"write_buckets": Delivery(None, CPU, (0,), ((0,),), torch.float32, 1 << 14, keeps=True)}
 
     return builder(load, tokenizer, monkeypatch, SimulatedProcess, several_buckets)
 

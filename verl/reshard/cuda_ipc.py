@@ -81,11 +81,8 @@ def uuid_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def device_with(uuid: str) -> torch.device:
-    """The GPU with that UUID, or this thread's current one if it is not visible to this process."""
-    for index in range(torch.cuda.device_count()):
-        if uuid_of(torch.device("cuda", index)) == uuid:
-            return torch.device("cuda", index)
+def current_device() -> torch.device:
+    """The GPU of this thread."""
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -89,6 +89,22 @@ class HostMemory:
         return ""
 
 
+def hosts_of(comm: Collectives) -> dict[int, int]:
+    """A collective: rank -> the first rank with memory that it can open, which stands for their host; itself without one."""
+    token = os.urandom(_TOKEN_BYTES)
+    segment = _segment(_TOKEN_BYTES)
+    card = None
+    if segment is not None:
+        segment.values.copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
+        card = (socket.gethostname(), segment.path, _TOKEN_BYTES, token, "")
+    cards = [from_bytes(row) for row in comm.all_gather(to_bytes(card))]
+    earlier = (rank for rank, card in enumerate(cards[: comm.rank]) if card and _opened(rank, *card) is not None)
+    firsts = comm.all_gather(to_bytes(next(earlier, comm.rank)))
+    if segment is not None:
+        segment.close()  # every rank has tried
+    return dict(enumerate(map(from_bytes, firsts)))
+
+
 def _owners(fingerprints: list[str | None], reached: set[tuple[int, int]]) -> dict[int, int]:
     """Rank with memory -> the first reachable rank with the same fingerprint, or itself."""
     owners: dict[int, int] = {}

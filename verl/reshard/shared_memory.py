@@ -23,7 +23,7 @@ import torch
 
 from verl.errors import ModelError, WorkerLostError
 from verl.parallel.device import page_lock
-from verl.reshard.digest import digest
+from verl.reshard.digest import copy_with_digest, digest
 
 _ALIGNMENT = 64  # bytes; of every tensor, so that any dtype can be viewed in place
 HEAD_BYTES = 64  # at the start of a segment: the number of the bucket that it holds
@@ -100,19 +100,23 @@ class SharedBlock(Protocol):
 
 
 class Buckets:
-    """Tensors laid out in `num_segments` blocks of memory in turn, of `bucket_bytes` each; only a single larger tensor makes
-    a block larger.
+    """Tensors laid out in two blocks of memory in turn, of `bucket_bytes` each; only a single larger tensor makes a block
+    larger. With `keeps` each bucket of an update has its block, which the same bucket of the next update writes over.
 
-    A description is valid until `num_segments` further buckets are written: with 2, one bucket is filled while the engine
-    reads the other. The writer must wait for the engine's reply before it overwrites or closes a bucket.
+    In turn, a description is valid until two further buckets are written: one is filled while the engine reads the other. The
+    writer must wait for the engine's reply before it overwrites or closes a bucket.
     """
 
-    def __init__(self, bucket_bytes: int, num_segments: int = 2):
+    def __init__(self, bucket_bytes: int, *, keeps: bool = False):
         assert bucket_bytes >= 1
-        assert num_segments >= 1
-        self.bucket_bytes = bucket_bytes
-        self._blocks: list[SharedBlock | None] = [None] * num_segments
-        self._number = 0  # of buckets written
+        self.bucket_bytes, self._keeps = bucket_bytes, keeps
+        self._blocks: list[SharedBlock | None] = []
+        self.newest: SharedBlock | None = None  # of the last bucket
+        self._number, self._at = 0, -1  # of buckets written; of the newest one's block
+
+    def begin(self) -> None:
+        """An update begins."""
+        self._at = -1
 
     def allocate(self, num_bytes: int) -> SharedBlock:
         """A new block; subclasses choose the kind of memory."""
@@ -128,7 +132,7 @@ class Buckets:
         for block in self._blocks:
             if block is not None:
                 block.close()
-        self._blocks = [None] * len(self._blocks)
+        self._blocks, self.newest = [], None
 
     def write(self, tensors: Sequence[Named]) -> Description:
         """Copy tensors [any shape, any device] into the next block, ready to read on return. The result is JSON: number of
@@ -137,26 +141,30 @@ class Buckets:
         Raises ModelError when several tensors exceed a bucket.
         """
         entries, num_bytes = _lay_out(tensors, self.bucket_bytes)
-        block = self._next(num_bytes)
+        block = self.room(num_bytes)
         memory = block.values
         _number_in(memory).fill_(-1)  # a reader that still reads the old bucket detects it
         for (name, tensor), entry in zip(tensors, entries, strict=True):
-            values = as_values(memory, entry[3], entry[4], tensor.dtype)
-            values.view(tensor.shape).copy_(tensor.detach())
-            entry.append(digest(f"{name} {entry[2]}", values).hex())
+            values, label = as_values(memory, entry[3], entry[4], tensor.dtype), f"{name} {entry[2]}"
+            written = copy_with_digest(label, values.view(tensor.shape), tensor)
+            entry.append((digest(label, values) if values.is_cuda else written).hex())
         _number_in(memory).fill_(self._number)
-        _synchronize(memory)  # the other process does not see this one's stream
+        synchronize(memory)  # the other process does not see this one's stream
         return {"number": self._number, "entries": entries, **block.place}
 
-    def _next(self, num_bytes: int) -> SharedBlock:
+    def room(self, num_bytes: int) -> SharedBlock:
+        """The next block, of at least `num_bytes`, for a bucket that is laid out already."""
         self._number += 1
-        at = self._number % len(self._blocks)
+        at = self._at = self._at + 1 if self._keeps else self._number % 2
+        self._blocks += [None] * (at + 1 - len(self._blocks))
         block = self._blocks[at]
         if block is not None and block.values.nbytes < num_bytes:
             block.close()
             block = self._blocks[at] = None  # freed before the larger one is allocated
         if block is None:
-            block = self._blocks[at] = self.allocate(max(num_bytes, HEAD_BYTES + self.bucket_bytes))
+            size = num_bytes if self._keeps else max(num_bytes, HEAD_BYTES + self.bucket_bytes)
+            block = self._blocks[at] = self.allocate(size)
+        self.newest = block
         return block
 
 
@@ -207,8 +215,19 @@ def read_bucket(
                 "update again, or rebuild the rollout engine."
             )
         yield name, values.view(shape)
-    _synchronize(memory)  # for the reader's copies
+    synchronize(memory)  # for the reader's copies
     _check_number(memory, number)  # the bucket may have been overwritten while it was copied
+
+
+def views(memory: torch.Tensor, entries: Sequence[Sequence[Any]]) -> Iterator[Named]:
+    """The tensors of a bucket in `memory`, uint8, as views."""
+    for name, dtype, shape, first, num_bytes, *_ in entries:
+        yield name, as_values(memory, first, num_bytes, getattr(torch, dtype)).view(shape)
+
+
+def end_of(entries: Sequence[Sequence[Any]]) -> int:
+    """Bytes of a bucket, from its head to its last tensor."""
+    return max([HEAD_BYTES, *(int(first + num_bytes) for *_, first, num_bytes, _ in entries)])
 
 
 def _lay_out(tensors: Sequence[Named], bucket_bytes: int) -> tuple[list[list[Any]], int]:
@@ -241,6 +260,7 @@ def _check_number(memory: torch.Tensor, number: int) -> None:
         )
 
 
-def _synchronize(memory: torch.Tensor) -> None:
+def synchronize(memory: torch.Tensor) -> None:
+    """Wait for the work on the GPU of `memory`, if it is on one."""
     if memory.is_cuda:
         torch.cuda.synchronize(memory.device)

@@ -30,8 +30,8 @@ Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, undivided
 class WeightTransfer:
     """Settings of an engine that holds its own weights, and the functions that send it new weights.
 
-    `write_buckets` writes weights, bucket by bucket, to memory that processes of this node can read, and yields JSON that
-    describes each bucket. `write_folder` writes all weights to files. The functions named `reader` and `folder_reader`
+    `write_buckets` brings weights, bucket by bucket, to memory that the engine can read, and yields JSON that describes each
+    bucket. `write_folder` writes all weights to files. The functions named `reader` and `folder_reader`
     ("module:function") give the tensors of such a description.
 
     `probe`, if set, is called before `write_buckets` and finds out what memory the engine reaches. Its argument is a function

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -20,10 +21,18 @@ from verl.rollout.api import OnFinish, RolloutEngine, Weights, WeightTransfer
 def checked(weights: Weights, skeleton: HFModule, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights` in `dtype`, each compared with the parameter of that name of `skeleton`, perhaps a meta-device model.
     Raises as `complete` does."""
-    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
-    shapes = {name: p.shape for name, p in parameters.items()}
-    for name, tensor in complete(weights, shapes, {name: id(p) for name, p in parameters.items()}):
+    for name, tensor in complete(weights, *_expected(skeleton)):
         yield name, tensor.detach().to(dtype)
+
+
+def checked_buckets(buckets: Iterable[dict[str, Any]], skeleton: HFModule) -> Iterator[dict[str, Any]]:
+    """Descriptions of buckets, with the names and shapes of their entries compared as `checked` does."""
+    received = _Received(*_expected(skeleton))
+    for bucket in buckets:
+        for name, _, shape, *_ in bucket["entries"]:
+            received.add(name, torch.Size(shape))
+        yield bucket
+    received.end()
 
 
 def complete(
@@ -31,19 +40,38 @@ def complete(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights` as they are. Raises ModelError for a name or shape that is not in `shapes`, a name that comes twice, and at the
     end when a parameter is missing; of tied ones, with one number in `storages`, either name will do."""
-    missing_names = {storage: name for name, storage in storages.items()}
-    received: set[str] = set()
+    received = _Received(shapes, storages)
     for name, tensor in weights:
-        if shapes.get(name) != tensor.shape or name in received:
-            fault = "twice" if name in received else f"{tuple(tensor.shape)}, which the rollout model lacks"
+        received.add(name, tensor.shape)
+        yield name, tensor
+    received.end()
+
+
+def _expected(skeleton: HFModule) -> tuple[dict[str, torch.Size], dict[str, int]]:
+    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+    return {name: p.shape for name, p in parameters.items()}, {name: id(p) for name, p in parameters.items()}
+
+
+class _Received:
+    """The names of an update so far; see `complete`."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size], storages: Mapping[str, int]):
+        self._shapes, self._storages = shapes, storages
+        self._missing = {storage: name for name, storage in storages.items()}
+        self._names: set[str] = set()
+
+    def add(self, name: str, shape: torch.Size) -> None:
+        if self._shapes.get(name) != shape or name in self._names:
+            fault = "twice" if name in self._names else f"{tuple(shape)}, which the rollout model lacks"
             raise ModelError(
                 f"Weight sync sent {name} {fault}. Both models must be built from the same {full_key('model')}."
             )
-        received.add(name)
-        missing_names.pop(storages[name], None)
-        yield name, tensor
-    if missing_names:
-        raise missing(next(iter(missing_names.values())))
+        self._names.add(name)
+        self._missing.pop(self._storages[name], None)
+
+    def end(self) -> None:
+        if self._missing:
+            raise missing(next(iter(self._missing.values())))
 
 
 def missing(name: str) -> ModelError:

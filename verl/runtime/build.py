@@ -220,7 +220,8 @@ def build_rollout(
     if context.engine_plan.runs_engine(context.rank):
         engine_class = ROLLOUT_ENGINES.get(rollout.name)
     if context.has_own_weights:
-        transfer = weight_transfer(spec, run, context.device, context.engine_plan, _visible_devices(context))
+        visible = _visible_devices(context)
+        transfer = weight_transfer(spec, run, context.device, context.engine_plan, visible, weights.delivery)
         module, settings = skeleton(spec.model, transfer.dtype), {"transfer": transfer}
     elif context.shares_weights and policy is not None:
         module = policy.engine.module

@@ -82,6 +82,8 @@ class RankWorkers:
         engines: list[TrainEngine | RolloutEngine] = [model.engine for model in self.models.values()]
         engines += [] if self.rollout is None else [self.rollout.engine]
         facts = _module_facts(engines[0], self.context.device) if engines else {}
+        if self.weights is not None and (way := self.weights.describe()) is not None:
+            facts["weights"] = way
         return facts | _generation_facts(self.rollout.engine) if self.rollout is not None else facts
 
     def close(self) -> None:

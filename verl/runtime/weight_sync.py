@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import count
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from verl.config import ModelConfig, full_key
 from verl.engines.api import TrainEngine
 from verl.engines.loading import build_module
 from verl.errors import ConfigError
+from verl.families import engine_facts
 from verl.models.hf_module import HFModule
 from verl.models.load import load_external, meta_model
 from verl.models.padded import require_packed
@@ -30,11 +30,9 @@ from verl.parallel.collectives import Collectives
 from verl.parallel.device import compute_dtype
 from verl.parallel.engine_plan import EnginePlan
 from verl.parallel.placement import Placement
-from verl.parallel.serialize import from_bytes, to_bytes
-from verl.reshard.device_memory import DeviceSender
+from verl.reshard.delivery import Delivery
 from verl.reshard.grouping import consecutive_engines
 from verl.reshard.layout import RolloutLayout, TrainingLayout
-from verl.reshard.shared_memory import Named, SharedBuckets, bucketed
 from verl.reshard.update import PlannedUpdate, plan_update
 from verl.reshard.weight_files import write_folder
 from verl.roles.rollout import RolloutWorker
@@ -49,58 +47,65 @@ _DEVICE_READER = "verl.reshard.device_memory:read_device_bucket"  # and of the h
 _FOLDER_READER = "verl.reshard.weight_files:read_folder"
 
 
+def make_delivery(
+    spec: RolloutSpec,
+    run: RunSpec,
+    device: torch.device,
+    plan: EnginePlan,
+    comm: Collectives | None = None,
+    trains: Sequence[int] = (0,),
+) -> Delivery:
+    """The way of new weights from the ranks that train to the rollout."""
+    rollout, facts = spec.section, engine_facts(plan.engine)
+    replicas = [replica.ranks for replica in plan.replicas]
+    if not facts.takes_buckets:
+        replicas = (
+            [(replica.owner,) for replica in plan.replicas] if facts.holds_weights else [(r,) for r in plan.ranks]
+        )
+    first, devices = device.index or 0, [device]
+    if comm is None and device.type == "cuda":  # the engine takes devices in addition to this process's
+        devices += [torch.device("cuda", first + number) for number in range(1, plan.sizes.tensor)]
+    may_come_back = (plan.where == "process" or rollout.mode == "async") and rollout.max_engine_restarts > 0
+    return Delivery(
+        comm,
+        device,
+        trains,
+        replicas,
+        dtype=compute_dtype(spec.dtype, device),
+        bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
+        keeps=facts.takes_buckets and may_come_back,
+        devices=devices,
+        on_device=facts.takes_buckets and device.type == "cuda",
+        timeout_s=run.collective_timeout_s,
+    )
+
+
 def weight_transfer(
     spec: RolloutSpec,
     run: RunSpec,
     device: torch.device,
     plan: EnginePlan | None = None,
     visible_devices: tuple[str, ...] = (),
+    delivery: Delivery | None = None,
 ) -> WeightTransfer:
     """The transfer to an engine on `device`, in the actor's compute dtype. `plan` says how the engine spans the run's devices
     (default: a run of only this process). `visible_devices` are its process's devices, as CUDA_VISIBLE_DEVICES has them."""
-    rollout = spec.section
-    where = (plan or EnginePlan.of(spec, Placement.from_roles({}, 1))).where
-    bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    may_come_back = (where == "process" or rollout.mode == "async") and rollout.max_engine_restarts > 0
-    place = KeptBuckets(bucket_bytes).place if may_come_back else _in_turns(bucket_bytes)
-    on_device = DeviceSender(device, bucket_bytes, place, keeps=may_come_back) if device.type == "cuda" else None
+    plan = plan or EnginePlan.of(spec, Placement.from_roles({}, 1))
+    delivery = delivery or make_delivery(spec, run, device, plan)
     return WeightTransfer(
         model=spec.model,
         device=device,
-        dtype=compute_dtype(spec.dtype, device),
-        write_buckets=on_device or (lambda weights: map(place, count(), bucketed(weights, bucket_bytes))),
-        probe=on_device.probe if on_device else None,
-        reader=_DEVICE_READER if on_device else _READER,
-        write_folder=partial(write_folder, bucket_bytes=bucket_bytes),
+        dtype=delivery.dtype,
+        write_buckets=delivery,
+        probe=delivery.probe if device.type == "cuda" else None,
+        reader=_DEVICE_READER if device.type == "cuda" else _READER,
+        write_folder=partial(write_folder, bucket_bytes=delivery.bucket_bytes),
         folder_reader=_FOLDER_READER,
         start_timeout_s=run.start_timeout_s,
         call_timeout_s=run.collective_timeout_s,
-        in_process=where == "process",
+        in_process=plan.where == "process",
         visible_devices=visible_devices,
     )
-
-
-class KeptBuckets:
-    """All buckets of an update at once, until the next one writes over them: an engine that was lost is sent them again."""
-
-    def __init__(self, bucket_bytes: int):
-        self._bucket_bytes = bucket_bytes
-        self._buckets: list[SharedBuckets] = []
-
-    def write(self, weights: Weights) -> Iterator[dict[str, object]]:
-        """A description of each bucket, see SharedBuckets."""
-        return map(self.place, count(), bucketed(weights, self._bucket_bytes))
-
-    def place(self, index: int, some: Sequence[Named]) -> dict[str, Any]:
-        """Write bucket `index` of an update over the same bucket of the last update, and describe it."""
-        if index == len(self._buckets):
-            self._buckets.append(SharedBuckets(self._bucket_bytes, num_segments=1))
-        return self._buckets[index].write(some)
-
-
-def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, object]]:
-    buckets = SharedBuckets(bucket_bytes)
-    return lambda index, some: buckets.write(some)
 
 
 def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
@@ -129,8 +134,6 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> HFModule:
 
 log = logging.getLogger(__name__)
 
-_BUCKET_BYTES = 64 << 20  # weights that travel to another process at a time
-
 
 class RankWeightSync:
     """The WeightSync of one rank; all ranks of a run call `sync` together. `engine` trains the policy on this rank, None if
@@ -143,7 +146,14 @@ class RankWeightSync:
         self.switch = ModeSwitch(engine, context.rollout.section, context.device, gives_back=context.has_own_weights)
         self.rollout: RolloutWorker | None = None
         self.memory: SwitchMemory | None = None  # None: nothing is copied
+        self._sync_s = 0.0  # of the last sync
         self.update: PlannedUpdate | None = None  # None: there is one set of weights, or all of them are gathered
+        self.delivery: Delivery | None = None  # None: there is one set of weights
+        if not context.shares_weights:
+            trains = context.placement.devices[POLICY]
+            self.delivery = make_delivery(
+                context.rollout, context.specs.run, context.device, context.engine_plan, comm, trains
+            )
 
     def connect(self, rollout: RolloutWorker | None) -> None:
         """The rollout of this rank, None without one. Plans the transfer, with all ranks."""
@@ -155,11 +165,14 @@ class RankWeightSync:
             self.update = plan_update(
                 self.comm, training, layout, engine=self.engine, replica=replica, device=context.device
             )
-        if not context.shares_weights:
+        if self.delivery is not None:
             self.memory = SwitchMemory(context.device, self._weight_bytes())
+            if self.update is None:
+                self.delivery.connect()
 
     def sync(self, version: int, weights: Weights | None = None) -> None:
         """See WeightSync. A rank in no process group gets all `weights`, by name."""
+        began = time.perf_counter()
         with nullcontext() if self.comm is None else self.comm.doing("weights.sync"):
             self.switch.to_generation()
             if self.context.has_own_weights:  # the transfer needs memory for them
@@ -167,6 +180,7 @@ class RankWeightSync:
             with nullcontext() if self.memory is None else self.memory.measuring():
                 self._transfer(version, weights)
             self._free_training_memory()
+        self._sync_s = time.perf_counter() - began
 
     def _free_training_memory(self) -> None:
         """On all ranks, before one continues: an engine process allocates memory on devices of other ranks, too."""
@@ -175,12 +189,27 @@ class RankWeightSync:
             self.comm.any(False)
 
     def end_generation(self) -> dict[str, float]:
-        """Generation has ended and the KV cache is freed; returns the memory of the last switch. Raises ModelError when weights
-        have changed since `sync`."""
+        """Generation has ended and the KV cache is freed; returns the memory of the last switch and what the last sync moved.
+        Raises ModelError when weights have changed since `sync`."""
         if self.update is not None:
             self.update.check_held()  # before a sample trains that other weights have made
         self.switch.to_training()
-        return {} if self.memory is None else self.memory.metrics()
+        return {} if self.memory is None else {**self.memory.metrics(), **self._moved()}
+
+    def _moved(self) -> dict[str, float]:
+        """Of the last sync: GB that this rank received from others and copied for its engine, seconds."""
+        received = copied = 0
+        if self.update is not None:
+            received = self.update.plan.received_bytes.get(self.context.rank, 0)
+        elif self.delivery is not None:
+            received, copied = self.delivery.num_received_bytes, self.delivery.num_copied_bytes
+        return {"sync_gb": received / 1e9, "sync_copied_gb": copied / 1e9, "sync_s": self._sync_s}
+
+    def describe(self) -> str | None:
+        """The way of the weights, for the header of a run; None if there is one set of them."""
+        if self.update is not None:
+            return f"by a plan of slices, {len(self.update.plan.received_bytes)} ranks receive some"
+        return None if self.delivery is None else self.delivery.describe()
 
     def _weight_bytes(self) -> int:
         """Bytes of the weights that this rank generates with, or of the full model if another process generates, or none."""
@@ -198,43 +227,24 @@ class RankWeightSync:
         log.debug("Weights of version %d %s.", version, way)
         if self.update is not None:
             self.update()
-        elif not self.context.shares_weights and weights is None:
-            weights = self._whole_weights()
+        elif self.delivery is not None and weights is None:
+            gathered = () if self.engine is None else self.engine.gather_weights()
+            weights = self._delivered(self.delivery, gathered)
         if self.rollout is not None:
             self.rollout.set_weights(version, weights)
-        for _ in weights or ():  # a rank that trains and does not generate takes part in the gathering
+        for _ in weights or ():  # a rank that trains and does not generate takes part
             pass
 
-    def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full weights, tensor by tensor, on the ranks of the policy and of the rollout alike."""
-        placement = self.context.placement.devices
-        if set(placement["rollout"]) <= set(placement[POLICY]):
-            return self.engine.gather_weights() if self.engine is not None else iter(())
-        return self._broadcast_weights()
-
-    def _broadcast_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """From the first rank of the policy to all processes of the run, in buckets."""
-        source = self.context.placement.devices[POLICY][0]
-        assert self.comm is not None
-        if self.engine is None:
-            while bucket := from_bytes(self.comm.broadcast(None, source)):
-                yield from bucket
-            return
-        bucket, size = [], 0
-        for name, tensor in self.engine.gather_weights():
-            yield name, tensor
-            bucket.append((name, tensor if self.comm.rank == source else None))
-            size += tensor.numel() * tensor.element_size()
-            if size >= _BUCKET_BYTES:
-                self._send(bucket, source)
-                bucket, size = [], 0
-        if bucket:
-            self._send(bucket, source)
-        self._send([], source)
-
-    def _send(self, bucket: list[tuple[str, torch.Tensor | None]], source: int) -> None:
-        assert self.comm is not None
-        self.comm.broadcast(to_bytes(bucket) if self.comm.rank == source else None, source)
+    def _delivered(self, delivery: Delivery, gathered: Weights) -> Weights | None:
+        """The weights for the engine of this rank; None if the rank has taken part already."""
+        if not engine_facts(self.context.rollout.section.name).takes_buckets:
+            return delivery.tensors(gathered)
+        if self.rollout is not None and self.context.engine_plan.runs_engine(self.context.rank):
+            return gathered
+        delivery.probe(None)
+        for _ in delivery(gathered):
+            pass
+        return None
 
 
 def layouts(context: RankContext) -> tuple[TrainingLayout, RolloutLayout]:

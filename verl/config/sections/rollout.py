@@ -306,8 +306,8 @@ class RolloutConfig(Section):
     )
     max_engine_restarts: int = used(
         2,
-        "restarts of a lost vLLM process between two weight syncs, after which it continues; a copy of the "
-        "engine's weights stays in memory for that. 0: the run stops",
+        "restarts of a lost vLLM process between two weight syncs, after which it continues; one copy of the weights stays in "
+        "the memory of each host for that. 0: the run stops",
         when="restarts",
         sizing=True,
         ge=0,

@@ -19,7 +19,7 @@ from verl.rollout.vllm.core import Core, Setup, require_vllm
 from verl.rollout.vllm.process import FACTORY, RemoteCore, RestartingCore
 from verl.rollout.vllm.settings import longest_sequence, make_setup
 from verl.rollout.vllm.weights import Manifest
-from verl.rollout.weight_version import OwnWeights, checked
+from verl.rollout.weight_version import OwnWeights, checked_buckets
 
 _POLL_S = 1.0  # of a call of the process: it must answer well before its deadline
 
@@ -63,7 +63,7 @@ class VLLMRollout(OwnWeights):
         with self.updating():
             try:
                 self.core.begin_update()
-                for bucket in self.transfer.write_buckets(checked(weights, self.module, self.transfer.dtype)):
+                for bucket in checked_buckets(self.transfer.write_buckets(weights), self.module):
                     self.core.update(bucket)
                     manifest.add(bucket)
                 self.core.finish_update(manifest.digest)

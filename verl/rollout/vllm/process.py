@@ -120,7 +120,7 @@ class RestartingCore:
     def update(self, bucket: Description) -> None:
         self._call("update", bucket)
         # as it lies in host memory, since a bucket in GPU memory is written over soon
-        self._buckets.append({key: value for key, value in bucket.items() if key != "device"})
+        self._buckets.append({key: value for key, value in bucket.items() if key != "devices"})
 
     def finish_update(self, manifest: str) -> None:
         self._call("finish_update", manifest)

@@ -1,0 +1,326 @@
+"""New weights on their way to engines with memory of their own, bucket by bucket, by all ranks of a run together.
+
+    gather             the ranks that train have the tensors of a bucket
+    between hosts      one broadcast to the first rank of each host without them       NCCL between GPUs, else gloo
+    between devices    in a host, a broadcast to the other ranks that pass them on     NCCL
+    to the engine      each rank's bucket for the worker on its GPU                    CUDA IPC
+                       or one bucket of the host, which all its engines read           shared memory
+
+So each byte crosses a link once. It travels as it lies: the bucket that a link fills is the bucket that an engine opens. While
+the engines read a bucket, the next one travels.
+
+Before an engine reads a bucket, all ranks have it and have sent its places (on gloo). They meet again before the next is
+gathered: a rank that waits for a gather in NCCL would hold the GPU that the engine's worker copies on (TRL issue 7103).
+
+A lost engine reads the newest update again, from one copy in the memory of its host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from verl.errors import ModelError
+from verl.parallel.collectives import Collectives
+from verl.parallel.serialize import from_bytes, to_bytes
+from verl.parallel.traffic import TRAFFIC
+from verl.reshard.device_memory import DeviceBuckets, on_devices
+from verl.reshard.host_memory import hosts_of
+from verl.reshard.shared_memory import (
+    Buckets,
+    Description,
+    Named,
+    SharedBuckets,
+    bucketed,
+    end_of,
+    read_bucket,
+    read_shared_bucket,
+    synchronize,
+    views,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_BUCKET_BYTES = 256 << 20  # larger buckets are no faster, and memory of devices is scarce
+TryBucket = Callable[[Description], None]
+
+
+@dataclass(frozen=True)
+class Route:
+    """`source` has every bucket first. `link`: the source, and the first rank of each host that a bucket travels to. `nodes`:
+    of a host, the rank with the bucket and the ranks that it broadcasts to. `roots`: rank that takes the weights -> the rank
+    of its host with the bucket."""
+
+    source: int
+    link: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+    roots: Mapping[int, int]
+
+    @classmethod
+    def of(cls, trains: Sequence[int], takes: Sequence[int], hosts: Mapping[int, int], *, by_device: bool) -> Route:
+        """Of `trains` to the ranks that take the weights, each `by_device` of its own, or one for a host."""
+        link, nodes, roots = [trains[0]], list[tuple[int, ...]](), dict[int, int]()
+        for host in sorted({hosts[rank] for rank in takes}):
+            here = [rank for rank in takes if hosts[rank] == host]
+            trained = [rank for rank in trains if hosts[rank] == host]
+            root = (trained or here)[0]
+            link += [] if trained else [root]
+            further = tuple(rank for rank in here if rank != root and rank not in trains)
+            nodes += [(root, *further)] if further and by_device else []
+            roots |= dict.fromkeys(here, root)
+        return cls(trains[0], tuple(link), tuple(nodes), roots)
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The ranks of each broadcast; the first one sends."""
+        return [group for group in (self.link, *self.nodes) if len(group) > 1]
+
+
+class _Bucket(NamedTuple):
+    """`tensors` on the ranks that have them. `description` and `memory` (uint8, from the head on) of the bucket that they lie
+    in on this rank, if they do."""
+
+    tensors: Sequence[Named] | None = None
+    description: Description | None = None
+    memory: torch.Tensor | None = None
+
+
+@dataclass
+class Delivery:
+    """Every rank of a run constructs it with the same `trains` (ranks that gather weights), `replicas` (the ranks of each
+    engine; the first one talks to it) and settings, and calls each method at the same time. `comm` is None in a run of one
+    process.
+
+    `devices` are the GPUs that this rank writes buckets for: its own, and in a run of one process those of further workers.
+    With `keeps` an update stays in the memory of each host. `on_device`: engines may open memory of GPUs; set to False by a
+    `probe` that fails.
+    """
+
+    comm: Collectives | None
+    device: torch.device
+    trains: Sequence[int]
+    replicas: Sequence[Sequence[int]]
+    dtype: torch.dtype
+    bucket_bytes: int
+    keeps: bool = False
+    devices: Sequence[torch.device] = ()
+    timeout_s: float | None = None
+    on_device: bool | None = None
+    num_received_bytes: int = field(default=0, init=False)  # over links, of the newest update
+    num_copied_bytes: int = field(default=0, init=False)  # into buckets
+
+    def __post_init__(self) -> None:
+        self.rank = 0 if self.comm is None else self.comm.rank
+        self.takes = tuple(chain.from_iterable(self.replicas))
+        self.on_device = self.device.type == "cuda" if self.on_device is None else self.on_device
+        self.bucket_bytes = min(self.bucket_bytes, _MAX_BUCKET_BYTES)
+        self._on_host = SharedBuckets(self.bucket_bytes, keeps=self.keeps)
+        devices = self.devices or (self.device,)
+        on_gpu = self.on_device or self.device.type == "cuda"
+        self._on_devices = [DeviceBuckets(self.bucket_bytes, device) for device in devices] if on_gpu else []
+        self._travelling: Buckets = self._on_devices[0] if self._on_devices else self._on_host
+        self._is_probed = not self.on_device
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.route = Route.of(self.trains, self.takes, dict.fromkeys((*self.trains, *self.takes), 0), by_device=False)
+
+    def connect(self) -> None:
+        """Find out which ranks share a host, and make the groups of the broadcasts; all ranks together."""
+        if self.comm is None:
+            return
+        hosts, by_device = hosts_of(self.comm), self.device.type == "cuda"
+        self.route = Route.of(self.trains, self.takes, hosts, by_device=by_device)
+        timeout = None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
+        for ranks in self.route.groups:
+            self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+
+    def describe(self) -> str:
+        """The way of the weights, for the header of a run."""
+        library = "NCCL" if self.device.type == "cuda" else "gloo"
+        links = [f"{library} to {count(len(self.route.link) - 1, 'host')}"] if len(self.route.link) > 1 else []
+        links += ["NCCL between devices"] if self.route.nodes else []
+        links += ["CUDA IPC" if self.on_device else "shared memory"]
+        return ", ".join(links) + (" (one copy in the memory of each host)" if self.keeps else "")
+
+    def probe(self, try_bucket: TryBucket | None) -> None:
+        """Find out, once, whether the engines can open buckets in memory of their GPUs. `try_bucket` makes the engine of this
+        rank read one, and raises ModelError when it cannot; None on a rank without an engine."""
+        if self._is_probed:
+            return
+        trial, refused = self._exchanged(0, _Bucket([("trial", torch.arange(64, dtype=torch.uint8))])), ""
+        if self.on_device and try_bucket is not None:
+            try:
+                try_bucket(trial)
+            except ModelError as error:
+                refused = str(error)
+        self._falls_back([row.decode() for row in self._gather(refused.encode())])
+        self._is_probed = True
+
+    def __call__(self, weights: Iterable[Named]) -> Iterator[Description]:
+        """Send `weights`, tensors by name (nothing on a rank that does not train): a description of each bucket, valid until
+        the next one is requested, for the engine of this rank. A rank without one exhausts the iterator."""
+        for number, bucket in self._update(weights):
+            yield self._exchanged(number, bucket)
+
+    def tensors(self, weights: Iterable[Named]) -> Iterator[Named]:
+        """As a call, with the tensors themselves on the ranks that take the weights."""
+        if set(self.takes) <= set(self.trains):
+            yield from weights
+            return
+        for number, bucket in self._update(weights):
+            description = bucket.description or {} if self._on_devices else self._exchanged(number, bucket)
+            if self.rank in self.trains and self.rank in self.takes:
+                yield from bucket.tensors or ()
+            elif self.rank in self.takes:
+                read = (
+                    read_shared_bucket(description) if bucket.memory is None else _arrived(bucket.memory, description)
+                )
+                yield from ((name, tensor.clone()) for name, tensor in read)
+
+    def _update(self, weights: Iterable[Named]) -> Iterator[tuple[int, _Bucket]]:
+        """The buckets of an update, numbered, as they have arrived on this rank."""
+        self.num_received_bytes = self.num_copied_bytes = 0
+        self._on_host.begin()
+        try:
+            for number, bucket in enumerate(self._carried(weights)):
+                yield number, bucket
+                if self.comm is not None:
+                    self.comm.any(False)  # the engines have read it
+        finally:
+            for buckets in self._on_devices:
+                buckets.close()
+
+    def _carried(self, weights: Iterable[Named]) -> Iterator[_Bucket]:
+        """The buckets of an update as they have arrived on this rank."""
+        cast = ((name, tensor.detach().to(self.dtype)) for name, tensor in weights)
+        gathered = bucketed(cast, self.bucket_bytes)
+        if self.comm is None or len(self.trains) == self.comm.world_size:
+            yield from map(_Bucket, gathered)
+            return
+        flight: tuple[_Bucket, list[dist.Work]] | None = None
+        while True:
+            following = self._start(next(gathered, None) if self.rank in self.trains else None)
+            if flight is not None:
+                yield self._landed(*flight)
+            if following is None:
+                return
+            flight = following
+
+    def _start(self, tensors: Sequence[Named] | None) -> tuple[_Bucket, list[dist.Work]] | None:
+        """Lay the next bucket out and send it to other hosts; None after the last one."""
+        assert self.comm is not None
+        bucket, source, groups = _Bucket(tensors), self.route.source, self.route.groups
+        if tensors is not None and any(self.rank == group[0] for group in groups):
+            bucket = self._laid_out(self._travelling, tensors)
+        head = None if tensors is None else bucket.description or {}
+        head = from_bytes(self.comm.broadcast(to_bytes(head) if self.rank == source else None, source))
+        if head is None:
+            return None
+        if tensors is None and any(self.rank in group for group in groups):
+            block = self._travelling.room(end_of(head["entries"]))
+            description = {"number": head["number"], "entries": head["entries"], **block.place}
+            bucket = _Bucket(list(views(block.values, head["entries"])), description, block.values)
+        return bucket, self._broadcast(self.route.link, bucket)
+
+    def _landed(self, bucket: _Bucket, works: list[dist.Work]) -> _Bucket:
+        """The bucket when it has arrived here, and on the ranks of this host that it is broadcast to."""
+        for work in works:
+            work.wait()
+        for group in self.route.nodes:
+            for work in self._broadcast(group, bucket):
+                work.wait()
+        if bucket.memory is not None:
+            synchronize(bucket.memory)
+        return bucket
+
+    def _broadcast(self, group: tuple[int, ...], bucket: _Bucket) -> list[dist.Work]:
+        if self.rank not in group or len(group) == 1:
+            return []
+        assert bucket.description is not None
+        assert bucket.memory is not None
+        memory = bucket.memory[: end_of(bucket.description["entries"])]
+        sends = self.rank == group[0]
+        self.num_received_bytes += 0 if sends else memory.nbytes
+        with TRAFFIC.exchanging(memory.nbytes if sends else 0):
+            work = dist.broadcast(memory, group[0], group=self._groups[group], async_op=True)
+        return [] if work is None else [work]
+
+    def _laid_out(self, buckets: Buckets, tensors: Sequence[Named]) -> _Bucket:
+        self.num_copied_bytes += sum(tensor.nbytes for _, tensor in tensors)
+        description = buckets.write(tensors)
+        assert buckets.newest is not None
+        return _Bucket(tensors, description, buckets.newest.values)
+
+    def _exchanged(self, number: int, bucket: _Bucket) -> Description:
+        """The description of the bucket for the engine of this rank, once all ranks have it."""
+        while True:
+            rows = [from_bytes(row) for row in self._gather(to_bytes(self._placed(number, bucket)))]
+            if not self._falls_back([row["refused"] for row in rows]):
+                return self._described(number, rows)
+
+    def _placed(self, number: int, bucket: _Bucket) -> Description:
+        """The places of the bucket on this rank: the descriptions on its GPUs, and on the host if this rank writes there."""
+        row: Description = {"refused": "", "devices": [], "host": None}
+        if self.on_device and self.rank in self.takes:
+            if bucket.description is None:
+                bucket = self._laid_out(self._travelling, bucket.tensors or ())
+            others = (self._laid_out(device, bucket.tensors or ()) for device in self._on_devices[1:])
+            row["devices"] = [part.description for part in (bucket, *others)]
+            row["refused"] = next((device.refused for device in self._on_devices if device.refused), "")
+        if any(self._writer(number, rank) == self.rank for rank in self.takes):
+            if bucket.description is None or self._on_devices:
+                bucket = self._laid_out(self._on_host, bucket.tensors or ())
+            row["host"] = bucket.description
+        return row
+
+    def _writer(self, number: int, rank: int) -> int | None:
+        """The rank that writes the bucket to memory of the host for the engine of `rank`; the ranks of a host take turns at the
+        copies that are kept."""
+        root = self.route.roots[rank]
+        if not self.on_device:
+            return root
+        alike = [other for other in self.takes if self.route.roots[other] == root]
+        return alike[number % len(alike)] if self.keeps else None
+
+    def _described(self, number: int, rows: Sequence[Description]) -> Description:
+        if self.rank not in self.takes:
+            return {}
+        writer = self._writer(number, self.rank)
+        on_host: Description | None = None if writer is None else rows[writer]["host"]
+        if not self.on_device:
+            return on_host or {}
+        replica = next(ranks for ranks in self.replicas if self.rank in ranks)
+        parts = [part for rank in replica for part in rows[rank]["devices"]]
+        return on_devices(on_host or rows[self.rank]["devices"][0], *parts)
+
+    def _falls_back(self, refusals: Sequence[str]) -> bool:
+        """Use memory of the hosts from now on, on all ranks, if one could not use memory of its GPU."""
+        if not self.on_device or not any(refusals):
+            return False
+        self.on_device = False
+        if refusals[self.rank]:
+            log.warning(
+                "New weights reach the rollout engine through host memory, which is slower: it cannot open memory of %s (%s).",
+                self.device,
+                refusals[self.rank].rstrip("."),
+            )
+        return True
+
+    def _gather(self, row: bytes) -> list[bytes]:
+        return [row] if self.comm is None else self.comm.all_gather(row)
+
+
+def _arrived(memory: torch.Tensor, description: Description) -> Iterator[Named]:
+    entries = description["entries"]
+    return read_bucket(memory, description["number"], entries, [entry[5] for entry in entries])
+
+
+def count(number: int, noun: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
