@@ -64,15 +64,20 @@ def cases() -> Iterator[tuple[str, Any, tuple[Any, ...], float]]:
 
 def _attention(half: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], float]]:
     """Of a decode step, without and with prompts of 8 rows each; flash attention is behind torch's implementation."""
-    tokens, prompts = (512, _ROWS // 8) if ON_GPU else (8, 2)
-    store, rows = half(2, _ROWS * tokens, _KV_HEADS, _HEAD_DIM), torch.arange(_ROWS, device=DEVICE)
-    qkv, turns = half(_ROWS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), half(_ROWS, _HEAD_DIM)
-    slots = (rows * tokens, torch.full_like(rows, tokens - 1), tokens, None, 0)
-    key_bytes = 4.0 * tokens * _KV_HEADS * _HEAD_DIM
-    own = (qkv, turns, turns, None, None, 0.0, store, *slots, 0, _HEAD_DIM**-0.5)
-    yield "attention, own", decoding.attend_decode, own, key_bytes * _ROWS
-    shared = (store, slots[0][:prompts], slots[1][:prompts], tokens, None, 0, rows, rows)
-    yield "attention, own and prompts", decoding.attend_decode, (*own, *shared), key_bytes * (_ROWS + prompts)
+    long, tokens, prompts = (16384, 512, _ROWS // 8) if ON_GPU else (512, 8, 2)
+    for rows, keys in ((_ROWS, tokens), (1, long), (4, long), (16, long)):
+        qkv, turns = half(rows, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), half(rows, _HEAD_DIM)
+        store = half(2, rows * keys, _KV_HEADS, _HEAD_DIM)
+        starts = torch.arange(rows, device=DEVICE) * keys
+        slots = (starts, torch.full_like(starts, keys - 1), keys, None, 0)
+        own = (qkv, turns, turns, None, None, 0.0, store, *slots, keys, 0, _HEAD_DIM**-0.5)
+        name = "attention, own" if keys == tokens else f"attention, {rows} long rows"
+        key_bytes = 4.0 * keys * _KV_HEADS * _HEAD_DIM
+        yield name, decoding.attend_decode, own, key_bytes * rows
+        if keys == tokens:
+            members = torch.arange(rows, device=DEVICE)
+            shared = (store, starts[:prompts], slots[1][:prompts], keys, None, 0, members, members)
+            yield f"{name} and prompts", decoding.attend_decode, (*own, *shared), key_bytes * (rows + prompts)
 
 
 def main() -> None:

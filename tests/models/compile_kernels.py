@@ -22,7 +22,9 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 
 def spilled(kernel):
     if "amdgcn" in kernel.asm:
-        counts = re.findall(r"spill_count: *(\d+)", kernel.asm["amdgcn"])
+        counts = re.findall(
+            r"vgpr_spill_count: *(\d+)", kernel.asm["amdgcn"]
+        )  # scalars go to lanes of vector registers
     else:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(kernel.asm["cubin"])
@@ -33,6 +35,7 @@ def spilled(kernel):
 
 
 def compile_all(backend, architecture, warp):
+    torch.version.hip = "7" if backend == "hip" else None
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(warp))
     driver.set_active(
         SimpleNamespace(
@@ -84,9 +87,10 @@ def attend(dtype):
     store, rows = torch.zeros(2, 4096, 4, 128, dtype=dtype), torch.zeros(64, dtype=torch.int64)
     for norm, pages, page, window in ((None, None, 0, 0), (turns[0], torch.zeros(64, 8, dtype=torch.int32), 256, 512)):
         slots = (4096, pages, page)
-        own = (qkv, turns, turns, norm, norm, 1e-6, store, rows, rows, *slots, window, 0.1)
-        load("attend:launch_attend")(*own)
-        load("attend:launch_attend")(*own, store, rows[:8], rows[:8], *slots, rows, rows)
+        for longest in (128, 4096):  # in one span a row, and in many
+            own = (qkv, turns, turns, norm, norm, 1e-6, store, rows, rows, *slots, longest, window, 0.1)
+            load("attend:launch_attend")(*own)
+            load("attend:launch_attend")(*own, store, rows[:8], rows[:8], *slots, rows, rows)
 
 
 def head():

@@ -3,6 +3,7 @@ which tests/models/test_interpreted_kernels.py runs this file."""
 
 import os
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ class StepCase:
         pages = case.places(num_slots * capacity // page, num_slots * capacity // page) if page else None
         self.cache = (None if pages is None else pages.int().view(num_slots, -1), page)
         starts = slots if page else slots * capacity
-        self.own = (starts[: self.rows], case.ids(capacity, self.rows), capacity)
+        self.own, self.longest = (starts[: self.rows], case.ids(capacity, self.rows), capacity), capacity
         self.prompts = (starts[self.rows :], 1 + case.ids(capacity, num_prompts), capacity)
         self.qkv = case.normal(self.rows, (self.groups + 2) * self.kv_heads * head_dim)
         self.turns = case.normal(2, self.rows, head_dim)
@@ -212,7 +213,9 @@ class StepCase:
         store, others = convert(self.store), convert(self.store)
         inputs = [None if x is None else convert(x) for x in (self.qkv, *self.turns, *self.norms)]
         theirs = (others, *self.prompts, *self.cache, *self.seats) if prompts else ()
-        return attend(*inputs, 1e-5, store, *self.own, *self.cache, self.window, self.scale, *theirs), store
+        return attend(
+            *inputs, 1e-5, store, *self.own, *self.cache, self.longest, self.window, self.scale, *theirs
+        ), store
 
 
 @both_dtypes
@@ -238,20 +241,53 @@ def test_a_row_of_a_step_has_the_same_bits_whatever_the_others_are():
         together, _ = step.run(load("attend:launch_attend"))
         row, prompt = step.rows - 1, int(step.seats[1][-1]) // step.rows
         step.own = (*(x[row : row + 1] for x in step.own[:2]), step.own[2])
+        step.longest = int(step.own[1]) + 1  # no programs for longer rows
         step.prompts = (*(x[prompt : prompt + 1] for x in step.prompts[:2]), step.prompts[2])
         step.qkv, step.turns = step.qkv[row : row + 1], step.turns[:, row : row + 1]
         step.seats = [torch.zeros(places, dtype=torch.int64, device=DEVICE) for places in (step.rows, 1)]
         assert torch.equal(together[row : row + 1], step.run(load("attend:launch_attend"))[0])
 
 
-def test_a_long_prompt_has_longer_spans(monkeypatch):
+@pytest.mark.parametrize("part", ["prompts", "own"])
+def test_a_long_sequence_has_longer_spans(monkeypatch, part):
     step = next(s for s in map(StepCase, cases()) if s.own[2] == 400)
-    step.prompts[1].fill_(390)
+    getattr(step, part)[1].fill_(390)
+    step.window = 0
     ours, _ = step.run(load("attend:launch_attend"))
     monkeypatch.setattr(sys.modules["verl.models.ops.triton.attend"], "_MOST_SPANS", 2)
     longer, _ = step.run(load("attend:launch_attend"))
     assert not torch.equal(ours, longer)  # the sums have another order
     assert_near(longer, ours, 1e-5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts in Triton's interpreter")
+def test_programs_of_four_rows_of_16_thousand_tokens(monkeypatch):
+    """Two key heads, as in Qwen2.5-1.5B: 128 programs or more for 132 multiprocessors, and at most 16 blocks of keys each."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    attend, rows, tokens = load("attend:launch_attend"), 4, 16_384
+    module = sys.modules["verl.models.ops.triton.attend"]
+    trips, extended = Counter(), module._extended
+
+    def counted(*arguments):
+        trips[(interpreter_builder.grid_dim, interpreter_builder.grid_idx)] += 1
+        return extended(*arguments)
+
+    monkeypatch.setattr(module, "_extended", counted)
+    case = Inputs(3, torch.bfloat16)
+    starts, lengths = torch.arange(rows) * tokens, torch.full((rows,), tokens - 1)
+    step = (
+        case.normal(rows, 4 * 2 * 2),
+        *case.normal(2, rows, 2),
+        None,
+        None,
+        0.0,
+        case.normal(2, rows * tokens, 2, 2),
+    )
+    attend(*step, starts, lengths, tokens, None, 0, tokens, 0, 1.0)
+    assert len(trips) >= 128
+    assert max(trips.values()) <= 16
+    assert sum(trips.values()) == rows * 2 * tokens // 64  # each key once
 
 
 def test_a_row_without_a_prompt_reads_none():
@@ -301,7 +337,7 @@ def test_ops_of_a_decode_step_launch_as_many_kernels_as_are_counted(monkeypatch)
     case = Inputs(3, torch.bfloat16)
     step, x, z, rows = StepCase(case), case.normal(5, 64), case.logits(5, 4120), torch.arange(5, device=DEVICE)
     columns, u = torch.zeros(6, 9, dtype=torch.int64, device=DEVICE)[:, :5], case.uniforms(5)
-    own = (*step.own, *step.cache, 0, 1.0)
+    own = (*step.own, *step.cache, 128, 0, 1.0)
     attention = (step.store, *own, step.store, *step.prompts, *step.cache, *step.seats)
     ops = {
         "rms_norm": ("norm:launch_rms_norm", x, x[0], 1e-5),

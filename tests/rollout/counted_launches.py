@@ -62,7 +62,7 @@ def count(n=4, **sampling):
     with by_torch, torch.no_grad():
         engine.generate(make_prompts([9] * (ROWS // n)), SamplingParams(n=n, max_new_tokens=6, **sampling), step=1)
         with launches:
-            engine.device.stores.launch(ROWS, ROWS // n if n > 1 else 0, ROWS)
+            engine.device.stores.launch(ROWS, ROWS // n if n > 1 else 0, ROWS, 6)
     return launches
 
 

@@ -340,7 +340,7 @@ def test_what_replaces_a_kernel_waits_for_nothing():
         by_torch(pointwise.write_kv)(qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
         by_torch(pointwise.swiglu)(by_torch(pointwise.add_norm)(qkv, qkv, qkv[0], 1e-6)[1])
         slots = (torch.tensor([0, 3, 6, 9, 12]), torch.tensor([1, 0, 2, 2, 0]), 3, None, 0)
-        own = (qkv, turns, turns, None, None, 0.0, torch.zeros(2, 15, 2, 4), *slots, 0, 0.5)
+        own = (qkv, turns, turns, None, None, 0.0, torch.zeros(2, 15, 2, 4), *slots, 3, 0, 0.5)
         by_torch(decoding.attend_decode)(*own, torch.ones(2, 15, 2, 4), *slots, places, places)
     assert (probs.gather(1, tokens[:, None]) >= threshold).all()
 
@@ -684,6 +684,6 @@ class TestOnACard:
         rows = one.device.stores
         torch.cuda.set_sync_debug_mode("error")
         try:
-            rows.launch(8, 4, 8)
+            rows.launch(8, 4, 8, 8)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -35,7 +35,7 @@ def read_commands(text: str) -> list[Command]:
     """The commands of a script, in order, that start a module of verl or of a recipe."""
     values: dict[str, str] = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd()}
     lists: dict[str, list[str]] = {}
-    commands = []
+    commands: list[Command] = []
     for line in _logical_lines(_FOLDER.sub("${PWD}", text)):
         if _assign(line, values, lists):
             continue

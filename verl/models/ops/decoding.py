@@ -14,19 +14,23 @@ from verl.models.ops.pointwise import write_kv
 from verl.models.ops.table import by_torch, op
 from verl.models.ops.varlen import FLASH, TokenSpans, flash_runs
 
+# keys of a sequence for one Triton program; longer sequences than MOST_SPANS of these have longer spans
+SPAN, MOST_SPANS = 128, 16
 HeadNorms = tuple[torch.Tensor | None, torch.Tensor | None, float]  # weights for queries and keys, and their eps
 
 
 class Slots(NamedTuple):
     """Sequences of keys in a store [2, places, kv_heads, head_dim]. `starts` int64 [sequences] are the places of their first
     keys, or with `pages` (int32 [slots, pages], of `page_size` keys each) the numbers of their slots. `lengths` int64
-    [sequences]; `most` bounds the keys of a sequence."""
+    [sequences]; `most` bounds the keys of a sequence in a generation, `longest` the keys of a sequence in this step, whose
+    kernels have no programs for more. No sum depends on `longest`."""
 
     starts: torch.Tensor
     lengths: torch.Tensor
     most: int
     pages: torch.Tensor | None = None
     page_size: int = 0
+    longest: int = 0
 
 
 @op(triton="attend:launch_attend", writes=("store",))
@@ -43,6 +47,7 @@ def attend_decode(
     most: int,
     pages: torch.Tensor | None,
     page_size: int,
+    longest: int,
     window: int,
     scale: float,
     prompt_store: torch.Tensor | None = None,
@@ -148,6 +153,6 @@ def attend_new_tokens(
 
     The token is stored, as by verl.models.ops.pointwise.write_kv, after the `lengths` tokens of its slot. `window` hides all
     tokens of a slot but the last so many. Returns [rows, heads, head_dim]; without gradient."""
-    prompts: tuple[Any, ...] = () if shared is None else (prompt_store, *shared.slots, shared.gather, shared.place)
+    prompts: tuple[Any, ...] = () if shared is None else (prompt_store, *shared.slots[:-1], shared.gather, shared.place)
     arguments: tuple[Any, ...] = (qkv, cos, sin, *norms, store, *slots, window or 0, scale, *prompts)
     return attend_decode(*arguments)

@@ -240,7 +240,9 @@ class DeviceBackend:
             self._num_rows = min(step_rows(self.rows.end), stores.sizes.num_rows)
             stores.retire(np.arange(self.rows.end, self._num_rows))
             self._num_prompts = self._share() if self.scheduler.shared else 0
-        return stores.launch(self._num_rows, self._num_prompts, self.rows.end), logits
+        # the device may be a token ahead of what the host has read
+        longest = int((self.rows.own_start + self.rows.length)[: self.rows.end].max()) + _SPARE
+        return stores.launch(self._num_rows, self._num_prompts, self.rows.end, longest), logits
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
         """See Backend: keys and values stay where they are."""

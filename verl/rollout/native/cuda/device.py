@@ -13,7 +13,7 @@ import torch
 
 from verl.data_proto.samples import SamplingParams
 from verl.models.hf_module import HFModule
-from verl.models.ops.decoding import SharedPrompts, Slots
+from verl.models.ops.decoding import MOST_SPANS, SPAN, SharedPrompts, Slots
 from verl.models.ops.table import op
 from verl.models.ops.varlen import TokenSpans, VarlenKernel
 from verl.models.vision import placed_positions
@@ -207,17 +207,21 @@ class DeviceRows:
             buffer[: len(values)].copy_(to_device(torch.from_numpy(values), self.device))
         return num_prompts
 
-    def launch(self, num_rows: int, num_prompts: int, count: int) -> Readback:
-        """One decode step of the first `num_rows` rows; the next tokens go to the columns. Returns `count` of them."""
-        key = (num_rows, num_prompts, *self.bounds[:2])
-        self.graphs.run(key, lambda: self._advance(num_rows, self._forward(num_rows, num_prompts)))
+    def launch(self, num_rows: int, num_prompts: int, count: int, longest: int) -> Readback:
+        """One decode step of the first `num_rows` rows; the next tokens go to the columns. Returns `count` of them. No row has
+        more than `longest` tokens in its slot."""
+        own_tokens, prefix_tokens, _ = self.bounds
+        longest = min(next_power(max(longest, SPAN)), own_tokens)
+        if longest > SPAN * MOST_SPANS:  # no kernel has more programs for longer rows
+            longest = own_tokens
+        key = (num_rows, num_prompts, own_tokens, prefix_tokens, longest)
+        self.graphs.run(key, lambda: self._advance(num_rows, self._forward(num_rows, num_prompts, longest)))
         return Readback(self._out[: 2 * num_rows].view(2, num_rows), count)
 
-    def _forward(self, num_rows: int, num_prompts: int) -> torch.Tensor:
-        columns, decoder = self.columns[:, :num_rows], self.forward.decoder
-        slots = Slots(
-            columns[OWN_START], columns[OWN_LENGTH], self.bounds.own_tokens, self.own.pages, self.sizes.page_size
-        )
+    def _forward(self, num_rows: int, num_prompts: int, longest: int) -> torch.Tensor:
+        columns, decoder, most = self.columns[:, :num_rows], self.forward.decoder, self.bounds.own_tokens
+        pages = self.own.pages, self.sizes.page_size
+        slots = Slots(columns[OWN_START], columns[OWN_LENGTH], most, *pages, longest)
         shared = self._shared(num_rows, num_prompts)
         attend = DecodeAttention(self.own, slots, self.prefix, shared, decoder.scale, self.forward.windows)
         return self.forward.logits(self.forward.hidden(columns[TOKEN], columns[POSITION], attend))
