@@ -44,13 +44,12 @@ def jobs():
             [BIN / "ray", *HEAD, *options, f"--temp-dir={place}", "--disable-usage-stats"],
             cwd=place, env=settings, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
-    address = f"http://127.0.0.1:{ports['dashboard-port']}"
     client = None
 
     def answers():
         nonlocal client
         try:
-            client = JobSubmissionClient(address)
+            client = JobSubmissionClient(f"http://127.0.0.1:{ports['dashboard-port']}")
         except (ConnectionError, RuntimeError):
             return False
         return True
@@ -142,13 +141,12 @@ def test_a_job_that_is_stopped_saves_its_step(jobs, tiny_llama, folder):
         folder, f"import pathlib, time\npathlib.Path('{scoring}').touch()\ntime.sleep(0.5)\nreturn len(solution_str)"
     )
     job, run = submit(jobs, tiny_llama, folder, "trainer.total_training_steps=1000", "trainer.total_epochs=1000")
-    metrics = run.folder / "metrics.jsonl"
 
     def comes(file):
         wait_until(lambda: file.exists() or is_over(jobs, job), 240)
         assert file.exists(), jobs.get_job_logs(job)
 
-    comes(metrics)
+    comes(run.folder / "metrics.jsonl")
     scoring.unlink()
     comes(scoring)
     jobs.stop_job(job)
