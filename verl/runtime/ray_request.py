@@ -17,6 +17,9 @@ _PASSED_ON = (
     "HF_",
     "VERL_",
     "NCCL_",
+    "NVSHMEM_",
+    "UCX_",
+    "FI_",  # libfabric, as for EFA
     "GLOO_",
     "TORCH_",
     "TOKENIZERS_",

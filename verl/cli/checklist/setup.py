@@ -8,6 +8,7 @@ from pathlib import Path
 from verl.cli.checklist import Subject
 from verl.cli.report import Line, fail, info, passed, skip, warn
 from verl.errors import MissingExtraError, VerlError
+from verl.families import engine_facts
 
 
 def check_config_problems(subject: Subject) -> Iterator[Line]:
@@ -44,6 +45,11 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     if specs.main is not None:
         yield passed(f"sharding: {specs.main.describe_sharding(devices)}")
     yield passed(plan.describe())
+    if plan.sizes.tensor > 1 and engine_facts(plan.engine).is_in_run and subject.config.trainer.device != "cpu":
+        yield info(
+            "on GPUs a divided model decodes without CUDA graphs and fused layers: set rollout.tensor_model_parallel_size=1 if "
+            "a GPU holds all weights, else rollout.name=vllm"
+        )
 
 
 def check_engines(subject: Subject) -> Iterator[Line]:
