@@ -2,6 +2,7 @@
 device with all the rows. The second step has the weights and the optimizer's state of the first."""
 
 import functools
+import itertools
 import math
 import os
 from pathlib import Path
@@ -81,7 +82,6 @@ def with_autograd(function):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "_FUSED_DEVICES", ())
         patch.setattr(forward, "_STRAIGHT_DEVICES", ("cpu",))
-        patch.setattr(forward, "_STRAIGHT_DTYPES", forward._FUSED_DTYPES)
         return function()
 
 
@@ -89,19 +89,20 @@ def with_autograd(function):
 def check_calls_of_modules(folder):
     """Calls of modules of transformers and torch in a forward and a step, by family: of all within the decoder but its layers,
     which FSDP surrounds with hooks, and the rotary embedding. With the layers of a CPU, and of a GPU."""
-    counts, micro, batch = {}, MicroBatching(max_tokens=24), make_batch(0, (3, 1, 4, 2))
+    counts, batch = {}, make_batch(0, (3, 1, 4, 2))
     for family in [name for name, row in FAMILIES.items() if row.decoder and row.trains and row.tiny is not None]:
-        for run in (with_autograd, lambda function: function()):
-            counts[f"{family} {run is with_autograd}"] = run(lambda: _num_calls(folder, family, batch, micro))  # noqa: B023
-    return {"dense": counts, "gemma": _num_calls(folder, "gemma", batch, micro)}
+        for lora, run in itertools.product((0, 4), (with_autograd, lambda function: function())):
+            count = run(lambda: _num_calls(folder, family, batch, lora))  # noqa: B023
+            counts[f"{family} {lora} {run is with_autograd}"] = count
+    return {"dense": counts, "gemma": _num_calls(folder, "gemma", batch)}
 
 
-def _num_calls(folder, family, batch, micro):
-    engine, calls = make_engine(one_layer(folder, family), FSDPEngine), []
+def _num_calls(folder, family, batch, lora=0):
+    engine, calls = make_engine(one_layer(folder, family), FSDPEngine, model={"lora_rank": lora}), []
     for name, part in engine.module.get_decoder().named_modules():
         if name != "rotary_emb" and not isinstance(part, FSDPModule):
             part.register_forward_pre_hook(lambda part, _: calls.append(part))
-    share = batch.select_idxs(rows_of(engine, len(batch)))
+    share, micro = batch.select_idxs(rows_of(engine, len(batch))), MicroBatching(max_tokens=24)
     engine.forward(share, OUTPUTS["lm"], micro)
     step(engine, share, micro, "lm")
     return len(calls)

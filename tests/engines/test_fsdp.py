@@ -64,7 +64,9 @@ def test_dense_families_call_no_module_of_transformers(request, ranks):
     counts = request.getfixturevalue(ranks)["check_calls_of_modules"]
     assert counts["gemma"] > 0, "which has its own norms"
     assert counts["dense"] == dict.fromkeys(counts["dense"], 0)
-    assert len(counts["dense"]) == 8, "four families, each with the layers of a CPU and of a GPU"
+    assert len(counts["dense"]) == 16, (
+        "four families, with adapters and without, each with the layers of a CPU and of a GPU"
+    )
 
 
 def test_a_rank_without_a_row_to_compute_stays_in_step(two):

@@ -13,14 +13,14 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 79_892,
+    "core": 79_977,
     "compat": 7_737,
     "page": 3_760,
     "planner": 2_721,
     "tinker": 3_493,
     "clusters": 2_512,
     "tasks": 1_001,
-    "tests": 83_047,
+    "tests": 83_077,
     "benchmarks": 5_997,
 }
 MAX_MEAN_FUNCTION_LINES = 12

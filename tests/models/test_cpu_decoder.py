@@ -12,9 +12,10 @@ from tests.models.reference import make_columns, random_rows, reference_outputs,
 from verl.config import OptimConfig
 from verl.models import forward
 from verl.models.decoder.weights import DenseDecoder
-from verl.models.forward import packed_outputs
+from verl.models.forward import fused_decoder, packed_outputs, straight_decoder
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.load import load_causal_lm, load_model
+from verl.models.lora import LoRASpec, adapters_off, add_adapters, lora_layers
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import pack_rows
 from verl.models.tiny import make_tiny_model
@@ -201,6 +202,31 @@ def test_frozen_parameters_get_no_gradient(pair, frozen, buffers):
     weighted(packed_outputs(other, packed, OUTPUTS)).backward()
     assert_same_gradients(gradients_of(module), gradients_of(other))
     assert all(p.grad is None for n, p in module.named_parameters() if frozen(n))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj", "down_proj")])
+@pytest.mark.parametrize("buffers", [True, False])
+def test_adapters(pair, targets, buffers):
+    """Low-rank products inside the joined projections, in chunks too; without them, the base model."""
+    module, other = pair("llama-biases-untied")
+    for model in (module, other):
+        add_adapters(model, LoRASpec(3, 6.0, targets), torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        for layer in lora_layers(model).values():
+            layer.lora_B.data.normal_(generator=generator)
+    assert fused_decoder(module, torch.device("cpu")) or straight_decoder(module, torch.device("cpu"))
+    trained = {p: p for p in module.parameters() if p.requires_grad}
+    options = {"gradients": GradientBuffers(trained)} if buffers else {}
+    for chunk in (None, 4):
+        packed = pack_rows(columns_of(7, [2, 3]), chunk_tokens=chunk)
+        ours, theirs = packed_outputs(module, packed, OUTPUTS, **options), packed_outputs(other, packed, OUTPUTS)
+        assert relative(ours["log_probs"], theirs["log_probs"]) < 1e-11
+        weighted(ours).backward()
+        weighted(theirs).backward()
+    assert_same_gradients(gradients_of(module), gradients_of(other))
+    with torch.no_grad(), adapters_off(module), adapters_off(other):
+        ours, theirs = (packed_outputs(model, packed, OUTPUTS)["log_probs"] for model in (module, other))
+    assert relative(ours, theirs) < 1e-11
 
 
 def test_a_padding_token_that_stands_in_a_row_learns(pair):

@@ -11,6 +11,7 @@ from tests.models.test_cpu_decoder import (
     pair,  # noqa: F401
     relative,
     test_a_padding_token_that_stands_in_a_row_learns,  # noqa: F401 - these run here again
+    test_adapters,  # noqa: F401
     test_checkpointing_changes_no_bit,  # noqa: F401
     test_equals_the_module_in_float64,  # noqa: F401
     test_float32_is_close_to_the_module,  # noqa: F401

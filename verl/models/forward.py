@@ -32,7 +32,6 @@ _FUSED_DEVICES = ("cpu",)  # on which the fused decoder has been measured and ch
 _STRAIGHT_DEVICES = ("cuda",)  # on which training computes as the sampler does
 # In float64 the modules' norms still round to float32, unlike the fused decoder's: modules compute float64.
 _FUSED_DTYPES = {torch.float32, torch.bfloat16}
-_STRAIGHT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
@@ -76,22 +75,19 @@ def fused_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | Non
 
 def straight_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:
     """The weights with which verl.models.decoder.autograd computes `module` on `device`; None where its own forward does."""
-    return _dense(module, _STRAIGHT_DTYPES) if device.type in _STRAIGHT_DEVICES else None
+    return _dense(module, _FUSED_DTYPES | {torch.float16}) if device.type in _STRAIGHT_DEVICES else None
 
 
 def make_units(module: nn.Module, shards: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether verl.models.decoder computes `module` in `dtype` on `device` once the modules `shards` are sharded by themselves;
     see verl.models.decoder.weights.make_layer_units."""
-    dtypes = {**dict.fromkeys(_STRAIGHT_DEVICES, _STRAIGHT_DTYPES), **dict.fromkeys(_FUSED_DEVICES, _FUSED_DTYPES)}
-    return (
-        dtype in dtypes.get(device.type, ())
-        and forward_kind(module) == "packed"
-        and weights.make_layer_units(module, shards)
-    )
+    is_straight, is_fused = device.type in _STRAIGHT_DEVICES, device.type in _FUSED_DEVICES
+    computes = ((is_straight or is_fused) and dtype in _FUSED_DTYPES) or (is_straight and dtype == torch.float16)
+    return computes and forward_kind(module) == "packed" and weights.make_layer_units(module, shards)
 
 
 def _dense(module: nn.Module, dtypes: set[torch.dtype]) -> DenseDecoder | None:
-    dense = DenseDecoder.of(module)
+    dense = DenseDecoder.of(module, adapters=True)
     return dense if dense is not None and dense.embed.dtype in dtypes else None
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from verl.models.attention import Scoring
+from verl.models.decoder.adapted import adapted
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Projection
 from verl.models.hf_module import AutogradContext
@@ -63,6 +64,9 @@ class _AutogradPass(DecoderPass):
 
     def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         """See DecoderPass."""
+        return adapted(self._product(x, projection), x, projection)
+
+    def _product(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         weights = [cast(nn.Parameter, part.weight) for part in projection.parts]
         biases = [part.bias for part in projection.parts if part.bias is not None]
         if not projection.is_joined and len(weights) > 1:

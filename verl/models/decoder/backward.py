@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.models.attention import Scoring
+from verl.models.decoder.adapted import adapter_parameters, add_adapter_gradients, input_gradient, linear
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded, turned_heads
 from verl.models.decoder.reuse import RecordedBatch, is_equal
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Norm, Projection
@@ -234,13 +235,13 @@ class TrainingPass(DecoderPass):
 
     def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         """See DecoderPass."""
-        y = self.matmul.linear(x, projection.weight, projection.bias)
+        y = linear(x, projection, self.matmul)
         self._keep(y)
         return y
 
     def project(self, x: torch.Tensor, inputs: torch.Tensor, projection: Projection) -> Sum:
         """See DecoderPass."""
-        return self.matmul.linear(inputs, projection.weight, projection.bias, residual=x), None
+        return linear(inputs, projection, self.matmul, residual=x), None
 
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
@@ -272,7 +273,7 @@ class TrainingPass(DecoderPass):
         matmul, decoder = self.matmul, self.decoder
         d_middle = self._feed_forward_backward_(weights, saved, d_out, gradients)
         d_o = matmul.operand(d_middle)
-        d_attended = matmul.input_gradient(d_o, weights.o.weight)
+        d_attended = input_gradient(d_o, weights.o, matmul)
         self._add_weight_gradient(weights.o, d_o, saved.attended.out, gradients)
         d_qkv = torch.empty_like(saved.qkv)
         into = HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in by_head(decoder, d_qkv)))
@@ -291,9 +292,9 @@ class TrainingPass(DecoderPass):
             middle = saved.middle._replace(x=saved.middle.x[part], scale=saved.middle.scale[part])
             d_part, gate_up = d_out[part], saved.gate_up
             if gate_up is None:
-                gate_up = matmul.linear(middle.out(), weights.gate_up.weight, weights.gate_up.bias)
+                gate_up = linear(middle.out(), weights.gate_up, matmul)
             d_down = matmul.operand(d_part)
-            d_activated = matmul.input_gradient(d_down, weights.down.weight)
+            d_activated = input_gradient(d_down, weights.down, matmul)
             activated = swiglu_backward_(d_activated, gate_up)  # which is now its own gradient
             self._add_weight_gradient(weights.down, d_down, activated, gradients)
             self._norm_and_projection_backward(middle, weights.gate_up, gate_up, d_part, gradients)
@@ -322,8 +323,8 @@ class TrainingPass(DecoderPass):
     ) -> torch.Tensor:
         """Backward of projection(norm(x)), given its gradient `d_y`; adds the gradient of x to `d_x` and returns `d_x`."""
         d_y = self.matmul.operand(d_y)
-        d_normed = self.matmul.input_gradient(d_y, projection.weight)
-        if gradients.wants(_weights_of(projection)):
+        d_normed = input_gradient(d_y, projection, self.matmul)
+        if gradients.wants((*_weights_of(projection), *_biases_of(projection), *adapter_parameters(projection))):
             self._add_weight_gradient(projection, d_y, x.out(), gradients)
         gradients.add((x.norm.weight,), rms_norm_backward_(d_x, d_normed, x.x, x.norm.weight, x.scale))
         return d_x
@@ -332,6 +333,7 @@ class TrainingPass(DecoderPass):
         self, projection: Projection, d_y: torch.Tensor, x: torch.Tensor, gradients: GradientBuffers
     ) -> None:
         gradients.add_matmul(_weights_of(projection), d_y, x, self.matmul)
+        add_adapter_gradients(projection, d_y, x, self.matmul, gradients)
         biases = _biases_of(projection)
         if biases and gradients.wants(biases):
             gradients.add(biases, d_y.sum(0, dtype=torch.promote_types(d_y.dtype, torch.float32)))
@@ -345,7 +347,7 @@ def _parameters_of(weights: DenseLayer) -> list[nn.Parameter]:
     norms = (weights.input_norm, weights.q_norm, weights.k_norm, weights.post_norm)
     parameters = [norm.weight for norm in norms if norm is not None]
     for projection in (weights.qkv, weights.o, weights.gate_up, weights.down):
-        parameters += (*_weights_of(projection), *_biases_of(projection))
+        parameters += (*_weights_of(projection), *_biases_of(projection), *adapter_parameters(projection))
     return parameters
 
 

@@ -162,11 +162,7 @@ def make_layer_units(module: Any, shards: Sequence[nn.Module]) -> bool:
     dense, and the modules `shards`, which are sharded by themselves, are its layers."""
     decoder = language_model_of(module)
     is_dense = _is_plain(decoder, may_be_meta=True) and _DECODERS[type(decoder).__name__].trains
-    if (
-        not is_dense
-        or list(shards) != _layers_of(decoder)
-        or any(type(part) is LoRALinear for part in decoder.modules())
-    ):
+    if not is_dense or list(shards) != _layers_of(decoder):
         return False
     _units[decoder] = [LayerUnit(layer) for layer in shards]
     return True

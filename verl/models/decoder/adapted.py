@@ -1,0 +1,87 @@
+"""Products of projections whose parts have LoRA adapters: y = W x + up (down x), with the adapters of the parts joined as the
+samplers join them (verl.models.adapter_weights)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl.models.adapter_weights import LowRank, join
+from verl.models.decoder.weights import Projection
+from verl.models.grad_buffers import GradientBuffers
+from verl.models.lora import LoRALinear
+from verl.models.ops.linear import Matmul
+
+
+def adapters_of(projection: Projection) -> list[LoRALinear | None]:
+    """The parts that compute with an adapter, None in place of others; empty without any."""
+    parts = [part if isinstance(part, LoRALinear) and part.active else None for part in projection.parts]
+    return parts if any(part is not None for part in parts) else []
+
+
+def adapter_parameters(projection: Projection) -> list[nn.Parameter]:
+    """A and B of all adapters."""
+    return [p for part in adapters_of(projection) if part is not None for p in (part.lora_A, part.lora_B)]
+
+
+def linear(
+    x: torch.Tensor, projection: Projection, matmul: Matmul, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [tokens, inputs] -> [tokens, outputs], and the sum of that with `residual`."""
+    pair = _joined(projection)
+    if pair is None:
+        return matmul.linear(x, projection.weight, projection.bias, residual)
+    y = matmul.linear(x, projection.weight, projection.bias).add_(matmul.linear(matmul.linear(x, pair.down), pair.up))
+    return y if residual is None else y.add_(residual)
+
+
+def input_gradient(d_y: torch.Tensor, projection: Projection, matmul: Matmul) -> torch.Tensor:
+    """The gradient of `x` in `linear`, given that of its result."""
+    d_x, pair = matmul.input_gradient(d_y, projection.weight), _joined(projection)
+    return d_x if pair is None else d_x.add_(matmul.input_gradient(matmul.input_gradient(d_y, pair.up), pair.down))
+
+
+def add_adapter_gradients(
+    projection: Projection, d_y: torch.Tensor, x: torch.Tensor, matmul: Matmul, gradients: GradientBuffers
+) -> None:
+    """Adds the gradients of A and B in `linear`, given that of its result."""
+    pair = _joined(projection)
+    if pair is None or not gradients.wants(adapter_parameters(projection)):
+        return
+    wide = torch.promote_types(pair.up.dtype, torch.float32)
+    d_up, d_down = torch.empty_like(pair.up, dtype=wide), torch.empty_like(pair.down, dtype=wide)
+    matmul.add_outer(d_up, d_y, matmul.linear(x, pair.down), overwrite=True)
+    matmul.add_outer(d_down, matmul.input_gradient(d_y, pair.up), x, overwrite=True)
+    row = column = 0
+    for part, adapter in zip(projection.parts, adapters_of(projection), strict=True):
+        if adapter is not None:
+            rows, ranks = slice(row, row + part.out_features), slice(column, column + len(adapter.lora_A))
+            gradients.add((adapter.lora_A,), d_down[ranks])
+            gradients.add((adapter.lora_B,), d_up[rows, ranks] * adapter.scale)
+            column = ranks.stop
+        row += part.out_features
+
+
+def adapted(y: torch.Tensor, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+    """`y`, the product of a projection without its adapters, with their products; by autograd."""
+    adapters = adapters_of(projection)
+    if not adapters:
+        return y
+    present = [adapter for adapter in adapters if adapter is not None]
+    down = F.linear(x, torch.cat([adapter.lora_A for adapter in present]).to(x.dtype))
+    ranks = iter(down.split([len(adapter.lora_A) for adapter in present], dim=1))
+    sums = [
+        part if adapter is None else part + F.linear(next(ranks), (adapter.lora_B * adapter.scale).to(x.dtype))
+        for part, adapter in zip(y.split([p.out_features for p in projection.parts], dim=1), adapters, strict=True)
+    ]
+    return sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+
+
+def _joined(projection: Projection) -> LowRank | None:
+    adapters = adapters_of(projection)
+    if not adapters:
+        return None
+    pairs = [None if adapter is None else (adapter.lora_A, adapter.lora_B) for adapter in adapters]
+    scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
+    return join(pairs, [part.out_features for part in projection.parts], scales, projection.weight.dtype)
