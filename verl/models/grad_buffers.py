@@ -102,14 +102,14 @@ class GradientBuffers:
     def _open(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, bool]:
         """The buffer of `parameters`, attached as their `grad`, and whether its content is to be overwritten."""
         buffer = self._buffers.get(tuple(parameters))
-        rows = sum(len(p) for p in parameters)
-        if buffer is None or len(buffer) != rows:
-            first = parameters[0]
+        first, rows = parameters[0], sum(len(p) for p in parameters)
+        shape = (rows, *first.shape[1:])
+        if buffer is None or buffer.shape != shape:
             held_dtype = next(
                 (getattr(self._holders[p], "dtype", None) for p in parameters if p in self._holders), None
             )
             dtype = held_dtype or torch.promote_types(first.dtype, torch.float32)
-            buffer = self._buffers[tuple(parameters)] = self._new_buffer((rows, *first.shape[1:]), dtype, first.device)
+            buffer = self._buffers[tuple(parameters)] = self._new_buffer(shape, dtype, first.device)
         views = buffer.split([len(p) for p in parameters])
         held = [(self._holders[p], view) for p, view in zip(parameters, views, strict=True) if p in self._holders]
         is_new = all(holder.grad is None for holder, _ in held)

@@ -107,6 +107,7 @@ class AdapterEngine(LocalEngine):
             adapter.slots = {name: slots.pop(p) for name, p in present.items() if p in slots}
             for master in present.values():
                 master.grad = None
+            self.optimizer.gradients.release()  # the adapter has their memory: its gradients are views of them
 
     def show(self, weights: AdapterWeights | None) -> None:
         """Let the module compute with `weights` (None: as the base model) until something else is shown or used."""
