@@ -7,13 +7,16 @@ import sys
 import pytest
 
 import verl
+from tests.config.helpers import GRPO
 from tests.house.source import ROOT
 from verl import distributions
 from verl.cli.main import main
+from verl.config import load_config
 from verl.distributions import PARTS, check_releases, owner_of
 from verl.engines.api import require_library
 from verl.errors import DistributionError, MissingExtraError
 from verl.families import TRAINING_ENGINES
+from verl.programs.ppo_data import known_loops
 from verl.tracking.trained import TrainedRun
 
 INSTALL = r"In a checkout of verl \S+, run: pip install \./packages/"
@@ -27,6 +30,7 @@ def core_alone(monkeypatch):
 def test_the_longest_name_decides():
     assert owner_of("verl.planner.search") == owner_of("verl.cli.plan") == "verl-planner"
     assert owner_of("verl.engines.megatron.engine") == "verl-clusters"
+    assert (owner_of("verl.tools.schemas"), owner_of("verl.agents.games")) == ("verl-agents", "verl-tasks")
     assert owner_of("verl.engines.fsdp") == owner_of("verl.cli.planning") == owner_of("verl") == "verl"
 
 
@@ -46,6 +50,18 @@ def test_a_verb_of_a_part_that_is_missing(core_alone, capsys, verb, part):
 def test_a_task_of_verl_data(core_alone, capsys):
     assert main(["data", "char_count", "--output", "x"]) == MissingExtraError.exit_code
     assert "The module verl.data.prepare is part of verl-tasks" in capsys.readouterr().err
+
+
+def test_a_run_with_agents(core_alone):
+    tools = [
+        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
+    ]
+    with pytest.raises(
+        DistributionError, match=rf"^A run with agents \(.*\) is part of verl-agents, .*{INSTALL}verl-agents$"
+    ):
+        known_loops(load_config([*GRPO, *tools], check=False).config)
+    assert known_loops(load_config(GRPO).config) == frozenset()
 
 
 def test_an_engine_of_a_part_that_is_missing(core_alone, monkeypatch):

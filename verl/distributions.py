@@ -32,16 +32,15 @@ PARTS: dict[str, tuple[str, ...]] = {
     "verl-planner": ("verl.planner", "verl.cli.plan"),
     "verl-tinker": ("verl.tinker", "verl.cli.serve"),
     "verl-clusters": ("verl.engines.megatron", "verl.engines.deepspeed"),
+    "verl-agents": ("verl.agents", "verl.tools"),
     "verl-tasks": ("verl.data.tasks", "verl.data.prepare", "verl.agents.games", "verl.agents.tools.calculator"),
 }
 
 
 def owner_of(module: str) -> str:
     """The distribution that has a module of verl."""
-    for part, names in PARTS.items():
-        if any(module == name or module.startswith(f"{name}.") for name in names):
-            return part
-    return CORE
+    names = ((name, part) for part, modules in PARTS.items() for name in modules)
+    return max(((len(name), part) for name, part in names if f"{module}.".startswith(f"{name}.")), default=(0, CORE))[1]
 
 
 @functools.cache

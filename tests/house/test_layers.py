@@ -25,16 +25,15 @@ LAYERS = (
     ("algorithms",),
     ("models",),
     ("tracking",),
-    ("tools",),
     ("rewards", "data", "engines", "rollout"),
-    ("agents",),
     ("reshard", "checkpoint"),
     ("roles",),
     ("runtime",),
     ("programs",),
     ("run",),
     ("api", "cli", "session"),
-    ("page", "planner", "clusters", "tasks"),
+    ("page", "planner", "clusters", "agents"),
+    ("tasks",),
     ("tinker",),
     ("compat",),  # serves scripts of other releases
 )

@@ -61,11 +61,6 @@ PYTHON = "pkg://verl.agents.tools.python"
 REWARD_LISTS = ("turn_rewards", "turn_scores", "tool_rewards")  # of extra_fields
 
 
-def known_loops(spec: AgentSpec | None) -> frozenset[str]:
-    """Names that the column agent_name may have; empty if the run has no agents."""
-    return frozenset() if spec is None else frozenset(load_loops(spec.rollout.agent.agent_loop_config_path))
-
-
 class Agents:
     """Episodes of one rank; `folder` is the run folder. Raises ConfigError for tools, loops or a template that cannot be
     used."""

@@ -26,10 +26,12 @@ def run_data(argv: list[str]) -> int:
         print("\n".join(label(options)))
         return 0
     if argv[:1] == ["verifiers"]:
-        from verl.agents.verifiers import prepare as rows_of_environment
-
         options = _environment_parser().parse_args(argv[1:])
-        print("\n".join(rows_of_environment(options.name, options.output, options.train, options.test)))
+        print(
+            "\n".join(
+                load_part("verl.agents.verifiers").prepare(options.name, options.output, options.train, options.test)
+            )
+        )
         return 0
     return cast("int", load_part("verl.data.prepare").main(argv))
 

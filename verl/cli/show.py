@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.cli.parser import Parser
-from verl.distributions import load_part
+from verl.distributions import is_installed, load_part
 from verl.foreign_text import clean, printable
 from verl.tracking.timeline import duration
 
@@ -76,10 +76,11 @@ def show(progress: Progress, console: Console) -> None:
 
 
 def _show_episodes(folder: Path, count: int, console: Console) -> None:
-    from verl.agents.journal import records, summary, transcripts
-
-    episodes = records(folder)
-    for line in (*summary(episodes), *(transcripts(episodes, count) if count > 0 else ())):
+    if not count and not is_installed("verl-agents"):
+        return
+    journal = load_part("verl.agents.journal")
+    episodes = journal.records(folder)
+    for line in (*journal.summary(episodes), *(journal.transcripts(episodes, count) if count > 0 else ())):
         console.print(line, markup=False, soft_wrap=True)
 
 

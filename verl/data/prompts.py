@@ -16,9 +16,9 @@ from verl.data.schema import Messages
 from verl.data_proto.media import Media
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
+from verl.distributions import load_part
 from verl.errors import ConfigError, DataError, UnavailableRowError, is_failure, os_error_of
 from verl.foreign_text import clean, quoted
-from verl.tools.tool_registry import load_all_tools
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -56,6 +56,7 @@ class PromptEncoder:
         self.template_kwargs = dict(checked_kwargs(kwargs, "data.apply_chat_template_kwargs", ConfigError))
         self.images = image_encoder(tokenizer, config)
         if config.tool_config_path or config.function_tool_path:  # only runs with agents read it
+            load_all_tools = load_part("verl.tools.tool_registry").load_all_tools
             tools = load_all_tools(config.tool_config_path, config.function_tool_path)
             self.template_kwargs["tools"] = [tool.tool_schema.for_template() for tool in tools]
 

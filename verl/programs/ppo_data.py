@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.agents.agents import known_loops
 from verl.config import PPOConfig
-from verl.config.active_keys import uses_rewards
+from verl.config.active_keys import runs_agents, uses_rewards
 from verl.data.dataset import PromptRows, load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import order_of, prompts_per_generation
 from verl.data.pictures import pictures_noted
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.tokenizer import Tokenizer
+from verl.distributions import load_part, require_part
 from verl.errors import DataError, FewRowsError
 from verl.families import engine_facts
 from verl.foreign_text import quoted
@@ -23,7 +23,6 @@ from verl.models.foreign_entries import GENERATION, uncomputed_entries
 from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer, read_generation
 from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
-from verl.programs.specs import rollout_spec
 from verl.rewards.scorers.route import check_truth
 
 log = logging.getLogger(__name__)
@@ -89,6 +88,16 @@ def scoring_of(config: PPOConfig) -> bool | Callable[[str, object], object]:
     return check_truth if trains and not config.reward.custom_reward_function.path else trains
 
 
+def known_loops(config: PPOConfig) -> frozenset[str]:
+    """Names that the column agent_name may have; empty if the run has no agents."""
+    if not runs_agents(config):
+        return frozenset()
+    require_part("verl.agents", "A run with agents (rollout.multi_turn, rollout.agent)")
+    return frozenset(
+        load_part("verl.agents.loops").load_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    )
+
+
 def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = None) -> PPOData:
     """Read and check the data files; raises DataError or ConfigError before any model is loaded.
 
@@ -103,7 +112,7 @@ def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = No
         log.warning(sentence)
     encoder = PromptEncoder(tokenizer, data)
     checks: Any = {
-        "agents": known_loops(rollout_spec(config).agents),
+        "agents": known_loops(config),
         "scored": scoring_of(config) if scored is None else scored,
     }
     run_data = PPOData(tokenizer, None, None, [])

@@ -25,9 +25,6 @@ from typing import cast
 import numpy as np
 import torch
 
-from verl.agents.images import EpisodeImages
-from verl.agents.journal import FOLDER
-from verl.agents.recorded import recorded
 from verl.data.loader import PromptLoader
 from verl.data_proto.extras import media_of
 from verl.data_proto.future import DataProtoFuture, Future
@@ -35,6 +32,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.trajectory import Segment, Source, Status, Trajectory, response_lengths, to_columns
+from verl.distributions import load_part
 from verl.roles.api import RewardHandle, RolloutHandle
 from verl.roles.rollout import episode_columns, sample_names
 from verl.tracking.ledger.records import OpenSample, issued_prompts, prompt_digest, segments_of
@@ -267,9 +265,10 @@ class RolloutQueue:
         trajectories = [_trajectory(sample, prompt_ids) for sample, prompt_ids in zip(samples, ids, strict=True)]
         episodes: dict[str, np.ndarray] = {}
         if self.agents_folder is not None:
-            images = EpisodeImages(self.loader.image_encoder, self.agents_folder / FOLDER)
+            recorded, images_of = (load_part(f"verl.agents.{name}") for name in ("recorded", "images"))
+            images = images_of.EpisodeImages(self.loader.image_encoder, self.agents_folder / recorded.FOLDER)
             prompt_media = {media.digest: media for media in media_of(prompts) or () if media is not None}
-            records = recorded(
+            records = recorded.recorded(
                 self.agents_folder,
                 trajectories,
                 step=samples[0].step,

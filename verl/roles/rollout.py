@@ -7,15 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike
 
-from verl.agents.agents import Agents
-from verl.agents.episode import EpisodeResult
-from verl.agents.images import EpisodeImages
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.extras import EXPERTS, experts_of, media_of
 from verl.data_proto.merge import object_array
@@ -29,6 +26,11 @@ from verl.parallel.register import Dispatch, Execute, register
 from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
 from verl.rollout.rollout_model import Replica, Weights
+
+if TYPE_CHECKING:
+    from verl.agents.agents import Agents
+    from verl.agents.episode import EpisodeResult
+    from verl.agents.images import EpisodeImages
 
 
 class GroupEnds:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl.agents.agents import Agents
 from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.data.conversations.turn_ends import TurnEnds
 from verl.data_proto.tokenizer import Tokenizer
+from verl.distributions import load_part
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
@@ -234,7 +234,9 @@ def build_rollout(
     agents = None
     if spec.agents is not None and engine_class is not PassiveRollout:
         stops = (*stop_ids, *rollout.stop_token_ids)
-        agents = Agents(spec.agents, tokenizer, engine, stop_token_ids=stops, folder=run.folder, rank=context.rank)
+        agents = load_part("verl.agents.agents").Agents(
+            spec.agents, tokenizer, engine, stop_token_ids=stops, folder=run.folder, rank=context.rank
+        )
     streams = devices["reward"] == devices["rollout"] and context.rank in _scoring_ranks(context)
     return RolloutWorker(
         engine,

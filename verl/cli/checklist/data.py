@@ -71,18 +71,15 @@ def _first_row(dataset: ConversationDataset, tokenizer: Tokenizer) -> str:
 
 def check_rows_of_data(subject: Subject) -> Iterator[Line]:
     """Counts, lengths, invalid rows, repeated prompts."""
-    from verl.agents.agents import known_loops
     from verl.data.check import check_data
     from verl.data.order import order_of
-    from verl.programs.ppo_data import scoring_of
-    from verl.programs.specs import rollout_spec
+    from verl.programs.ppo_data import known_loops, scoring_of
 
     if subject.tokenizer is None:
         yield skip("not checked without a tokenizer")
         return
     config = subject.config.data
-    loops = known_loops(rollout_spec(subject.config).agents)
-    subject.data = check_data(config, subject.tokenizer, loops, scoring_of(subject.config))
+    subject.data = check_data(config, subject.tokenizer, known_loops(subject.config), scoring_of(subject.config))
     for name, key, rows in (
         ("training", "data.train_files", subject.data.train),
         ("validation", "data.val_files", subject.data.validation),

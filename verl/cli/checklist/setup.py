@@ -73,12 +73,9 @@ def check_engines(subject: Subject) -> Iterator[Line]:
 
 def check_code(subject: Subject) -> Iterator[Line]:
     """The program, stages, the sampler, agent loops, users, environments and the runner load and take the calls of the run."""
-    from verl.agents.environments import load_environments, players_of_games
-    from verl.agents.gateway.runner import load_runner
-    from verl.agents.interactions import load_interactions
-    from verl.agents.loops import load_loops, loop_named
     from verl.config.active_keys import runner_of, runs_agents
     from verl.data.order import sampler_class
+    from verl.distributions import load_part
     from verl.programs.api import PROGRAMS
     from verl.programs.specs import agent_spec
     from verl.programs.stages import Stages
@@ -93,11 +90,12 @@ def check_code(subject: Subject) -> Iterator[Line]:
     if sampler.class_path:
         loaders.append(lambda: sampler_class(sampler.class_path, sampler.class_name))
     if runs_agents(config):
+        agents = load_part("verl.agents.agents")
         loaders += [
-            lambda: loop_named(load_loops(agent.agent_loop_config_path), agent.default_agent_loop, loop),
-            lambda: load_interactions(rollout.multi_turn.interaction_config_path),
-            lambda: players_of_games(agent_spec(config), load_environments(agent.environment)),
-            lambda: load_runner(runner_of(agent)),
+            lambda: agents.loop_named(agents.load_loops(agent.agent_loop_config_path), agent.default_agent_loop, loop),
+            lambda: agents.load_interactions(rollout.multi_turn.interaction_config_path),
+            lambda: agents.players_of_games(agent_spec(config), agents.load_environments(agent.environment)),
+            lambda: agents.load_runner(runner_of(agent)),
         ]
     for load in loaders:
         try:
