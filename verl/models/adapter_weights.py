@@ -15,11 +15,11 @@ from torch import nn
 
 from verl.models.lora import LoRALinear, LoRASpec, lora_layers
 
-ALPHA = 32  # of adapters that are made here, whatever their rank
+ALPHA = 32  # of adapters that are made here, for any rank
 
 
 class LowRank(NamedTuple):
-    """y += up (down x): `down` [ranks, inputs], and `up` [outputs, ranks], which has the scale."""
+    """y += up (down x): `down` [ranks, inputs], and `up` [outputs, ranks], with the scale in it."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -62,7 +62,7 @@ class AdapterWeights:
         return LoRASpec(self.rank, self.alpha, tuple(self.layers))
 
     def to(self, device: torch.device) -> AdapterWeights:
-        """The weights on a device; this object where they are there."""
+        """The weights on a device; this object if they are there."""
         if all(tensor.device == device for tensor in self.tensors.values()):
             return self
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
@@ -72,7 +72,7 @@ class AdapterWeights:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def joined(self, names: Sequence[str], outputs: Sequence[int], dtype: torch.dtype) -> LowRank | None:
-        """The adapters of the layers `names`, which have the same input, as one; None where none is adapted."""
+        """The adapters of the layers `names` with one input, as one; None if none is adapted."""
         tensors = self.tensors
         pairs = [(tensors[f"{n}.lora_A"], tensors[f"{n}.lora_B"]) if f"{n}.lora_A" in tensors else None for n in names]
         return join(pairs, outputs, [self.scale] * len(names), dtype)
@@ -101,7 +101,7 @@ def join(
 
 
 def join_own(parts: Sequence[nn.Linear], dtype: torch.dtype) -> LowRank | None:
-    """The present adapters of `parts`, which have the same input, as one; None where none is adapted."""
+    """The present adapters of `parts` with one input, as one; None if none is adapted."""
     pairs = [(part.lora_A, part.lora_B) if isinstance(part, LoRALinear) else None for part in parts]
     scales = [part.scale if isinstance(part, LoRALinear) else 0.0 for part in parts]
     return join(pairs, [part.out_features for part in parts], scales, dtype)

@@ -1,7 +1,7 @@
 """Our attention behind Hugging Face's attention interface.
 
-Models are built with `attn_implementation="verl"` and called with a `layout` keyword, which the model hands down
-unchanged to every attention layer. The layout knows which tokens see which: a packed batch for training (packed.py),
+Models are built with `attn_implementation="verl"` and called with a `layout` keyword. The model hands it down
+unchanged to every attention layer. The layout knows the tokens that each token sees: a packed batch for training (packed.py),
 a cache for generation (rollout). So training and rollout run the same modules on the same weights, and no model is
 patched.
 """

@@ -32,14 +32,14 @@ _PROMPT, _RESPONSES = (1, 2, 3, 4, 9), ((5, 6, 7, 8, 2, 6), (7, 5, 3))
 _PROBED_TOKENS = 128
 _RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
 _NUM_ROUNDINGS = 8
-# choices of model.override_config.attn_implementation besides verl's, which packs
+# choices of model.override_config.attn_implementation besides verl's packed one
 PADDED = ("sdpa", "eager")
 FLASH = ("flash_attention_2", "flash_attention_3")  # packed batches take FlashAttention on a GPU anyway
 _noticed: set[str] = set()
 
 
 class _NotingLayout(PackedLayout):
-    """Remembers which layers called it."""
+    """Remembers the layers that called it."""
 
     def __init__(self, layout: PackedLayout):
         super().__init__(layout.segments)
@@ -89,14 +89,14 @@ def largest_difference(module: HFModule, other: HFModule) -> float:
 
 @torch.no_grad()
 def require_dtype(module: HFModule) -> None:
-    """Raise ModelError where the own forward of `module`, chosen in a wider dtype, fails in the dtype that it has now: some
+    """Raise ModelError if the own forward of `module`, chosen in a wider dtype, fails in the dtype that it has now: some
     families multiply tensors of two dtypes."""
     if forward_kind(module) == "packed" or next(module.parameters()).dtype == torch.float32:
         return
     config = module.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or _PROBED_TOKENS
     first = (getattr(config, "pad_token_id", None) or 0) + 1  # position of the first token in RoBERTa's families
-    # longer than the chunks in which some compute
+    # longer than the chunks of some families
     tokens = (_PROMPT * _PROBED_TOKENS)[: min(longest - first if first < longest else longest, _PROBED_TOKENS)]
     try:
         _own(module, tokens)
@@ -108,7 +108,7 @@ def require_dtype(module: HFModule) -> None:
 
 
 def own_attention(module: HFModule, asked: str | None = None) -> str:
-    """The attention of transformers for a padded forward of `module`: `asked`, where it is FlashAttention that can run here,
+    """The attention of transformers for a padded forward of `module`: `asked`, if it is FlashAttention that can run here,
     else the fastest one that its class has."""
     if asked in FLASH and _has_flash(asked):
         return asked
@@ -134,7 +134,7 @@ def _has_flash(name: str) -> bool:
 
 def packed_problem(module: HFModule) -> str:
     """The reason why packed batches differ from single rows in the model's own eager attention (sinks, biases, state other
-    than keys and values); "" where they agree."""
+    than keys and values); "" if they agree."""
     if "position_ids" not in inspect.signature(module.get_decoder().forward).parameters:
         return "it counts positions by itself, and those of packed rows start again"
     if _has_logits(module) and "logits_to_keep" not in inspect.signature(module.forward).parameters:
@@ -152,7 +152,7 @@ def packed_problem(module: HFModule) -> str:
     with _eager_attention(module):
         theirs = _in_rows(module)
         if problem := _difference(module, ours, theirs, "packed"):
-            # bfloat16 by itself moves log-probs that far where logits are steep, as after fine-tuning on one task
+            # bfloat16 by itself moves log-probs that far if logits are steep, as after fine-tuning on one task
             if _distance(ours, theirs) < 2 * max(_moved_by_rounding(module, theirs)):
                 return ""
     return problem
@@ -167,7 +167,7 @@ def _moved_by_rounding(module: HFModule, theirs: torch.Tensor) -> Iterator[float
 
 
 def padded_problem(module: nn.Module) -> str:
-    """The reason why padded rows do not give what each token gets from a forward over the tokens before it; "" where they
+    """The reason why padded rows do not give what each token gets from a forward over the tokens before it; "" if they
     do."""
     packed = pack_rows(_columns(), device=next(module.parameters()).device)
     ours = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
@@ -176,7 +176,7 @@ def padded_problem(module: nn.Module) -> str:
 
 
 def _require_backward(module: nn.Module, packed: PackedBatch) -> None:
-    """Run the backward for the gradient of only the model's first parameter. Some models have their own backward, which may
+    """Run the backward for the gradient of only the model's first parameter. Some models have their own backward, and it may
     raise any error."""
     first = next(module.parameters())  # mostly the embedding
     if first.requires_grad:
@@ -263,7 +263,7 @@ def _by_prefixes(module: nn.Module) -> torch.Tensor:
 
 
 def _attending(module: Any) -> Any:
-    """The part of `module` that is transformers', which has the choice of attention."""
+    """The part of `module` of transformers, with the choice of attention."""
     return module if _has_logits(module) else module.get_decoder()
 
 

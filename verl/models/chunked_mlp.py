@@ -1,4 +1,4 @@
-"""Feed-forward over a few tokens at a time, so that its activations never exist for a whole batch.
+"""Feed-forward over a few tokens at a time, so that its activations never exist for a batch at once.
 
 A feed-forward keeps several times the width of a layer for each token until its backward. In chunks only its input is kept;
 each chunk is computed again when the backward reaches it. The result differs by the rounding of matmuls of another
@@ -21,9 +21,10 @@ from verl.models.parallel.experts import is_experts
 @contextmanager
 def chunked_feed_forward(module: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
     """Inside, forward and backward of `module` (a causal language model or a value model) compute the feed-forward of each
-    layer over `chunk_tokens` tokens at a time; None: as always. Mixtures of experts, which choose among tokens, stay whole."""
+    layer over `chunk_tokens` tokens at a time; None: as always. Mixtures of experts stay undivided, since they choose
+    among tokens."""
     parts = _feed_forwards(module) if chunk_tokens is not None else []
-    own = [vars(part).get("forward") for part in parts]  # None where it is the class's, as almost always
+    own = [vars(part).get("forward") for part in parts]  # None if it is the class's, as almost always
     for part in parts:
         part.forward = _in_chunks(part.forward, chunk_tokens or 1)
     try:

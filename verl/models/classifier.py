@@ -1,4 +1,4 @@
-"""Reward models of Hugging Face's sequence classification form: one score for a whole sequence, read at its last token.
+"""Reward models of Hugging Face's sequence classification form: one score for a sequence, read at its last token.
 
 A batch is packed without padding, and what several sequences begin with in common is computed once.
 """

@@ -199,7 +199,7 @@ def check_acting_entries(file: Path, entries: Mapping[str, object], kind: type[P
 
 
 def check_tied(folder: Path, headers: Mapping[str, TensorHeader], skeleton: Any) -> None:
-    """Raise ModelError where the weights hold two different tensors under names that the model ties to one parameter."""
+    """Raise ModelError if the weights hold two different tensors under names that the model ties to one parameter."""
     prefix = skeleton.base_model_prefix
     for pair in getattr(skeleton, "all_tied_weights_keys", {}).items():
         both = [n for n in (_stored_name(name, prefix, headers) for name in pair) if n]
@@ -212,7 +212,7 @@ def check_tied(folder: Path, headers: Mapping[str, TensorHeader], skeleton: Any)
 
 
 def _stored_name(name: str, prefix: str, headers: Mapping[str, TensorHeader]) -> str | None:
-    """The name under which the weights have the parameter `name`: some folders leave out the prefix of the decoder."""
+    """The name that the parameter `name` has in the weights: some folders leave out the prefix of the decoder."""
     return next((n for n in _spellings(name, prefix) if n in headers), None)
 
 
@@ -303,13 +303,13 @@ def check_tensors(folder: Path, headers: Mapping[str, TensorHeader], skeleton: H
         parameter = next((expected[n] for n in _spellings(name, prefix) if n in expected), None)
         shapes = [] if parameter is None else [tuple(parameter.shape)]
         if parameter is not None and ".experts." in name and parameter.dim() == 3:
-            shapes.append(tuple(parameter.mT.shape))  # in published files of Qwen3-VL, which transformers transposes
+            shapes.append(tuple(parameter.mT.shape))  # transposed by transformers, in published files of Qwen3-VL
         if parameter is not None and header.shape not in shapes:
             raise ModelError(
                 f"The weights in {folder} have other shapes than its config.json says: {clean(name, 80)} is "
                 f"{list(header.shape)} in {header.file} and {list(parameter.shape)} in the model. {_AGAIN}"
             )
-        # a table of integers, which some families save under another name
+        # a table of integers, saved by some families under another name
         is_table = header.shape in tables if parameter is None else not parameter.is_floating_point()
         if header.dtype not in _FLOATS and not is_table and not any(p.search(name) for p in ignored):
             raise ModelError(
@@ -330,14 +330,14 @@ def require_memory(source: Path, headers: Mapping[str, TensorHeader], itemsize: 
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error's text, for a sentence; with the second one where the first only leads to it."""
+    """The first line of an error's text, for a sentence; with the second one if the first only leads to it."""
     first, _, rest = str(error).strip().partition("\n")
     text = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
     return clean(text).rstrip(".") or type(error).__name__
 
 
 def _indexed_names(folder: Path) -> dict[str, set[str]]:
-    """The tensors of each file that the index names; none where one file has all weights. Raises ModelError."""
+    """The tensors of each file that the index names; none if one file has all weights. Raises ModelError."""
     if _kind(folder / WEIGHTS) is not None:
         return {}
     if _kind(folder / INDEX) is None:
@@ -364,7 +364,7 @@ def _indexed_names(folder: Path) -> dict[str, set[str]]:
 
 
 def _kind(path: Path) -> str | None:
-    """Kind of what lies at `path`. Raises ModelError where looking is forbidden."""
+    """Kind of what lies at `path`. Raises ModelError if looking is forbidden."""
     try:
         return kind_of(path)
     except (OSError, ValueError) as error:  # no permission, a zero byte, a name that is too long

@@ -12,13 +12,13 @@ ADAPTER: Computed = {
     # compared with keys of the run, or with the tensors
     **dict.fromkeys("r lora_alpha use_rslora use_dora target_modules exclude_modules modules_to_save".split()),
     **dict.fromkeys("layers_to_transform layers_pattern base_model_name_or_path lora_dropout".split()),
-    # about the file, and about initial weights, which the tensors replace
+    # about the file, and about initial weights, replaced by the tensors
     **dict.fromkeys("task_type auto_mapping peft_version revision inference_mode runtime_config".split()),
     **dict.fromkeys("loftq_config eva_config corda_config lora_ga_config qalora_group_size".split()),
     **dict.fromkeys("megatron_config megatron_core".split()),
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the weights of the model too
+    # other schemes (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the weights of the model too
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
 }
 

@@ -28,8 +28,8 @@ from verl.models.vision import is_vision_model, language_model_of, vision_states
 
 log = logging.getLogger(__name__)
 
-_FUSED_DEVICES = ("cpu",)  # on which the fused decoder has been measured and checked
-_STRAIGHT_DEVICES = ("cuda",)  # on which training computes as the sampler does
+_FUSED_DEVICES = ("cpu",)  # the fused decoder has been measured and checked on these
+_STRAIGHT_DEVICES = ("cuda",)  # training computes as the sampler does on these
 # In float64 the modules' norms still round to float32, unlike the fused decoder's: modules compute float64.
 _FUSED_DTYPES = {torch.float32, torch.bfloat16}
 
@@ -39,7 +39,7 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
 
     verl.models.decoder computes a plain dense decoder, sharded or not: on a CPU its backward adds the gradients of the
     weights to `gradients` if given, and on a GPU it has autograd. The module computes every other model by its own forward,
-    with autograd: packed, or padded where its attention takes no layout.
+    with autograd: packed, or padded if its attention takes no layout.
     """
     if forward_kind(module) != "packed":
         return padded_states(module, packed)
@@ -112,12 +112,12 @@ def computed_by(module: nn.Module, device: torch.device) -> str:
 
 
 def fuses_log_probs(module: object) -> bool:
-    """Whether whole logits of `module` are never computed (model.use_fused_kernels)."""
+    """Whether logits of `module` never exist all at once (model.use_fused_kernels)."""
     return bool(getattr(module, "fused_log_probs", True))
 
 
 def keep_fused(module: Any, why: str) -> None:
-    """Never compute whole logits of `module`, whatever model.use_fused_kernels says; a line in the log says `why`."""
+    """Never compute all logits of `module` at once, in spite of model.use_fused_kernels; a line in the log says `why`."""
     if not fuses_log_probs(module):
         log.info("model.use_fused_kernels=False: log-probs stay in chunks, since %s.", why)
     module.fused_log_probs = True
@@ -131,9 +131,9 @@ def packed_outputs(
     chunk_tokens: int | None = None,
     gradients: GradientBuffers | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The named rows of verl.models.outputs.OUTPUTS, at the positions for which `packed` was laid out.
+    """The named rows of verl.models.outputs.OUTPUTS, at the positions of the layout `packed`.
 
-    With `gradients`, backward sums the weights' gradients there as far as it can, and leaves the others to autograd.
+    With `gradients`, backward sums the weights' gradients there as far as it can, and leaves other gradients to autograd.
     """
     if len(packed.hidden_index) == 0:
         return {name: output_kind(name).empty(packed) for name in outputs}
@@ -162,7 +162,7 @@ def packed_outputs(
 def logit_outputs(
     module: HFModule, packed: PackedBatch, outputs: Sequence[str], temperature: float
 ) -> dict[str, torch.Tensor]:
-    """The outputs of `packed_outputs` from the logits of the module's own forward, which then all exist at once."""
+    """The outputs of `packed_outputs` from the logits of the module's own forward. All of them exist at once."""
     logits = padded_logits(module, packed)
     options = statistics_wanted(outputs, packed.columns, logits.shape[1])
     statistics = partial(logit_statistics, logits, packed.targets, temperature, **options)

@@ -1,6 +1,6 @@
 """Base weights in four bits below adapters (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), by torchao.
 
-NF4 has 16 levels in each block of 64 weights, whose scales are quantized in turn: about 4.1 bits a weight. A layer computes
+NF4 has 16 levels in each block of 64 weights. Their scales are quantized in turn: about 4.1 bits a weight. A layer computes
 with the weights that the levels stand for, made again in the forward and in the backward pass.
 """
 

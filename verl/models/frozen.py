@@ -1,4 +1,4 @@
-"""Models whose weights do not train, with the weights that they had in their run."""
+"""Models without training, with the weights that they had in their run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_frozen(
     rounding, wide = rounding or Rounding(), torch.promote_types(dtype, torch.float32)
     stored = getattr(load_model_config(path, trust_remote_code, own.get("override_config")), "dtype", None)
     narrows = rounding.kind == "dithered" and stored != dtype != wide
-    place, loaded = ("cpu", wide) if narrows else (device, dtype)  # where it is wide, it may not fit
+    place, loaded = ("cpu", wide) if narrows else (device, dtype)  # if it is wide, it may not fit
     if build is not None:
         module = adopt_model(build(), head, device=place, dtype=loaded)
     else:

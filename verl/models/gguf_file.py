@@ -1,4 +1,4 @@
-"""Hugging Face models as GGUF files, which llama.cpp, Ollama and LM Studio run; the inverse is verl/models/convert.py.
+"""Hugging Face models as GGUF files for llama.cpp, Ollama and LM Studio; the inverse is verl/models/convert.py.
 
 Names of tensors and keys are the names in llama.cpp's convert_hf_to_gguf.py, through its package gguf.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # model_type -> architecture of llama.cpp
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma"}
-# dtype -> (dtype in which the masters are rounded, names of gguf's tensor and file types)
+# dtype -> (dtype of the rounded masters, names of gguf's tensor and file types)
 DTYPES = {
     "float32": ("float32", "F32", "ALL_F32"),
     "float16": ("float16", "F16", "MOSTLY_F16"),
@@ -41,7 +41,7 @@ def rounded_dtype(dtype: str) -> str:
 
 
 def write_gguf(folder: Path, tensors: Mapping[str, torch.Tensor], out: Path, dtype: str) -> None:
-    """Write the model whose config and tokenizer are in `folder` to the file `out`, which appears complete or not at all.
+    """Write the model of the config and tokenizer in `folder` to the file `out`. It appears complete or not at all.
 
     `tensors` are weights in `rounded_dtype(dtype)` by their Hugging Face names. Vectors (norms, biases) are stored in
     float32, as llama.cpp expects. Raises ModelError for a model that llama.cpp would compute in another way.
@@ -82,7 +82,7 @@ def _architecture(config: Mapping[str, object], tensors: Mapping[str, torch.Tens
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the rotary embedding, which older configs spread over two entries."""
+    """The settings of the rotary embedding; older configs spread them over two entries."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = settings.get("rope_type", settings.get("type", "default"))
     return {"rope_theta": config.get("rope_theta", 10_000.0), **settings, "rope_type": kind}
@@ -128,7 +128,7 @@ def _stored(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> I
     for name, tensor in tensors.items():
         module = name.split(".")[-2]
         if family in ("llama", "mistral") and module in rotated:
-            # from halves to neighbouring pairs, which its rotary embedding turns
+            # from halves to neighbouring pairs, as its rotary embedding turns them
             tensor = tensor.unflatten(0, (rotated[module], 2, -1)).transpose(1, 2).flatten(0, 2)
         elif family == "gemma" and name.endswith("norm.weight"):
             tensor = tensor.float() + 1  # the module adds it

@@ -22,7 +22,7 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS, _MAX_NAME, _MAX_TEXT, _MAX_DEPTH = 4, 256, 16 << 20, 2
 _MAX_KEYS, _MAX_ALIGNMENT = 1 << 16, 1 << 20
 _ENTRY = 17  # bytes of the shortest key with its value; a tensor's entry is longer
-# keys without which transformers takes the defaults of a model of 7 billion parameters
+# without one of these keys transformers takes the defaults of a model of 7 billion parameters
 _NEEDED = ("block_count", "embedding_length", "context_length")
 _NEEDED_TEXTS = ("tokenizer.ggml.model",)
 _NEEDED_LISTS = ("tokenizer.ggml.tokens",)
@@ -107,7 +107,7 @@ class _Reader:
         return self._number(_SCALARS[kind])
 
     def _skip_list(self, key: str, depth: int) -> int:
-        """The length of a list, all of which is in the file."""
+        """The length of a list that is fully in the file."""
         kind = self._number("I")
         if kind == _ARRAY and depth + 1 == _MAX_DEPTH:
             raise _Damaged(f"the key {quoted(key, 80)} has lists more than {_MAX_DEPTH} deep")
@@ -144,7 +144,7 @@ class _Reader:
         return name, offset, prod(shape) // block * block_bytes
 
     def _count(self, what: str, size: int) -> int:
-        """A number of entries of at least `size` bytes each, which fit into the rest of the file."""
+        """A number of entries of at least `size` bytes each, as fit behind this place of the file."""
         count: int = self._number("Q")
         if count * size > self.size - self.file.tell():
             raise _Damaged(f"it declares {count:,} {what}, more than fit into its {self.size:,} bytes")

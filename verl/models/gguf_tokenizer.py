@@ -51,7 +51,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, num_embeddings: int) ->
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if model.get("byte_fallback"):
-        writer.add_tokenizer_model("llama")  # SentencePiece, which merges by scores
+        writer.add_tokenizer_model("llama")  # SentencePiece merges by scores
         writer.add_token_scores(_scores(model["merges"], tokens))
         writer.add_add_space_prefix(_adds_prefix_space(tokenizer))
     else:
@@ -80,7 +80,7 @@ def _type(token: str, is_used: bool, is_special: bool | None, has_bytes: bool) -
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
-    """The score of each token: minus the rank of the first merge that makes it, after which SentencePiece orders merges."""
+    """The score of each token: minus the rank of the first merge that makes it. SentencePiece orders merges by it."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)

@@ -1,4 +1,4 @@
-"""Buffers in which hand-written backwards sum the gradients of weights in place, in at least float32.
+"""Buffers of hand-written backwards, for sums of the gradients of weights in place, in at least float32.
 
 Autograd passes a gradient as a new tensor that is then added to the existing one. For a large matrix that is one
 more tensor and three more passes over memory than the product itself. Here each product is added directly to the
@@ -20,10 +20,10 @@ from verl.models.ops.linear import Matmul
 
 
 class GradientBuffers:
-    """Buffers for the parameters among the keys of `holders`; others get no gradient. The value is the object whose
+    """Buffers for the parameters among the keys of `holders`; other parameters get no gradient. The value is the object whose
     `grad` is set: the parameter itself, or its wider master.
 
-    Methods take `parameters`, those whose weights lie back to back in one tensor: their gradients do too.
+    Methods take `parameters` with weights back to back in one tensor: their gradients do too.
     """
 
     def __init__(self, holders: Mapping[nn.Parameter, Any]):
@@ -92,7 +92,7 @@ class GradientBuffers:
 
     def release(self) -> None:
         """Give up the buffers of gradients that have been forgotten (`grad` is None): as much memory as the weights take,
-        which generation can use until the next update."""
+        free for generation until the next update."""
         self._buffers.clear()
         self._scratch, self._is_lent = torch.empty(0), False
 

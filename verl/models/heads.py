@@ -32,7 +32,7 @@ WEIGHT_NAMES = tuple(f"{head}.{part}" for head in _HEADS for part in ("weight", 
 
 def is_further_head(name: str, config: PreTrainedConfig) -> bool:
     """Whether a tensor in a folder belongs to a head that predicts further tokens (multi-token prediction, arXiv:2412.19437,
-    section 2.2), which no model of transformers has: below `mtp`, or a layer after the last one."""
+    section 2.2), in no model of transformers: below `mtp`, or a layer after the last one."""
     config = config.get_text_config()
     layer, num_layers = re.search(r"(?:^|\.)layers\.(\d+)\.", name), getattr(config, "num_hidden_layers", None)
     count = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", None) or 0
@@ -43,10 +43,10 @@ def is_further_head(name: str, config: PreTrainedConfig) -> bool:
 
 class ScalarHeadModel(nn.Module):
     """`base` under its own prefix ("model" for Llama), and `score`, a linear layer in at least float32. The names are the
-    same as in the Hugging Face class whose name ends with `architecture`."""
+    same as in the Hugging Face class with a name that ends with `architecture`."""
 
     architecture: str
-    peft_task: str  # of adapters, by which peft's Auto classes choose transformers' class
+    peft_task: str  # of adapters; peft's Auto classes choose by it transformers' class
     bias: bool
 
     def __init__(self, base: HFModule):

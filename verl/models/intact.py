@@ -14,15 +14,15 @@ READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 
 
 def require_intact(folder: Path, *, weights: bool) -> None:
-    """Raise ModelError where a file that loading opens, `weights` among them, has changed since verl wrote the folder."""
+    """Raise ModelError if a file that loading opens, `weights` among them, has changed since verl wrote the folder."""
     if (place := manifest_above(folder)) is not None:
         _refuse(folder, place, find_damage(place[0], reads=_opened_by_loading(place[1], weights)))
 
 
 @contextmanager
 def verified(folder: Path) -> Iterator[None]:
-    """As `require_intact`, beside the block that loads the folder. Its errors may be consequences of the damage, which is then
-    raised in their place."""
+    """As `require_intact`, beside the block that loads the folder. Its errors may be consequences of the damage; then that
+    is raised in their place."""
     if (place := manifest_above(folder)) is None:
         yield
         return

@@ -21,8 +21,8 @@ def kernels_compute(hidden: torch.Tensor) -> bool:
 
 class KernelLogProbs(torch.autograd.Function):
     """apply(hidden, weight, bias, targets, transform, wants, parts, gradients) -> the fields of TokenStats, see
-    verl.models.log_probs.token_log_probs. `transform` is (temperature, logit_scale, softcap); `parts` are slices of tokens, of
-    which the last one's logits are kept for the backward."""
+    verl.models.log_probs.token_log_probs. `transform` is (temperature, logit_scale, softcap); `parts` are slices of tokens;
+    the logits of the last one are kept for the backward."""
 
     @staticmethod
     def forward(

@@ -149,7 +149,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
     """The tokenizer of a model section (its path, or tokenizer_path; `custom_chat_template` as text or file) or of a
     folder.
 
-    Has a pad token afterwards (the end-of-sequence token where the files name none, or one without an embedding),
+    Has a pad token afterwards (the end-of-sequence token if the files name none, or one without an embedding),
     `num_embeddings`, the rows of the model's embedding (None: not known), and `processor`, the ImageProcessor of a
     vision-language model (None: the model reads text). Raises ModelError.
     """
@@ -171,7 +171,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
                 f"The folder {folder} has no tokenizer (tokenizer.json); copy its files from where the model comes from, or "
                 "set actor_rollout_ref.model.tokenizer_path to a folder that has them."
             ) from error
-        if (folder / "config.json").exists():  # which transformers reads first
+        if (folder / "config.json").exists():  # transformers reads it first
             load_model_config(path, model.trust_remote_code, None)
         raise ModelError(f"No tokenizer could be loaded from {path}: {files.reason(error)}.") from error
     if model.custom_chat_template:
@@ -253,7 +253,7 @@ def _auto_class(kind: HeadKind, config: PreTrainedConfig) -> str:
 
 
 def _require_known_vision(path: str | Path, config: PreTrainedConfig) -> None:
-    """Raise ModelError for a vision-language model of no supported family, of which transformers has no language model."""
+    """Raise ModelError for a vision-language model of no supported family and without a language model in transformers."""
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     known = type(config) in transformers.AutoModelForCausalLM._model_mapping or is_vision_config(config)
     if getattr(config, "vision_config", None) is not None and not known and not has_own_code:
@@ -346,7 +346,7 @@ def meta_model(model: ModelConfig, dtype: torch.dtype) -> HFModule:
 def _on_meta(
     auto_class: str, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, attention: str | None = None
 ) -> Any:
-    """A model of `auto_class` without values; with verl's attention, or with its own where its class takes no other and where
+    """A model of `auto_class` without values; with verl's attention, or with its own if its class takes no other and if
     `attention` asks for that."""
     factory = getattr(transformers, auto_class)
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **_experts(dtype)}
@@ -386,7 +386,7 @@ def _part(module: nn.Module, getter: str) -> object:
 
 
 def _experts(dtype: torch.dtype) -> dict[str, str]:
-    """Model settings without the grouped product of experts, which float64 lacks."""
+    """Model settings without the grouped product of experts, since float64 lacks it."""
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 

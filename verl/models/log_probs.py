@@ -2,14 +2,14 @@
 
 The head's projection, the softmax statistics and both their gradients run over chunks of tokens. So memory grows
 with a chunk and not with tokens x vocabulary. Within a chunk, operations other than matrix products run over blocks of rows
-that stay in the processor's cache. Statistics are float32 (float64 for float64 inputs) whatever the weights are.
+that stay in the processor's cache. Statistics are float32 (float64 for float64 inputs) for weights of any dtype.
 
-With z = f(h W^T + b) / T, where f is an optional scale and soft cap, p = softmax(z):
+With z = f(h W^T + b) / T, for f an optional scale and soft cap, and p = softmax(z):
     log p(y)                             d/dz_j = [j = y] - p_j
     H          = -sum_j p_j log p_j      d/dz_j = -p_j (log p_j + H)
     S          = sum_j p_j^2             d/dz_j = 2 p_j (p_j - S)
 
-log p(y) is had at the target, and at further candidates of each token where the loss compares distributions.
+log p(y) is had at the target, and at further candidates of each token if the loss compares distributions.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Head:
         lse: torch.Tensor | None = None,
         mean: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """log softmax of the logits of `hidden`, in the first rows of `out` [at least rows, vocabulary], which are
-        returned; in `lse` and `mean` [rows] if given, the log-sum-exp of the rows, and the mean of their logits at
+        """log softmax of the logits of `hidden`, in the first rows of `out` [at least rows, vocabulary];
+        returns them; in `lse` and `mean` [rows] if given, the log-sum-exp of the rows, and the mean of their logits at
         temperature 1. hidden and weight are operands of `matmul`."""
         z = matmul.product_into(out, hidden, weight)
         for part in _blocks(z):
@@ -96,12 +96,12 @@ OPTIONAL = ("entropy", "sum_pi_squared", "correct", "mean_logit")  # fields of T
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Each [tokens] but for those with a comment, in float32 or wider; None where not asked for."""
+    """Each [tokens] but for those with a comment, in float32 or wider; None if not asked for."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
-    correct: torch.Tensor | None = None  # 1 where no other token has a greater logit than the target; without gradient
+    correct: torch.Tensor | None = None  # 1 if no other token has a greater logit than the target; without gradient
     candidate_log_probs: torch.Tensor | None = None  # [tokens, candidates]
     top_log_probs: torch.Tensor | None = None  # [tokens, top], descending; without gradient
     top_ids: torch.Tensor | None = None  # int64 [tokens, top]
@@ -126,17 +126,17 @@ def token_log_probs(
 ) -> TokenStats:
     """Statistics of `softmax(logits / temperature)` at `targets` [tokens], for hidden [tokens, hidden_size] and the
     output projection weight [vocabulary, hidden_size]. Differentiable in hidden, weight and bias through log-probs,
-    entropy and sum of squares, once; the gradients of weight and bias go to `gradients` where that wants them.
+    entropy and sum of squares, once; the gradients of weight and bias go to `gradients` if that wants them.
 
     `optional` are names of OPTIONAL.
 
-    `candidates` int64 [tokens, candidates] are token ids at which log-probs are wanted as well, and `top` the number of
+    `candidates` int64 [tokens, candidates] are token ids for further log-probs, and `top` the number of
     most probable tokens that are listed.
 
     `chunk_tokens` is how many tokens' logits exist at a time (default: as many as fit 256 MiB, 1 GiB on CUDA). The
-    last chunk's are kept for the backward, the others are computed again there.
+    last chunk's are kept for the backward; earlier ones are computed again there.
 
-    Without `fused` torch computes the whole logits, and autograd their gradients and the weight's gradient.
+    Without `fused` torch computes all logits at once, and autograd their gradients and the weight's gradient.
     """
     wants = tuple(name in optional for name in OPTIONAL)
     top = min(top, weight.shape[0])
@@ -187,7 +187,7 @@ def logit_statistics(
 
 
 def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
-    """Slices of `size` tokens after one of the rest: the last is kept for the backward, so it is to be a whole one."""
+    """Slices of `size` tokens after a shorter one: the last is kept for the backward, so it is a full one."""
     for end in range(num_tokens % size or size, num_tokens + 1, size):
         yield slice(max(0, end - size), end)
 
@@ -313,7 +313,7 @@ def _compiled_logit_grad_(
 def read_columns(
     targets: torch.Tensor, candidates: torch.Tensor | None, grads: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """(columns [tokens, n] of the vocabulary whose log-probs have a gradient, gradients of those log-probs [tokens, n], of
+    """(columns [tokens, n] of the vocabulary with a gradient of their log-probs, gradients of those log-probs [tokens, n], of
     entropy and of sum of squares [tokens, 1]), for the gradients of the fields of TokenStats."""
     at_target, entropy, squared, _, at_candidates = grads[:5]
     read = [(targets.unsqueeze(1), at_target.unsqueeze(1))] if at_target is not None else []
@@ -334,8 +334,8 @@ def logit_grad_(
     owned: torch.Tensor | None = None,
 ) -> None:
     """Turns log-probs [tokens, vocabulary] into the gradient with respect to the raw logits, given the columns and gradients
-    of `read_columns`, and log-sum-exp, entropy and sum of squares [tokens]. Where a rank has a part of the vocabulary,
-    `owned` [tokens, n] says which columns are here."""
+    of `read_columns`, and log-sum-exp, entropy and sum of squares [tokens]. If a rank has a part of the vocabulary,
+    `owned` [tokens, n] says whether a column is here."""
     g_log_prob, g_entropy, g_squared = grads
     lse, entropy, squared = stats
     final = log_p + lse.unsqueeze(1) if head.softcap is not None else None

@@ -77,7 +77,7 @@ class LoRALinear(nn.Linear):
 
 
 class DoRALinear(LoRALinear):
-    """A LoRALinear with the lengths of its rows as `lora_magnitude_vector` [out], which starts at the lengths of W's rows."""
+    """A LoRALinear with the lengths of its rows as `lora_magnitude_vector` [out]; that starts at the lengths of W's rows."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, generator: torch.Generator, dtype: torch.dtype):
         super().__init__(base, rank, scale, generator, dtype)
@@ -115,7 +115,7 @@ class LoRASpec:
     head: bool = False  # whether the output projection is among the linear layers
     rslora: bool = False
     dora: bool = False
-    others: tuple[str, ...] = ()  # names or endings of modules that train as a whole
+    others: tuple[str, ...] = ()  # names or endings of modules that train in full
 
     @property
     def scale(self) -> float:
@@ -124,7 +124,7 @@ class LoRASpec:
 
     @classmethod
     def of(cls, model: ModelConfig, head: bool = False) -> LoRASpec | None:
-        """The spec of a model section; None where everything trains. Raises ConfigError for unusable settings."""
+        """The spec of a model section; None if everything trains. Raises ConfigError for unusable settings."""
         if model.lora_rank <= 0:
             return None
         targets, exclude = (_names(v) for v in (model.target_modules, model.exclude_modules))
@@ -139,7 +139,7 @@ class LoRASpec:
         self, base: str, modules: Sequence[str], others: Sequence[str] = (), task: str = "CAUSAL_LM"
     ) -> dict[str, object]:
         """The adapter_config.json that peft reads. Modules are named in full, so that a reader adapts the same ones;
-        `others` are modules that train as a whole, `task` is one of peft's TaskType."""
+        `others` are modules that train in full, `task` is one of peft's TaskType."""
         return {
             "peft_type": "LORA",
             "task_type": task,
@@ -206,7 +206,7 @@ def adapted_layers(module: HFModule, spec: LoRASpec) -> list[str]:
 
 
 def whole_modules(module: nn.Module, spec: LoRASpec) -> list[str]:
-    """The names of the modules that train as a whole in addition to adapters. Raises ConfigError for a module that shares a
+    """The names of the modules that train in full in addition to adapters. Raises ConfigError for a module that shares a
     parameter with another one, as tied embeddings do."""
     names = [name for name, _ in module.named_modules() if name]
     chosen = _chosen("model.modules_to_save", spec.others, names, "module")
@@ -223,7 +223,7 @@ def whole_modules(module: nn.Module, spec: LoRASpec) -> list[str]:
 
 
 def _chosen(key: str, entries: str | tuple[str, ...], names: list[str], what: str) -> list[str]:
-    """The `names` that a key chooses by peft's rule: text is a regular expression for the whole name, a list holds names or
+    """The `names` that a key chooses by peft's rule: text is a regular expression for the full name, a list holds names or
     their last parts, also as Megatron has them."""
     if entries == "all-linear":
         return names
@@ -266,7 +266,7 @@ def is_adapter(name: str) -> bool:
 def merged(
     name: str, part: Callable[[str], torch.Tensor], scales: Mapping[str, float], dora: bool = False
 ) -> torch.Tensor:
-    """The weight `name` with its adapter added, in the adapter's dtype. `part` gives whole tensors by name, `scales`
+    """The weight `name` with its adapter added, in the adapter's dtype. `part` gives complete tensors by name, `scales`
     the scale of each adapted layer; with `dora` they have lengths of rows."""
     layer = name.removesuffix(".weight")
     weight = dense(part(name))

@@ -1,4 +1,4 @@
-"""The loss scale of float16, whose numbers end at 65504 and whose smallest step is 6e-8 (Micikevicius et al. 2017,
+"""The loss scale of float16, with numbers up to 65504 and a smallest step of 6e-8 (Micikevicius et al. 2017,
 arXiv:1710.03740, section 3.2)."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _INTERVAL = 400  # optimizer steps between two doublings, as in the existing ver
 
 @dataclass
 class LossScale:
-    """Factor of the loss before the backward pass, by which the sums of gradients are divided before the optimizer step.
+    """Factor of the loss before the backward pass. The sums of gradients are divided by it before the optimizer step.
 
-    A step whose gradients overflow is skipped and halves the factor; 400 steps in a row without an overflow double it. It
+    A step with gradients that overflow is skipped and halves the factor; 400 steps in a row without an overflow double it. It
     stays a power of two, so that multiplying and dividing round nothing.
     """
 

@@ -5,9 +5,9 @@
 Training state by mixed precision (bfloat16 weights, float32 gradients, masters and two moments of AdamW): 18 bytes a parameter.
 With `width` 4 (bytes of an element) weights are float32 and their own masters: 16 bytes.
 Activations of a layer per token (Korthikanti et al., arXiv:2205.05198, section 4): inputs of both norms, of attention and of
-the MLP lie whole on every tensor parallel rank unless the sequence is divided too; queries, keys, values, outputs and the inner
-vectors of the MLP are divided. Attention that keeps its scores holds 5 a s bytes more per token. For GPT these are the paper's
-s b h (10 + 24/t + 5 a s / (h t)), s b h (34/t + 5 a s / (h t)), 34 s b h / t and 2 s b h.
+the MLP are complete on every tensor parallel rank unless the sequence is divided too; queries, keys, values, outputs and
+inner vectors of the MLP are divided. Attention that keeps its scores holds 5 a s bytes more per token. For GPT these are
+the paper's s b h (10 + 24/t + 5 a s / (h t)), s b h (34/t + 5 a s / (h t)), 34 s b h / t and 2 s b h.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ParallelLayout:
     `micro_batch` is in tokens of a device's data parallel group. `zero` is the stage of ZeRO (arXiv:1910.02054): 1 divides the
     optimizer's state over data and context ranks, 2 gradients too, 3 weights too (FSDP). `offload`: the state lies in the
     host's memory while the role is idle. `chunks`: chunks of a stage in an interleaved pipeline. `recompute` "selective"
-    leaves out the scores of attention, which fused attention never keeps (`keeps_scores`). `logit_chunk`: rows of logits that
-    exist at once; 0: all.
+    leaves out the scores of attention, since fused attention never keeps them (`keeps_scores`). `logit_chunk`: rows of
+    logits that exist at once; 0: all.
     """
 
     data: int = 1
@@ -140,12 +140,12 @@ def parameters_per_device(shape: ModelShape, layout: ParallelLayout) -> tuple[fl
     ends = 1 if shape.tied or layout.pipeline > 1 else 2
     embedding = ends * shape.vocab * shape.hidden
     experts = stage * shape.routed_parameters / layout.expert
-    tower = shape.tower.num_parameters if shape.tower else 0  # in the first stage, whole on every tensor parallel rank
+    tower = shape.tower.num_parameters if shape.tower else 0  # in the first stage, on every tensor parallel rank
     return (stage * shape.block_parameters + embedding) / layout.tensor + tower, experts
 
 
 def optimizer_bytes(width: int) -> int:
-    """Bytes of a parameter that AdamW keeps: two moments in float32, and a master where weights are narrower."""
+    """Bytes of a parameter that AdamW keeps: two moments in float32, and a master if weights are narrower."""
     return 2 * FLOAT32 + (FLOAT32 if width < FLOAT32 else 0)
 
 
@@ -164,7 +164,7 @@ def training_state(
     share = 1.0 if trained is None else trained / shape.num_parameters
 
     def divided(stage: int) -> float:
-        """Parameters of a device where ZeRO divides from `stage` on."""
+        """Parameters of a device if ZeRO divides from `stage` on."""
         if layout.zero < stage:
             return dense + experts
         return dense / ranks + experts / expert_ranks
@@ -200,7 +200,7 @@ def _inner_size(shape: ModelShape) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def kept_activations(shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float) -> float:
-    """Bytes of the first stage for micro-batches of `tokens` tokens. It keeps p micro-batches of L / p layers at once; where m
+    """Bytes of the first stage for micro-batches of `tokens` tokens. It keeps p micro-batches of L / p layers at once; if m
     chunks a stage are interleaved, it keeps L (1 + (p - 1) / (p m)) layers in total."""
     p, layers = layout.pipeline, float(shape.num_layers)
     if layout.chunks > 1:
@@ -220,9 +220,9 @@ def training_buffers(
     shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float, width: int = WEIGHT
 ) -> float:
     """Bytes of short-lived buffers: a layer's gradients and recomputed activations, or the logits of a micro-batch or of a
-    chunk of it; and two whole layers where ZeRO-3 gathers them."""
+    chunk of it; and two complete layers if ZeRO-3 gathers them."""
     rows = tokens / layout.context
-    # gradients of the layer whose backward runs: of the MLP's inner vector before and after its activation, and of two others
+    # gradients of the layer in its backward: of the MLP's inner vector before and after its activation, and of two others
     layer = rows * width * 2 * (_inner_size(shape) + shape.hidden) / layout.tensor
     if layout.recompute == "full":
         again = layout.replace(recompute="selective")
@@ -294,6 +294,6 @@ def recorded_activations(shape: ModelShape, tokens: float, most: float) -> float
 
 
 def rollout_weights(shape: ModelShape, tensor: int) -> float:
-    """Bytes of the weights of one rank of a rollout engine, which divides its experts over all ranks."""
+    """Bytes of the weights of one rank of a rollout engine that divides its experts over all ranks."""
     layout = ParallelLayout(tensor=tensor, expert=tensor if shape.is_mixture else 1)
     return WEIGHT * sum(parameters_per_device(shape, layout))

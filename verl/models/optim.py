@@ -83,7 +83,7 @@ def _factor_of_transformers(index: int, config: OptimConfig, warmup: int, total_
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Result of a step. `grad_norm` is the norm before clipping; a step whose norm is not finite changes nothing."""
+    """Result of a step. `grad_norm` is the norm before clipping; a step without a finite norm changes nothing."""
 
     grad_norm: float
     taken: bool
@@ -112,7 +112,7 @@ class AdamStep:
 
 
 class ComputeShard(Protocol):
-    """Compute weights of a parameter whose shard in the module is its master."""
+    """Compute weights of a parameter that has its master as shard in the module."""
 
     region: Region
 
@@ -134,7 +134,7 @@ class Rounded(NamedTuple):
 class MasterOptimizer:
     """An optimizer over the parameters of `module` that require gradients.
 
-    Where the module computes in a narrower dtype than `master_dtype`, masters of that dtype are kept: gradients of the
+    If the module computes in a narrower dtype than `master_dtype`, masters of that dtype are kept: gradients of the
     micro-batches are summed into them, the step acts on them, and the module receives the result as `rounding` rounds it.
     Elsewhere the module's parameters are their own masters and nothing is copied. `gradients` are the buffers in which the
     fused decoder sums gradients; hooks add autograd's gradients to the masters.
@@ -181,13 +181,13 @@ class MasterOptimizer:
 
     def step(self, lr: float | AdamStep, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
         """Clip the gathered gradients to `clip_grad`, step at rate `lr` or with the values of an AdamStep, and forget them.
-        `accept` gets the norm and may refuse the step, which then changes nothing."""
+        `accept` gets the norm and may refuse the step. Then it changes nothing."""
         grads = [local(p.grad) for p in self.masters.values() if p.grad is not None]
         if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, 1 / self.loss_scale.value)
         norm = self.norm(self.masters) if grads else torch.zeros(())
         grad_norm = norm.item()
-        accepted = accept is None or accept(grad_norm)  # asked on every rank, whatever this one has
+        accepted = accept is None or accept(grad_norm)  # asked on every rank, also after a refusal here
         taken = bool(grads) and accepted and math.isfinite(grad_norm)
         if taken:
             for master in self.masters.values():
@@ -282,7 +282,7 @@ class MasterOptimizer:
                 yield Rounded(name, shard.weights, local(self.masters[name].detach()), shard.region)
 
     def movement(self) -> dict[str, torch.Tensor]:
-        """See VisibleUpdate.sums; empty where masters compute themselves."""
+        """See VisibleUpdate.sums; empty if masters compute themselves."""
         return self._visible.sums(self.rounded())
 
     def move_state(self, device: torch.device) -> None:
@@ -338,7 +338,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _make_master(
     name: str, parameter: nn.Parameter, compute_dtype: torch.dtype, rounding: Rounding, on_host: bool
 ) -> nn.Parameter:
-    """Narrow the module's parameter to `compute_dtype`, keeping the wide values as the master, which with `on_host` is in host
+    """Narrow the module's parameter to `compute_dtype`, keeping the wide values as the master; with `on_host` it is in host
     memory with its gradient. Heads named `score`, and the lengths of rows of DoRA, stay wide."""
     narrower = torch.finfo(compute_dtype).bits < torch.finfo(parameter.dtype).bits
     if not narrower or name.startswith("score.") or name.endswith(".lora_magnitude_vector"):

@@ -3,7 +3,7 @@
     log_probs        token  log-probability of the target in softmax(logits / temperature)
     entropy          token  of that distribution
     sum_pi_squared   token  its sum of squared probabilities
-    correct          token  1 where no other token has a greater logit than the target, else 0; no gradient
+    correct          token  1 if no other token has a greater logit than the target, else 0; no gradient
     mean_logit       token  mean of the final logits over the vocabulary, not divided by the temperature; no gradient
     values           token  the scalar head's output at the state before the token
     sequence_scores  row    the scalar head's output at the last trained token
@@ -12,7 +12,7 @@
     top_log_probs@n      token  [..., n]  of the n most probable tokens, descending; no gradient
     top_ids@n            token  [..., n]  those tokens, int64
 
-Token outputs are [batch, response], zero where response_mask is false; row outputs are [batch]. Both are float32 or wider.
+Token outputs are [batch, response], zero if response_mask is false; row outputs are [batch]. Both are float32 or wider.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OutputKind:
         return packed.scatter(values) if self.per == "token" else packed.scatter_rows(values)
 
     def empty(self, packed: PackedBatch) -> torch.Tensor:
-        """The output of a batch in which nothing is computed: zeros."""
+        """The output of a batch without computation: zeros."""
         below = packed.columns[self.column].shape[1:] if self.column else (self.count,) if self.count else ()
         shape = (*(packed.shape if self.per == "token" else packed.shape[:1]), *below)
         dtype = torch.int64 if self.statistic == "top_ids" else torch.float32

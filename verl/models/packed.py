@@ -74,7 +74,7 @@ class PackedLayout:
         return masked_attention(q, k, v, self.segments, scoring, self.chunk_tokens)
 
     def without_idle_window(self, scoring: Scoring) -> Scoring:
-        """`scoring` without a window that is as long as every row, which hides no token."""
+        """`scoring` without a window that is as long as every row: it hides no token."""
         return scoring if scoring.window is None or scoring.window < self.longest else scoring._replace(window=None)
 
     def _varlen_plan(self, device: torch.device, window: int | None) -> VarlenPlan:
@@ -91,7 +91,7 @@ class PackedLayout:
 
 
 def choose_kernel(q: torch.Tensor, scoring: Scoring) -> str:
-    """The one place that decides which code computes a layer: "varlen" (flash attention on CUDA), "flash_cpu" or
+    """The one place that decides the code of a layer: "varlen" (flash attention on CUDA), "flash_cpu" or
     "masked"."""
     if scoring.softcap is None and flash_runs(q.device, q.dtype, q.shape[-1]):
         return "varlen"
@@ -122,7 +122,7 @@ def _batched(x: torch.Tensor, run: CausalRun) -> torch.Tensor:
 
 
 class _FlashParts(torch.autograd.Function):
-    """All parts of one layer. Memory order of the output is [tokens, heads, head_dim], which the next projection
+    """All parts of one layer. Memory order of the output is [tokens, heads, head_dim]; the next projection
     reads."""
 
     @staticmethod
@@ -325,7 +325,7 @@ def _attend_part(
 
 
 def _visible(length: int, num_before: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-    """[length, num_before + length], true where query `num_before + i` may look at key `j`."""
+    """[length, num_before + length], true if query `num_before + i` may look at key `j`."""
     query = torch.arange(num_before, num_before + length, device=device).unsqueeze(1)
     key = torch.arange(num_before + length, device=device)
     visible = key <= query

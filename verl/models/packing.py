@@ -1,8 +1,8 @@
-"""Layout of a batch's rows for one padding-free forward in which a prompt that several rows share is computed once.
+"""Layout of a batch's rows for one padding-free forward. A prompt that several rows share is computed once.
 
 Three samples of one prompt:  [ prompt | response 1 | response 2 | response 3 ], one row of tokens. Response token i
-has position prompt_length + i, sees the whole prompt and its own earlier tokens. Tokens after the last trained one are
-not computed, nor are rows without a trained token. The last trained token is an input only where a score is read at it.
+has position prompt_length + i, sees all of the prompt and its own earlier tokens. Tokens after the last trained one are
+not computed, nor are rows without a trained token. The last trained token is an input only if a score is read at it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from verl.parallel.device import to_device
 
 @dataclass(frozen=True)
 class Reads:
-    """Positions of a row whose hidden states are needed. `predictions`: the positions that predict a trained response token.
-    `last_token`: the last trained token itself, at which a sequence is scored. `columns` [batch, response, ...] of the
+    """Positions of a row with needed hidden states. `predictions`: the positions that predict a trained response token.
+    `last_token`: the last trained token itself, for scores of sequences. `columns` [batch, response, ...] of the
     batch are read at the same positions.
 
     >>> Reads(predictions=False, last_token=True).columns
@@ -44,7 +44,7 @@ _PREDICTIONS, _NO_EXTRAS = Reads(), BatchExtras()
 @dataclass(frozen=True)
 class PackedRow:
     """One row without its padding; `num_inputs` of its response tokens are fed to the model. `is_inside`: the response is the
-    end of the prompt, in which it is read."""
+    end of the prompt that has it."""
 
     index: int
     prompt: tuple[int, ...]
@@ -71,7 +71,7 @@ class PackedRow:
 @dataclass(frozen=True)
 class PackedBatch:
     """A forward pass. `hidden_index[i]` is a token whose hidden state is read. First are the tokens that predict `targets[i]`,
-    response token `column[i]` of row `row[i]`. Then come `num_last` last tokens of rows, which predict nothing (target 0).
+    response token `column[i]` of row `row[i]`. Then come `num_last` last tokens of rows. They predict nothing (target 0).
     All are int64 [positions]."""
 
     input_ids: torch.Tensor  # [1, tokens]
@@ -106,7 +106,7 @@ class PackedBatch:
 
 
 def placed_in(media: RowMedia, prompt_length: int) -> Spans:
-    """The images of a row with their places; images of a data row are in the whole prompt."""
+    """The images of a row with their places; images of a data row are in all of the prompt."""
     if isinstance(media, tuple):
         return media
     return () if media is None else (MediaSpan(-prompt_length, prompt_length, media),)
@@ -122,7 +122,7 @@ def unpadded_rows(
     """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask and, if present, response_is_inside,
     with their images and experts in `extras`. `cost_of` gives the cost of images in tokens (None: 0).
 
-    Raises DataError for a row that trains on its very first token, which nothing predicts.
+    Raises DataError for a row that trains on its very first token: nothing predicts it.
     """
     media, experts = extras.media, extras.experts
     prompts, prompt_mask = columns["prompts"].cpu(), columns["prompt_mask"].cpu().bool()
@@ -229,7 +229,7 @@ def _joined(parts: list[torch.Tensor], device: torch.device | str) -> torch.Tens
 
 
 def _placed(groups: Sequence[Sequence[PackedRow]]) -> Iterator[PlacedMedia]:
-    """The images of the groups' prompts and responses, which lie back to back. Behind its last input a row has none."""
+    """The images of the groups' prompts and responses, back to back. Behind its last input a row has none."""
     start = 0
     for group in groups:
         first = start + len(group[0].prompt)

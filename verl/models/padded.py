@@ -1,12 +1,12 @@
 """The forward of models that cannot take packed batches: padded rows through the model's own code.
 
 A shared prompt is computed once for each row and padding is computed too, so it is slower than a packed forward. Rows are
-padded on the right, where a causal model does not look.
+padded on the right, beyond the view of a causal model.
 
     forward_kind   hidden states                       logits
     packed         verl.models.forward                 chunks of verl.models.log_probs
     padded         the decoder's own, padded           chunks of verl.models.log_probs
-    logits         -                                   the model's own, padded, whole
+    logits         -                                   the model's own, padded, all at once
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def forward_kind(module: nn.Module) -> ForwardKind:
 
 
 def require_packed(module: nn.Module, keys: str) -> None:
-    """Raise ConfigError where the layout that `keys` ask for needs packed batches and `module` takes none."""
+    """Raise ConfigError if the layout that `keys` ask for needs packed batches and `module` takes none."""
     if forward_kind(module) != "packed":
         raise ConfigError(
             f"{type(module).__name__} runs by its own padded forward, which cannot be divided as {keys} asks. Set it to 1."
@@ -54,7 +54,7 @@ def padded_logits(module: nn.Module, packed: PackedBatch) -> torch.Tensor:
 
 
 def own_logits(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    """[rows, tokens, vocabulary] of `ids` [rows, tokens], which have no padding."""
+    """[rows, tokens, vocabulary] of `ids` [rows, tokens] without padding."""
     return _logits(module(input_ids=ids, **_accepted(module, use_cache=False)))
 
 

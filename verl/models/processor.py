@@ -33,17 +33,17 @@ from verl.models.vision import FAMILIES, joined
 if TYPE_CHECKING:
     from PIL import Image
 
-# transformers makes a processor of the first two; the others belong to it, and an exported model keeps them
+# transformers makes a processor of the first two; the other files belong to it, and an exported model keeps them
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _TILINGS = {"crop_to_patches", "do_image_splitting"}  # arguments that divide an image into several
 _PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor")
-_TOTALS = ("qwen3_vl", "qwen3_vl_moe")  # families whose limits of pixels, in the folder's file, are of a whole video
+_TOTALS = ("qwen3_vl", "qwen3_vl_moe")  # families whose limits of pixels, in the folder's file, are of a complete video
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
 
 
 class ImageProcessor:
-    """`processor` of transformers, whose files lie in `folder`. `token` stands for an image in rendered messages.
+    """`processor` of transformers, with files in `folder`. `token` stands for an image in rendered messages.
     `reads_only_parts`: the chat template passes over contents that are texts, and reads lists of parts. `keeps_files`: Media
     have the images as files, for a rollout engine that reads them."""
 
@@ -55,7 +55,7 @@ class ImageProcessor:
         self.reads_only_parts = not _reads_texts(processor.tokenizer)
         self.token: str = processor.image_token
         self.token_id: int = processor.image_token_id
-        # frames that are one part of a video; above 1 where videos have their tokens and limits of pixels
+        # frames that are one part of a video; above 1 if videos have their tokens and limits of pixels
         self.frames_at_once = 1 if self.no_videos else getattr(processor.image_processor, "temporal_patch_size", 1)
         self.tokens = (self.token, *([] if self.no_videos else [processor.video_token]))  # of rendered messages
         self.video_token_id: int = getattr(processor, "video_token_id", -1)
@@ -66,7 +66,7 @@ class ImageProcessor:
 
     @property
     def settings(self) -> str:
-        """All that decides which tensors an image or a video becomes, as JSON."""
+        """All that decides the tensors of an image or a video, as JSON."""
         return str(self.processor.image_processor.to_json_string()) + (
             json.dumps(self.video_settings, sort_keys=True) if self.video_settings else ""
         )
@@ -115,8 +115,8 @@ class ImageProcessor:
     def as_read(
         self, media: Sequence[Image.Image | Clip], tensors: Mapping[str, torch.Tensor]
     ) -> list[Image.Image | Clip]:
-        """PIL images and Clips in the sizes of their pixels in `tensors`, where the family reads images in their own sizes:
-        torchvision, with which services resize, differs from PIL by some levels of brightness."""
+        """PIL images and Clips in the sizes of their pixels in `tensors`, if the family reads images in their own sizes:
+        torchvision, as services resize, differs from PIL by some levels of brightness."""
         images = self.processor.image_processor
         of_images, of_videos = (iter(tensors.get(f"{kind}_grid_thw", ())) for kind in ("image", "video"))
 
@@ -142,7 +142,7 @@ class ImageProcessor:
 
 @dataclass(frozen=True)
 class ClipProcessor:
-    """The video processor of transformers for one clip, whose frames go through an image processor with `arguments`.
+    """The video processor of transformers for one clip. Its frames go through an image processor with `arguments`.
     `temporal_patch_size` frames are one part of the video: their pixels lie behind one another in each patch."""
 
     image_processor: Any
@@ -180,7 +180,7 @@ def _called(processor: Any, text: str, **inputs: Any) -> tuple[dict[str, torch.T
 
 
 def _video_settings(folder: Path) -> dict[str, object]:
-    """The settings of a folder's video processor, where transformers looks for them, with our name of nframes."""
+    """The settings of a folder's video processor, from the place that transformers reads, with our name of nframes."""
     files = [read_json_object(folder / name) if (folder / name).is_file() else {} for name in FILES[1:3]]
     entries = dict(files[0].get("video_processor") or files[1])
     sampling = entries.pop("video_sampling", None) or {}  # of SmolVLM
@@ -192,7 +192,7 @@ def _video_settings(folder: Path) -> dict[str, object]:
 def load_processor(
     folder: Path, model_type: str, tokenizer: Tokenizer, trust_remote_code: bool
 ) -> ImageProcessor | None:
-    """The processor in `folder` of a family in verl.models.vision.FAMILIES; None for other families, and where there is none.
+    """The processor in `folder` of a family in verl.models.vision.FAMILIES; None for other families, and if there is none.
     Raises ModelError."""
     if model_type not in FAMILIES or not any((folder / name).is_file() for name in FILES[:2]):
         return None
@@ -226,7 +226,7 @@ def _processor_class(model_type: str) -> Any:
 
     if model_type != "mistral3" or is_torchvision_available():
         return getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
-    # Pixtral's module takes one function, which `pil` has too, from a module that needs torchvision
+    # Pixtral's module takes one function, also of `pil`, from a module that needs torchvision
     needs_torchvision = pil.__name__.replace("_pil", "")
     sys.modules[needs_torchvision] = pil
     try:

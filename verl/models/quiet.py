@@ -1,4 +1,4 @@
-"""Calls of transformers without its warnings and progress bars, whose many errors become one sentence."""
+"""Calls of transformers without its warnings and progress bars. Its many errors become one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.parallel.torch_settings import LOADING
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings and progress bars of transformers, which loads in one thread at a time."""
+    """Silence the warnings and progress bars of transformers. It loads in one thread at a time."""
     with LOADING, _silence():
         yield
 
@@ -56,7 +56,7 @@ def _parse(folder: str, _: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 @contextmanager
 def loading(path: str | Path, config: PreTrainedConfig) -> Iterator[None]:
-    """Turn the many errors of transformers, which is quiet, into one sentence."""
+    """Turn the many errors of transformers into one sentence, and keep it quiet."""
     try:
         with quiet():
             yield

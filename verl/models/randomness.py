@@ -42,7 +42,7 @@ class RandomState:
 def turn_off(module: nn.Module) -> dict[str, float]:
     """Turn off every known source of randomness in the forward of `module`, for training too.
 
-    Modules are in eval mode for good, in which families leave out router jitter and sampled experts. Layers that recompute
+    Modules are in eval mode for good. So families leave out router jitter and sampled experts. Layers that recompute
     activations need their training flag, and keep it. Dropout rates are set to zero in modules, as attributes, and in
     configs. Returns the configs' former rates.
     """

@@ -1,4 +1,4 @@
-"""Rotary positions: checks of a config.json, of which transformers warns at most, and the rows that a model takes."""
+"""Rotary positions: checks of a config.json (transformers warns at most), and the rows that a model takes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _check_number(file: Path, key: str, value: object) -> None:
 
 
 def fixed_rotation(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which every row has the same rotary frequencies; None where length does not change them. In transformers
+    """Tokens up to which every row has the same rotary frequencies; None if length does not change them. In transformers
     the longest row of a batch decides for all, and earlier keys of a growing row keep their frequencies."""
     settings = getattr(config, "rope_parameters", None) or {}
     kinds = [settings] if "rope_type" in settings else [kind for kind in settings.values() if isinstance(kind, dict)]

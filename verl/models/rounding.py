@@ -7,13 +7,13 @@ lower half:
     bits(weight) = (bits(master) + u) & 0xFFFF0000
 
 The offset belongs to the element, and is sampled once. So a master on the bfloat16 grid never moves, and a weight changes
-only where its master does. Over the elements, the expected visible change equals the masters' change. Stochastic rounding of
+only if its master does. Over the elements, the expected visible change equals the masters' change. Stochastic rounding of
 updates (Gupta et al. 2015, arXiv:1502.02551) has the same expectation, and samples again at every step.
 
-The offset depends only on the parameter's name and the element's position in the whole tensor: every sharding and every copy
+The offset depends only on the parameter's name and the element's position in the full tensor: every sharding and every copy
 computes the same weights. It is the exclusive or of two tiles of random offsets that are repeated over the flattened tensor.
 Their lengths are different primes. So a pair of elements has independent offsets unless both lengths divide its distance
-(2.7e9 elements), whatever the row length is. A single tile would give rows of 2^k elements nearly equal sums of offsets.
+(2.7e9 elements), for any length of a row. A single tile would give rows of 2^k elements nearly equal sums of offsets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22  # elements at a time: what stays in a 
 
 @dataclass(frozen=True)
 class Region:
-    """A block of a whole tensor of `shape` that begins at the coordinates `first`."""
+    """A block of a full tensor of `shape` that begins at the coordinates `first`."""
 
     shape: tuple[int, ...]
     first: tuple[int, ...]
@@ -73,7 +73,7 @@ class Rounding:
     def rounded(
         self, name: str, master: torch.Tensor, dtype: torch.dtype, region: Region | None = None
     ) -> torch.Tensor:
-        """`master` in `dtype`, see `write`; `master` itself where it has that dtype."""
+        """`master` in `dtype`, see `write`; `master` itself if it has that dtype."""
         if master.dtype == dtype:
             return master
         out = torch.empty(master.shape, dtype=dtype, device=master.device)
@@ -82,7 +82,7 @@ class Rounding:
 
 
 def offsets(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The offsets of a whole parameter, int32 in [0, 2^16)."""
+    """The offsets of a full parameter, int32 in [0, 2^16)."""
     at, (a, b) = torch.arange(math.prod(shape)), tiles(torch.device("cpu"), 0)
     return (a[(at + _phase(name)) % len(a)] ^ b[(at + _phase(name)) % len(b)]).view(shape)
 
@@ -110,7 +110,7 @@ def dither(master: torch.Tensor, target: torch.Tensor, phase: int, whole: list[i
         if master.device.type != "cpu":
             _keep_extremes(weights[here], values)  # to ask first would wait for the device
         else:
-            low, high = values.aminmax()  # NaN where there is one
+            low, high = values.aminmax()  # NaN if there is one
             if not (-_LARGEST < low.item() and high.item() < _LARGEST):
                 _keep_extremes(weights[here], values)
 
@@ -141,7 +141,7 @@ def _dither_compiled(target: torch.Tensor, name: str, master: torch.Tensor, regi
 
 @functools.cache
 def _compiled() -> Callable[..., int] | None:
-    """The function of rounding.c; None where it was not compiled."""
+    """The function of rounding.c; None if it was not compiled."""
     library = open_library(Path(__file__).with_name("_rounding"))
     if library is None:
         return None
@@ -173,14 +173,14 @@ def _keep_extremes(weights: torch.Tensor, master: torch.Tensor) -> None:
 
 
 def chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(start in the flat local tensor, rows, columns, flat position of the first element in the whole tensor, distance of two
-    rows there) of chunks that cover a local tensor of `shape`. A chunk spans at most `most` positions of the whole tensor."""
+    """(start in the flat local tensor, rows, columns, flat position of the first element in the full tensor, distance of two
+    rows there) of chunks that cover a local tensor of `shape`. A chunk spans at most `most` positions of the full tensor."""
     whole, first = region.shape, region.first
     assert len(shape) == len(whole) == len(first)
     assert all(f >= 0 and f + n <= size for f, n, size in zip(first, shape, whole, strict=True)), (shape, region)
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     begin = sum(f * stride for f, stride in zip(first, strides, strict=True))
-    cut = max((dim for dim in range(len(whole)) if shape[dim] != whole[dim]), default=0)  # behind it all is whole
+    cut = max((dim for dim in range(len(whole)) if shape[dim] != whole[dim]), default=0)  # behind it all is complete
     columns = math.prod(shape[cut:])
     stride = strides[cut - 1] if cut else columns
     rows = shape[cut - 1] if cut else 1

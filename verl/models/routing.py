@@ -6,7 +6,7 @@
 A router near a tie chooses another expert after a rounding error, and then log-probs of sampler and trainer differ by far more
 than rounding. "R3" replays the choices of rollout (Ma et al. 2025, arXiv:2510.11370), "R2" the choices of the pass that
 computes old log-probs (Zheng et al. 2025, arXiv:2507.18071 and 2512.01374). A Routing travels on the layout of a forward,
-so that a layer which is computed again in the backward makes the same choices.
+so that a layer that is computed again in the backward makes the same choices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNKNOWN = -1  # in a record: the router chooses
 
 
 class Routing:
-    """The choices of one forward: of `replayed` [tokens, layers, k], int64, -1 where the router chooses; None: the forward
+    """The choices of one forward: of `replayed` [tokens, layers, k], int64, -1 if the router chooses; None: the forward
     records its own. Layers without a router have choices without meaning."""
 
     def __init__(self, replayed: torch.Tensor | None = None):
@@ -40,7 +40,7 @@ class Routing:
         self._recorded: dict[int, torch.Tensor] = {}
 
     def choose(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
-        """The experts [tokens, k] of a layer whose router chose `chosen`."""
+        """The experts [tokens, k] of a layer with the router's choice `chosen`."""
         if self.replayed is None:
             self._recorded[layer] = chosen
             return chosen
@@ -122,7 +122,7 @@ class _RoutedForward:
         self.routing: Routing | None = None
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Take the Routing with which the layer is called."""
+        """Take the Routing of the layer's call."""
         self.routing = getattr(kwargs.get("layout"), "routing", None)
 
     def __call__(self, *args: Any, **kwargs: object) -> object:
@@ -154,7 +154,7 @@ class _Choice(TorchFunctionMode):
 
 
 def balancing_share(root: Any) -> str:
-    """The term that transformers adds to a loss for balanced experts, with its weight; "" where it adds none."""
+    """The term that transformers adds to a loss for balanced experts, with its weight; "" if it adds none."""
     config = root.get_text_config()
     weight = getattr(config, "router_aux_loss_coef", 0)
     return f"router_aux_loss_coef={weight}" if weight and getattr(config, "output_router_logits", False) else ""

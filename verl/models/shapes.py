@@ -1,4 +1,4 @@
-"""Shapes of decoders: parameters, and the sizes from which memory and time follow. Without torch and without weights.
+"""Shapes of decoders: parameters, and the sizes for memory and time. Without torch and without weights.
 
 ModelShape.from_config(json.load(open("config.json")))        a Hugging Face config, as a dict or an object
 known_shape("Qwen/Qwen2.5-7B-Instruct")                       a published model, by its name (shapes.yaml)
@@ -34,7 +34,7 @@ _MODELS = Path(__file__).with_name("shapes.yaml")
 @dataclass(frozen=True)
 class Tower:
     """A vision tower: the sizes of its layers, `patches` of an image for each token that they become, and parameters of the
-    `connector` behind it. Attention sees the whole image, or with a `window` that many patches in all but `whole_layers`
+    `connector` behind it. Attention sees all of the image, or with a `window` that many patches in all but `whole_layers`
     layers."""
 
     num_layers: int
@@ -88,7 +88,7 @@ class ModelShape:
     value_head_dim: int = 0
     name: str = ""
     max_positions: int | None = None
-    counted: int = 0  # parameters of the module, where it was built: with norms and biases
+    counted: int = 0  # parameters of the module, if it was built: with norms and biases
     tower: Tower | None = None
 
     @classmethod
@@ -100,7 +100,7 @@ class ModelShape:
     def from_config(
         cls, config: Mapping[str, object] | PreTrainedConfig, name: str = "", counted: int = 0
     ) -> ModelShape:
-        """From a Hugging Face config of a decoder, a mapping or an object; `counted` are its parameters, where they are known.
+        """From a Hugging Face config of a decoder, a mapping or an object; `counted` are its parameters, if they are known.
         Raises ConfigError when a size is missing."""
         mapping = _as_mapping(config)
         vision = _as_mapping(mapping.get("vision_config") or {})
@@ -176,7 +176,7 @@ class ModelShape:
 
     @cached_property
     def routed_parameters(self) -> int:
-        """Parameters of all routed experts of all layers, which expert parallelism divides."""
+        """Parameters of all routed experts of all layers, divided by expert parallelism."""
         return self.num_mixture_layers * self.num_experts * self.expert_parameters
 
     @cached_property
@@ -188,7 +188,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, and of the output projection where it is not tied."""
+        """Parameters of the embedding, and of the output projection if it is not tied."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @cached_property
@@ -259,7 +259,7 @@ def _latent_sizes(config: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None:
-    """The tower of a vision_config in the `config` of its model, whose families name sizes differently; None without sizes."""
+    """The tower of a vision_config in the `config` of its model. Families name sizes differently; None without sizes."""
     hidden = vision.get("embed_dim") or vision.get("hidden_size")  # with embed_dim, hidden_size is the language model's
     layers = vision.get("depth") or vision.get("num_hidden_layers")
     heads = vision.get("num_heads") or vision.get("num_attention_heads")
@@ -267,7 +267,7 @@ def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None
         return None
     merged = {**config, **vision}.get("spatial_merge_size") or config.get("scale_factor")
     patches = round(merged or 1 / (config.get("downsample_ratio") or 1)) ** 2
-    # of one matrix, or of two where a family has a merger
+    # of one matrix, or of two if a family has a merger
     merger = hidden * patches if vision.get("spatial_merge_size") else 0
     inner = vision.get("intermediate_size") or int(hidden * (vision.get("mlp_ratio") or 4))
     gated = vision.get("model_type") == "pixtral" or vision.get("hidden_act") in ("silu", "swish")

@@ -58,7 +58,7 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
 
 
 def embedding_rows(model: ModelConfig) -> int | None:
-    """The rows of the embedding of `model.path` by its config.json, with which check_tensors compares the weights. None where
+    """The rows of the embedding of `model.path` by its config.json; check_tensors compares the weights with it. None if
     it cannot be read or has no such entry: loading the model then reports the cause."""
     config = _config_of(model)
     inner = config.get("text_config")
@@ -68,7 +68,7 @@ def embedding_rows(model: ModelConfig) -> int | None:
 
 
 def model_type_of(model: ModelConfig) -> str:
-    """The family of `model.path` by its config.json; "" where it cannot be read."""
+    """The family of `model.path` by its config.json; "" if it cannot be read."""
     return str(_config_of(model).get("model_type", ""))
 
 
@@ -123,7 +123,7 @@ def check_token_ids(tokenizer: Tokenizer, path: str, num_embeddings: int) -> Non
 
 def num_appended(tokenizer: Any) -> int:
     """Number of tokens that a tokenizer puts behind each text (add_eos_token, a post-processor). A policy would sample after
-    the end of a prompt, and texts that train get their own end. Raises ModelError where control tokens are read as text."""
+    the end of a prompt, and texts that train get their own end. Raises ModelError if control tokens are read as text."""
     if getattr(tokenizer, "split_special_tokens", False):
         raise ModelError(
             "tokenizer_config.json has split_special_tokens=true, so that the control tokens of chat templates are read as "
@@ -153,12 +153,12 @@ def eos_token_ids(module: Any, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def check_vocabulary(size: int, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> str:
-    """A warning where many of the `size` token ids of a model have no text in its tokenizer; "" where few have none, as in
+    """A warning if many of the `size` token ids of a model have no text in its tokenizer; "" if few have none, as in
     vocabularies that are padded. Raises ConfigError for one of rollout.stop_token_ids that is not a token id of the model."""
     outside = [token for token in stop_token_ids if not 0 <= token < size]
     if outside:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.stop_token_ids: {outside[0]} is no token id of the model, which has 0 to {size - 1}."
+            f"actor_rollout_ref.rollout.stop_token_ids: {outside[0]} is no token id of the model. Its ids are 0 to {size - 1}."
         )
     if len(tokenizer) >= (1 - _TEXTLESS_SHARE) * size:
         return ""
@@ -190,7 +190,7 @@ def hidden_tags(tokenizer: Tokenizer) -> list[str]:
 
 
 def _vocabulary(file: Path, content: Mapping[str, object]) -> list[tuple[object, object]]:
-    """(token, id) of the vocabulary. Raises ModelError where it is of no known form."""
+    """(token, id) of the vocabulary. Raises ModelError if it is of no known form."""
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, dict):
@@ -203,7 +203,7 @@ def _vocabulary(file: Path, content: Mapping[str, object]) -> list[tuple[object,
 
 
 def _added(file: Path, content: Mapping[str, object]) -> list[tuple[object, object]]:
-    """(token, id) of the added tokens. Raises ModelError where they are none, or more than any tokenizer has."""
+    """(token, id) of the added tokens. Raises ModelError if they are none, or more than any tokenizer has."""
     tokens = content.get("added_tokens") or []
     if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
         raise ModelError(

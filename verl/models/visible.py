@@ -2,7 +2,7 @@
 
     visible = <weights now - weights at start, masters now - masters at start> / |masters now - masters at start|^2
 
-It is near 1 where rounding hides nothing, also with dithered rounding, and near 0 where updates are lost. It is estimated from
+It is near 1 if rounding hides nothing, also with dithered rounding, and near 0 if updates are lost. It is estimated from
 a fixed sample of each tensor, so that no second copy of the model is kept.
 """
 

@@ -1,4 +1,4 @@
-"""Vision-language models: their families, and the inputs with which packed tokens and images are computed.
+"""Vision-language models: their families, and the inputs of packed tokens and images.
 
 Modules of transformers compute the images, unpatched, with sdpa in the vision tower. Their features take the places of tokens'
 embeddings. A language model of a plain family is computed as one without images (verl.models.forward), every other by its own
@@ -9,7 +9,7 @@ became.
     token ids     5 6 [img] [img] [img] [img] 7   11 12 13   21 22
     positions     0 1  2    2     3     3     4   5  6  7    5  6     of a family with positions in a picture
 
-Positions of tokens behind images follow the last position of the images. Where a family counts tokens, that is their number.
+Positions of tokens behind images follow the last position of the images. If a family counts tokens, that is their number.
 """
 
 from __future__ import annotations
@@ -94,19 +94,19 @@ def is_vision_model(module: object) -> bool:
 
 
 def attention_of(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
-    """The attention `name` as set_attn_implementation takes it. A vision tower never has verl's, which reads a layout."""
+    """The attention `name` as set_attn_implementation takes it. A vision tower never has verl's: that reads a layout."""
     if not is_vision_config(config) or name != ATTENTION_NAME:
         return name
     return {"": name, **{key: name if key == "text_config" else "sdpa" for key in config.sub_configs}}
 
 
 def num_deep_layers(module: nn.Module) -> int:
-    """Number of layers of the language model behind which features of images are added."""
+    """Number of layers of the language model with features of images added behind them."""
     return len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", ()))
 
 
 def require_vision(module: nn.Module) -> None:
-    """Raise ModelError where `module` is to compute images and reads none."""
+    """Raise ModelError if `module` is to compute images and reads none."""
     if not is_vision_model(module):
         kind = getattr(module.config, "model_type", type(module).__name__)
         row = ALL_FAMILIES.get(kind)
@@ -147,8 +147,8 @@ def freeze_towers(module: nn.Module) -> None:
 
 
 def positions_within(module: nn.Module, ids: torch.Tensor, media: Media) -> tuple[torch.Tensor, int]:
-    """Positions [axes, tokens] of tokens with images, counted from the first, and the number by which positions of later
-    tokens differ from their count: axes are time, height and width where the family has them, else one of counted tokens."""
+    """Positions [axes, tokens] of tokens with images, counted from the first, and the number that separates positions of later
+    tokens from their count: axes are time, height and width if the family has them, else one of counted tokens."""
     body = body_of(module)
     count = torch.arange(len(ids), device=ids.device)
     if not hasattr(body, "get_rope_index"):
@@ -161,7 +161,7 @@ def positions_within(module: nn.Module, ids: torch.Tensor, media: Media) -> tupl
 
 def image_features(module: Any, ids: torch.Tensor, placed: Sequence[PlacedMedia]) -> ImageFeatures | None:
     """The features of the images `placed` in the token ids [1, tokens], differentiable in the weights of the family's modules
-    before its language model; None without images. Raises ModelError where images and tokens do not agree."""
+    before its language model; None without images. Raises ModelError if images and tokens do not agree."""
     if not placed:
         return None
     require_vision(module)
@@ -179,8 +179,8 @@ def image_features(module: Any, ids: torch.Tensor, placed: Sequence[PlacedMedia]
 
 @contextmanager
 def _front(module: HFModule) -> Iterator[dict[str, Any]]:
-    """Within the block a forward ends before the language model, whose inputs are then in the result. Embeddings of tokens are
-    constants: their gradient would be as large as the vocabulary, and no token of an image reads one."""
+    """Within the block a forward ends before the language model, with the inputs of that in the result. Embeddings of tokens
+    are constants: their gradient would be as large as the vocabulary, and no token of an image reads one."""
     read: dict[str, object] = {}
 
     def forward(**inputs: Any) -> BaseModelOutputWithPast:
@@ -213,8 +213,8 @@ def language_states(
     noise: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[tokens, hidden_size]: last hidden states of token ids [1, tokens] by the language model's own modules. `noise`
-    [tokens, hidden_size] is added to the embeddings of tokens. A token that stands for images is one like any other, which
-    was sampled, where `images` have no features."""
+    [tokens, hidden_size] is added to the embeddings of tokens. A token that stands for images is a sampled one like any other
+    if `images` have no features."""
     x, deep = module.get_input_embeddings()(ids)[0], {}
     if noise is not None:
         x = x + noise.to(x)
@@ -231,7 +231,7 @@ def language_states(
 def padded_inputs(
     module: nn.Module, ids: torch.Tensor, in_images: torch.Tensor, media: Sequence[Media]
 ) -> Iterator[dict[str, object]]:
-    """Arguments of `generate` for token ids [rows, tokens] whose rows have the same images, in the tokens `in_images`."""
+    """Arguments of `generate` for token ids [rows, tokens] of rows with the same images, in the tokens `in_images`."""
     if not media:
         yield {"inputs": ids}
         return
@@ -257,7 +257,7 @@ def _tokens_of_images(
 
 @contextmanager
 def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor) -> Iterator[None]:
-    """Embeddings of `ids` where the forward reads the token ids `read`, within the block."""
+    """Embeddings of `ids` if the forward reads the token ids `read`, within the block."""
 
     def embedded(embedding: Any, _: object, output: torch.Tensor) -> torch.Tensor:
         is_prompt = output.shape[:-1] == ids.shape  # and no later step of `generate`
@@ -268,7 +268,7 @@ def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor) -> Iterator[N
 
 
 def joined(media: Sequence[Mapping[str, torch.Tensor]], axis: int, device: Any) -> dict[str, torch.Tensor]:
-    """The tensors of several Media along `axis`, or along the first where a tensor has no such axis."""
+    """The tensors of several Media along `axis`, or along the first if a tensor has no such axis."""
     names = dict.fromkeys(name for tensors in media for name in tensors)
     parts = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
     return {
@@ -299,7 +299,7 @@ def placed_positions(
     module: nn.Module, ids: torch.Tensor, counted: torch.Tensor, placed: Sequence[PlacedMedia]
 ) -> torch.Tensor:
     """The positions of tokens `ids` [1, tokens], counted as `counted` but for their images: [1, tokens], or [axes, 1, tokens]
-    where the family has positions in images."""
+    if the family has positions in images."""
     if not placed or not hasattr(body_of(module), "get_rope_index"):
         return counted
     result = counted.expand(3, *counted.shape).clone()

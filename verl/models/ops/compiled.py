@@ -1,5 +1,5 @@
 """The compiled kernels of a training step (kernels.c) on x86 processors, loaded with ctypes: in float32, and in bfloat16 on
-processors whose matmuls read pairs, where the forward has the sampler's arithmetic (bf16_kernels.h).
+processors with matmuls of pairs, and there the forward has the sampler's arithmetic (bf16_kernels.h).
 
 Sums have one order: results do not depend on the number of threads. Without the library torch computes the same, rounded
 otherwise.
@@ -25,7 +25,7 @@ _REVISION = 3  # of the structures, see kernels.h
 _CPU = torch.device("cpu")
 _ROWS = 32  # of kernels.h
 _SHARE = 1 << 15  # elements that are worth waking a thread for
-_DEPTH = 8192  # of a product that is rounded where its sums end
+_DEPTH = 8192  # of a product that is rounded at the end of its sums
 _scratch = threading.local()  # kept, since the pages of a new buffer would take 3% of a product
 
 
@@ -90,7 +90,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
-    """out += a b for bfloat16 a [rows, depth] and b [depth, columns], or = with `overwrite`. `out`, which is returned, is
+    """out += a b for bfloat16 a [rows, depth] and b [depth, columns], or = with `overwrite`. `out` is returned, and is
     contiguous, and float32 unless overwritten."""
     library = _library()
     assert library is not None

@@ -1,4 +1,4 @@
-"""Attention over a packed batch by the compiled kernels, which need the segments in their own order."""
+"""Attention over a packed batch by the compiled kernels, for segments in the order of the kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _cost(group: Sequence[Any]) -> int:
 
 
 def _connected(segments: Sequence[Any]) -> list[list[Any]]:
-    """Segments by the tokens whose keys they share, directly or through others."""
+    """Segments by the tokens that they share keys of, directly or through other segments."""
     starts, root = [s.start for s in segments], list(range(len(segments)))
 
     def root_of(index: int) -> int:
@@ -83,7 +83,7 @@ def compiled_attention_backward(
     scale: float,
     into: Sequence[torch.Tensor],
 ) -> None:
-    """Writes the gradients of q, k and v into the three tensors `into`, which may be narrower."""
+    """Writes the gradients of q, k and v into the three tensors `into`; they may be narrower."""
     dq, dk, dv = (x if x.dtype == q.dtype else torch.empty_like(x, dtype=q.dtype) for x in into)
     lse = lse[0].t().contiguous()
     _run(plan, scale, lse, backward=True, q=q, k=k, v=v, out=out, d_out=d_out, dq=dq, dk=dk, dv=dv)

@@ -1,7 +1,7 @@
 """Attention of a decode step as an op: a new token of each row against its prompt and the row's own tokens.
 
 Triton computes it in two kernels on a GPU, without other operations between two matrix products. Its sums over keys have
-one order per row, whatever the other rows are. Elsewhere torch computes it, with flash attention where it runs.
+one order per row, independent of the other rows. Elsewhere torch computes it, with flash attention if that runs.
 """
 
 from __future__ import annotations

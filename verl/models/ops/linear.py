@@ -1,8 +1,8 @@
-"""Matmuls of the hand-written passes, and the one place that decides in which dtype they run.
+"""Matmuls of the hand-written passes, and the one place that decides their dtype.
 
 A bfloat16 matmul sums exact products in float32 and rounds once. A CPU without fast instructions for it takes longer than for
-float32, up to four times, so there the operands are widened first: the same sums, rounded the same way. A CPU on which oneDNN
-multiplies float32 matrices faster than the library behind `torch.mm` takes oneDNN. Where compiled kernels compute the passes in
+float32, up to four times, so there the operands are widened first: the same sums, rounded the same way. If oneDNN
+multiplies float32 matrices faster than the library behind `torch.mm`, a CPU takes it. If compiled kernels compute the passes in
 bfloat16, they also multiply: 7% faster than oneDNN, and gradients of weights are summed in float32 without a rounded copy.
 """
 
@@ -14,7 +14,7 @@ from verl.models.ops import compiled
 from verl.parallel.device import native_bf16, prefers_onednn
 
 _PRODUCT_ELEMENTS = 1 << 24  # of a matmul that cannot write into its result
-_ADDED_ELEMENTS = 1 << 21  # of a matmul whose rounded result is added: it stays in a cache
+_ADDED_ELEMENTS = 1 << 21  # of a matmul with a rounded result that is added: it stays in a cache
 
 
 def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tenso
 
 class Matmul:
     """Matmuls in `dtype` on `device`. Arguments have that dtype or come from `operand`, to be called once for a matrix that
-    several matmuls read; results are rounded to `dtype`. Without `compiles` torch multiplies: for few rows, whose time is
+    several matmuls read; results are rounded to `dtype`. Without `compiles` torch multiplies: for few rows, since their time is
     reading the weights."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, compiles: bool = True):
@@ -53,9 +53,9 @@ class Matmul:
         return compiled.multiply(x, weight.t()) if self.by_kernels else torch.mm(x, weight.t())
 
     def product_into(self, buffer: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [tokens, inputs] weight^T [inputs, outputs] of two operands, in the first rows of `buffer`, which are returned."""
+        """x [tokens, inputs] weight^T [inputs, outputs] of two operands, in the first rows of `buffer`; returns them."""
         out = buffer[: len(x)]
-        if self.by_onednn:  # which cannot write into a tensor
+        if self.by_onednn:  # it cannot write into a tensor
             size = max(1, _PRODUCT_ELEMENTS // len(weight))
             for part in range(0, len(out), size):
                 out[part : part + size] = self.product(x[part : part + size], weight)
@@ -96,7 +96,7 @@ class Matmul:
 
     def add_outer(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrite: bool) -> None:
         """total += a^T b, or = with `overwrite`; total [outputs, inputs] is float32 or wider, and the matmul is not
-        rounded before it is added where the hardware allows."""
+        rounded before it is added if the hardware allows."""
         a, b = self.operand(a).t(), self.operand(b)
         if self.by_kernels and total.dtype == torch.float32:
             compiled.add_product(total, a, b, overwrite=overwrite)

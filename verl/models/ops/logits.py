@@ -1,7 +1,7 @@
 """Statistics of the targets' softmax, and their gradient, from a chunk of logits, as ops.
 
 Of z [tokens, vocabulary], float32 or wider, the final logits are f = softcap * tanh(logit_scale * (z + bias) / softcap) /
-temperature, without the cap where softcap is 0. `targets` is int64 [tokens].
+temperature, without the cap if softcap is 0. `targets` is int64 [tokens].
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def target_gradient(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Gradient with respect to z + bias, in `dtype`. `known` [4, tokens] has top, log_sum, entropy and squared, and `grads`
-    [3, tokens] the gradients of log-probs, entropy and squared, zero where there is none."""
+    [3, tokens] the gradients of log-probs, entropy and squared, zero if there is none."""
     f = _final(z, bias, temperature, logit_scale, softcap)
     top, log_sum, entropy, squared = known.unsqueeze(-1)
     g_target, g_entropy, g_squared = grads.unsqueeze(-1)

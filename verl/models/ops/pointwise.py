@@ -40,7 +40,7 @@ def _compiled_inverse_rms(x: torch.Tensor, eps: float) -> object:
 
 @op(compiled=_compiled_inverse_rms)
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept; float32 or wider."""
+    """1 / sqrt(mean(x^2) + eps) over the last axis; it is kept; float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     inverse: torch.Tensor = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -57,7 +57,7 @@ def _compiled_scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Te
 
 @op(compiled=_compiled_scaled_norm)
 def scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The `rms_norm` of x [..., features], whose inverse_rms is `scale`."""
+    """The `rms_norm` of x [..., features], for its inverse_rms `scale`."""
     return torch.mul(x, scale).to(x.dtype).mul_(weight)
 
 
@@ -90,7 +90,7 @@ def _compiled_norm_backward(
 def rms_norm_backward_(
     d_x: torch.Tensor, d_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Adds the gradient of the norm's input to `d_x` [tokens, features], given `d_y`, which may be overwritten. `scale`
+    """Adds the gradient of the norm's input to `d_x` [tokens, features], given `d_y`; that may be overwritten. `scale`
     [tokens, 1] is the inverse_rms of `x`. Returns the gradient of the weight [features], float32 or wider.
 
     With r the inverse RMS and n features: d_x = r (d_y w) - x r^3 <d_y x, w> / n, d_w = sum over tokens of r d_y x.
@@ -110,7 +110,7 @@ def rms_norm_backward_(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, through: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the input of `rms_norm`, to which `through` is added, and of its weight."""
+    """Gradients of the input of `rms_norm`, with `through` added, and of its weight."""
     d_x = torch.zeros_like(x) if through is None else through.clone()
     rows, d_y, into = (t.reshape(-1, x.shape[-1]) for t in (x, grad.clone(), d_x))
     d_weight = by_torch(rms_norm_backward_)(into, d_y, rows, weight, by_torch(inverse_rms)(rows, eps))

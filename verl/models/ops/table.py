@@ -28,7 +28,7 @@ _LIBRARY = torch.library.Library("verl", "FRAGMENT")
 def op(
     triton: str = "", compiled: Callable[..., object] | None = None, writes: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """A decorator that makes an op of a function by torch, which writes into its arguments `writes`.
+    """A decorator that makes an op of a function by torch that writes into its arguments `writes`.
 
     `triton` is "file:function" in the folder triton, imported at the first call on a GPU, for first arguments in other dtypes
     than float64. `compiled` computes on a CPU; it returns NotImplemented for arguments that its kernels do not take. No

@@ -32,7 +32,7 @@ _PAGE_MULTIPLE = 256  # keys; FlashAttention-2 refuses other pages
 
 class TokenSpans(NamedTuple):
     """Positions of the sequences. Sequence i has the queries [start_q[i], start_q[i + 1]) and the keys
-    [start_k[i], start_k[i + 1]), or, where `used_k` is given, the `used_k[i]` keys from start_k[i] on: keys may then be
+    [start_k[i], start_k[i + 1]), or, with `used_k`, the `used_k[i]` keys from start_k[i] on: keys may then be
     shared by sequences and lie anywhere. With `pages` [sequences, most pages], these are the first keys of the pages that it
     names, of `page_size` keys each, and start_k says nothing. int32 on the device, start_q and start_k [sequences + 1], used_k
     [sequences]; `max_q` and `max_k` bound the lengths. With `window`, a causal query sees at most so many keys, its own
@@ -50,8 +50,8 @@ class TokenSpans(NamedTuple):
 
 class VarlenKernel(NamedTuple):
     """forward(q, k, v, spans, causal, scale) -> (out, lse); backward(grad, q, k, v, out, lse, spans, causal, scale) ->
-    gradients of q, k and v. Keys in no sequence get gradients without meaning. `forward` reads pages whose size is a multiple
-    of `page_multiple`; 0: none."""
+    gradients of q, k and v. Keys in no sequence get gradients without meaning. `forward` reads pages of a multiple of
+    `page_multiple` tokens; 0: none."""
 
     name: str
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -293,7 +293,7 @@ def _merged(
 
 
 def _summed_at(where: torch.Tensor, parts: torch.Tensor, size: int) -> torch.Tensor:
-    """[size, ...]: the rows of `parts` summed at their places, several of which may be the same, in float32 or wider."""
+    """[size, ...]: the rows of `parts` summed at their places, some of them equal, in float32 or wider."""
     wide = torch.promote_types(parts.dtype, torch.float32)
     return parts.new_zeros(size, *parts.shape[1:], dtype=wide).index_add_(0, where, parts.to(wide)).to(parts.dtype)
 

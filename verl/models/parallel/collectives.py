@@ -1,7 +1,7 @@
 """Collectives with a gradient, on tensors that a group of ranks computes together.
 
-In all of them every rank of the group computes the same loss, so that a gradient is either already whole or a part of a
-sum; the names say which.
+In all of them every rank of the group computes the same loss, so that a gradient is either complete or a part of a
+sum, as the names say.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from verl.models.hf_module import AutogradContext
 from verl.parallel.slices import even_span
 
 Group = dist.ProcessGroup
-# its newer name where there is one: the older one warns there
+# its newer name if there is one: the older one warns then
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def even_sizes(total: int, num_ranks: int) -> list[int]:
-    """`total` rows, columns or tokens over ranks: the first ones get one more where it does not divide."""
+    """`total` rows, columns or tokens over ranks: the first ones get one more if it does not divide."""
     spans = (even_span(total, num_ranks, rank) for rank in range(num_ranks))
     return [stop - first for first, stop in spans]
 
@@ -78,12 +78,12 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows_with_grad(x: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
-    """All ranks' rows, in rank order; the gradient of the rows here, which is equal on all ranks, is taken as it is."""
+    """All ranks' rows, in rank order; the gradient of the rows here is equal on all ranks, and is taken as it is."""
     return _GatherRows.apply(x, tuple(sizes), group) if group.size() > 1 else x
 
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
-    """All ranks' rows `x` [sizes[rank], ...], in rank order. Rows are padded on the way where ranks have unequal counts."""
+    """All ranks' rows `x` [sizes[rank], ...], in rank order. Rows are padded on the way if ranks have unequal counts."""
     most = max(sizes)
     if group.size() == 1 or most == 0:
         return x

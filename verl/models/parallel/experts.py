@@ -1,7 +1,7 @@
 """Expert parallelism: each rank of a group holds some experts of every mixture-of-experts layer.
 
-Where ranks have different tokens, these are sent to the experts that the router chose (Lepikhin et al. 2020, arXiv:2006.16668),
-without capacity limits. Where ranks have the same tokens, as in a copy that only generates, the ranks' outputs are added up.
+If ranks have different tokens, these are sent to the experts that the router chose (Lepikhin et al. 2020, arXiv:2006.16668),
+without capacity limits. If ranks have the same tokens, as in a copy that only generates, the ranks' outputs are added up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _OwnExperts(nn.Module):
 
 
 class DispatchedExperts(_OwnExperts):
-    """Experts whose ranks have different tokens; the group's size divides their number."""
+    """Experts over ranks with different tokens; the group's size divides their number."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -74,7 +74,7 @@ class DispatchedExperts(_OwnExperts):
 
 
 class SummedExperts(_OwnExperts):
-    """Experts whose ranks have the same tokens."""
+    """Experts over ranks with the same tokens."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -1,4 +1,4 @@
-"""The forward pass of a model whose tokens, heads or vocabulary are divided over ranks."""
+"""The forward pass of a model with tokens, heads or vocabulary divided over ranks."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from verl.models.vision import is_vision_model, vision_states
 
 class ParallelModel(nn.Module):
     """A model with everything that a loss needs of it in one `forward`, so that what shards its parameters sees them used
-    inside one call. All parameters take part in each call, whatever the batch, and so do all ranks of both groups (None: this
+    inside one call. All parameters take part in each call with any batch, and so do all ranks of both groups (None: this
     rank)."""
 
     def __init__(self, model: Any, sequence: dist.ProcessGroup | None = None, tensor: dist.ProcessGroup | None = None):
         super().__init__()
         self.in_units = False  # whether verl.models.decoder computes the model
-        self.gradients: GradientBuffers | None = None  # which then gets the gradients of weights, if given
+        self.gradients: GradientBuffers | None = None  # it gets the gradients of weights, if given
         self.model = model
         self.sequence, self.tensor = (g if g is not None and g.size() > 1 else None for g in (sequence, tensor))
 
     def forward(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
-        """As verl.models.forward.packed_outputs; differentiable outputs have a graph even where nothing is predicted."""
+        """As verl.models.forward.packed_outputs; differentiable outputs have a graph even if nothing is predicted."""
         if forward_kind(self.model) == "logits":
             return logit_outputs(self.model, packed, outputs, temperature)
         part = take_slice(packed, self.sequence)

@@ -1,9 +1,9 @@
-"""Tensor parallelism of decoders (Shoeybi et al. 2019, arXiv:1909.08053): which dimension of which weight is divided, and
-where activations are summed.
+"""Tensor parallelism of decoders (Shoeybi et al. 2019, arXiv:1909.08053): the divided dimension of each weight, and
+the sums of activations.
 
 Attention heads and MLP columns are divided by output rows ("column"), the projections after them by input columns
 ("row"), embedding and output projection by vocabulary. A divided module is the plain module with a part of its weight; two
-sums per layer in each direction, at the entrance and the exit of attention and MLP, make the whole exact.
+sums per layer in each direction, at the entrance and the exit of attention and MLP, make the result exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 class Division:
     """The division of a module's parameters: `dims[name]` is the dimension that is split over the group;
-    parameters in `partial` are whole on each rank, but their gradients are parts of a sum."""
+    parameters in `partial` are complete on each rank, but their gradients are parts of a sum."""
 
     def __init__(self) -> None:
         self.dims: dict[str, int] = {}
@@ -129,7 +129,7 @@ class _Entrance:
 
 
 class _Exit:
-    """After a projection that was divided by input columns: the parts are summed. A bias is whole, and counts once."""
+    """After a projection that was divided by input columns: the parts are summed. A bias is complete, and counts once."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -141,7 +141,7 @@ class _Exit:
 
 
 class _Lookup:
-    """Hooks of the embedding: tokens of other ranks look up row 0, which the sum over the ranks replaces."""
+    """Hooks of the embedding: tokens of other ranks look up row 0. The sum over the ranks replaces it."""
 
     def __init__(self, first: int, count: int, group: dist.ProcessGroup):
         self.first, self.count, self.group = first, count, group

@@ -1,4 +1,4 @@
-"""Log-probabilities where each rank holds a part of the vocabulary.
+"""Log-probabilities over ranks that each hold a part of the vocabulary.
 
 As verl.models.log_probs, with the softmax statistics summed over the ranks: a few numbers per token travel, logits never
 do. Every rank ends with the same statistics; the gradient of the hidden states is summed over the ranks.
@@ -37,7 +37,7 @@ def parallel_log_probs(
 ) -> TokenStats:
     """TokenStats of hidden [tokens, hidden_size] at targets [tokens], for rows `first_token`... of the output projection,
     weight [part of the vocabulary, hidden_size]. Everything but weight and bias is equal on all ranks of `group`. Other
-    arguments are as in verl.models.log_probs.token_log_probs; `top` is at most the whole vocabulary."""
+    arguments are as in verl.models.log_probs.token_log_probs; `top` is at most the size of the vocabulary."""
     head = Head(temperature, logit_scale, softcap)
     chunk = max(1, min(len(targets), _CHUNK_ELEMENTS // weight.shape[0]))
     wants = tuple(name in optional for name in OPTIONAL)
@@ -170,6 +170,6 @@ def _top(z: torch.Tensor, count: int, first_token: int, group: dist.ProcessGroup
 
 
 def _owned(columns: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns [tokens, n] to look at, and which of them are really here."""
+    """Columns [tokens, n] to look at, and whether each is really here."""
     owned = (columns >= 0) & (columns < size)
     return columns.where(owned, 0), owned

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from verl.models.rounding import TILE_LENGTHS, Region, chunks, tiles
 
-_CHUNK = 1 << 30  # positions, which int32 can count
+_CHUNK = 1 << 30  # positions, countable by int32
 _BLOCK = 2048
 
 

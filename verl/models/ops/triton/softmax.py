@@ -15,7 +15,7 @@ _TILE = 4096  # logits of a program
 
 
 class Transform(NamedTuple):
-    """Final logits of z: softcap * tanh(scale * (z + bias) / softcap) / temperature; no cap where `softcap` is 0."""
+    """Final logits of z: softcap * tanh(scale * (z + bias) / softcap) / temperature; no cap if `softcap` is 0."""
 
     bias: torch.Tensor | None = None
     scale: float = 1.0
@@ -75,7 +75,7 @@ def _chunks_kernel(
 
 @triton.jit
 def final_logits(raw, bias, at, inside, scale, softcap, temperature, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
-    """See Transform; minus infinity where not `inside`."""
+    """See Transform; minus infinity if not `inside`."""
     if HAS_BIAS:
         raw += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     f = raw * scale
