@@ -307,22 +307,22 @@ class _Session:
             self._answer(self.waiting.pop(done.key), done)
         self.busy_s += time.perf_counter() - started_at
 
-    def _answer(self, asked: _Asked | _Dropped, value: Any) -> None:
+    def _answer(self, request: _Asked | _Dropped, value: Any) -> None:
         def set_answer() -> None:
-            if asked.answer.done():
+            if request.answer.done():
                 return  # the episode was cancelled
             if isinstance(value, Exception):
-                asked.answer.set_exception(value)
+                request.answer.set_exception(value)
             else:
-                asked.answer.set_result(value)
+                request.answer.set_result(value)
 
         self.driver.events.loop.call_soon_threadsafe(set_answer)
 
 
-def _merged(asked: list[_Asked]) -> list[tuple[PromptRequest | TurnRequest, list[_Asked]]]:
+def _merged(requests: list[_Asked]) -> list[tuple[PromptRequest | TurnRequest, list[_Asked]]]:
     """Requests for the engine: samples of one prompt that begin together are one request, so its prompt is computed once."""
     merged: list[tuple[PromptRequest | TurnRequest, list[_Asked]]] = []
-    for one in sorted(asked, key=lambda a: a.key):
+    for one in sorted(requests, key=lambda a: a.key):
         last = merged[-1][0] if merged else None
         request = one.request
         if (

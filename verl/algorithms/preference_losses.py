@@ -323,8 +323,8 @@ def wpo_weights(log_probs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tens
     return (aligned.sum(1) / mask.sum(1).clamp(min=1)).exp()
 
 
-def match_ranks(values: Tensor, others: Tensor) -> Tensor:
-    """For each of `values` [pairs], the one of `others` [pairs] that has the same rank."""
-    matched = torch.empty_like(others)
-    matched[values.argsort(stable=True)] = others.sort().values
+def match_ranks(values: Tensor, targets: Tensor) -> Tensor:
+    """For each of `values` [pairs], the one of `targets` [pairs] that has the same rank."""
+    matched = torch.empty_like(targets)
+    matched[values.argsort(stable=True)] = targets.sort().values
     return matched

@@ -154,8 +154,8 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
                 print(f"verl {verb}: {outdated}", file=sys.stderr)
                 return MissingExtraError.exit_code
         function: Any = getattr(importlib.import_module(module), name)
-        whole = {"supervised": True} if whole_process and VERBS[verb].supervised else {}
-        end.code = function(list(arguments), **whole) or 0
+        options = {"supervised": True} if whole_process and VERBS[verb].supervised else {}
+        end.code = function(list(arguments), **options) or 0
     return end.code
 
 

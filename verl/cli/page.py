@@ -25,9 +25,9 @@ def page_of(loaded: LoadedConfig[RunConfig], *, whole_process: bool) -> Iterator
     """
     rule, trainer = loaded.config.trainer.page, loaded.config.trainer
     prometheus = _prometheus(loaded.config)
-    asked = rule.enable is True or prometheus is not None
+    is_set = rule.enable is True or prometheus is not None
     is_off = os.environ.get("VERL_PAGE") == "0"
-    has_page = asked or (rule.enable == "auto" and whole_process and not trainer.val_only and not is_off)
+    has_page = is_set or (rule.enable == "auto" and whole_process and not trainer.val_only and not is_off)
     if not has_page or os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -39,7 +39,7 @@ def page_of(loaded: LoadedConfig[RunConfig], *, whole_process: bool) -> Iterator
             Path(trainer.default_local_dir).expanduser(), rule.host, rule.port, labels
         )
     except MissingExtraError:
-        if asked:
+        if is_set:
             raise
         yield
         return

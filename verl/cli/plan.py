@@ -48,14 +48,14 @@ _OPTIONS: Mapping[str, Mapping[str, object]] = {"--program": PROGRAM, "--json": 
 
 def run_plan(argv: list[str]) -> int:
     """Print the plan; with plan.apply=true start the run with it: the exit code."""
-    own = [a for a in argv if a.startswith("plan.")]
-    others = [a for a in argv if not a.startswith("plan.")]
-    arguments = parse("plan", _ABOUT, others, _OPTIONS, schema=schema_asked(others))
+    plan_keys = [a for a in argv if a.startswith("plan.")]
+    run_keys = [a for a in argv if not a.startswith("plan.")]
+    arguments = parse("plan", _ABOUT, run_keys, _OPTIONS, schema=schema_asked(run_keys))
     from verl.planner.overrides import overrides, plan_as_json
     from verl.planner.request import PlanRequest, cluster_of, dataflow_of, engine_of, rules_of, workload_of
     from verl.planner.search import search
 
-    request = PlanRequest.parse(own)
+    request = PlanRequest.parse(plan_keys)
     _check_simulation(arguments.options.simulate, arguments.options.steps)
     loaded = arguments.load(check=False)
     loaded = with_run_folder(loaded) if request.apply else loaded
@@ -65,16 +65,16 @@ def run_plan(argv: list[str]) -> int:
     plans = search(flow, cluster_of(request.cluster, loaded), workload_of(config, request.workload), rules)
     best, second = plans[0], plans[1] if len(plans) > 1 else None
     chosen = overrides(best, engine, config)
-    shown = {
+    rows = {
         "best": {**plan_as_json(best), "overrides": chosen},
         "runner_up": {**plan_as_json(second), "overrides": overrides(second, engine, config)} if second else None,
     }
     if arguments.options.json:
-        print(json.dumps(shown, indent=2))
+        print(json.dumps(rows, indent=2))
     else:
         from rich.console import Console
 
-        if not any(setting.startswith("plan.cluster") for setting in own):
+        if not any(setting.startswith("plan.cluster") for setting in plan_keys):
             gpu = request.cluster.gpu
             print(f"plan.cluster names no GPU: this plan is for {gpu}, not for this machine (plan.cluster.gpu=cpu).")
         show_plan(best, second, chosen, Console(highlight=False))
@@ -83,7 +83,7 @@ def run_plan(argv: list[str]) -> int:
     beside = arguments.options.beside or (config.trainer.default_local_dir if request.apply else None)
     _simulate(best, arguments.options.simulate, beside, arguments.options.steps)
     for name in {arguments.options.simulate, beside} - {None}:
-        write_atomically(Path(name).expanduser() / PLAN, json_text(shown, indent=2) + "\n")
+        write_atomically(Path(name).expanduser() / PLAN, json_text(rows, indent=2) + "\n")
     if "trainer.default_local_dir" not in loaded.settings:
         chosen = [*chosen, f"trainer.default_local_dir={config.trainer.default_local_dir}"]
     return _start(arguments, chosen) if request.apply else 0
@@ -191,11 +191,11 @@ def _show_memory(plan: RunPlan, console: Console) -> None:
                 table.add_row(f"{option.role} {kind}", *(f"{s:.1f}" for s in sizes), f"{sum(sizes):.1f}")
     console.print(table)
     for roles, chosen in zip(plan.groups, plan.options, strict=True):
-        resident, most = sum(o.resident for o in chosen), max(o.peak for o in chosen)
+        resident, peak = sum(o.resident for o in chosen), max(o.peak for o in chosen)
         console.print(
-            f"  peak of {', '.join(roles)}: {(resident + most) / 1e9:.1f} of {plan.cluster.memory / 1e9:.1f} GB "
+            f"  peak of {', '.join(roles)}: {(resident + peak) / 1e9:.1f} of {plan.cluster.memory / 1e9:.1f} GB "
             f"({resident / 1e9:.1f} stay between calls)"
-            + (": no room for fragmentation" if resident + most > _FULL * plan.cluster.memory else ""),
+            + (": no room for fragmentation" if resident + peak > _FULL * plan.cluster.memory else ""),
             soft_wrap=True,
             markup=False,
         )
@@ -237,11 +237,11 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
-def _table(first: str, *others: str):
+def _table(first: str, *columns: str):
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(first)
-    for name in others:
+    for name in columns:
         table.add_column(name, justify="left" if name in ("training", "rollout", "bound by", "parts") else "right")
     return table

@@ -158,8 +158,8 @@ class Supervisor:
         """Wait for the child's end. Signals that stop the run are forwarded to it; a child that hangs is killed."""
         pulse = Pulse(self.folder, child, self.rules.hang_timeout_s)
         hang = ""
-        others: dict[str, int] = {}
-        while (status := _reap(child, others)) is None:
+        ended: dict[str, int] = {}
+        while (status := _reap(child, ended)) is None:
             signal_info = signal.sigtimedwait(_WATCHED, _TICK_S)
             if signal_info is not None and signal_info.si_signo != signal.SIGCHLD:
                 self._forward(signal_info, child)
@@ -170,7 +170,7 @@ class Supervisor:
         last = beat if beat is not None and beat.pid == child else None
         if hang:
             return Ending(DeadlineError.exit_code, hang, False, last)
-        return _ending(os.waitstatus_to_exitcode(status), _receive(reader), last, others)
+        return _ending(os.waitstatus_to_exitcode(status), _receive(reader), last, ended)
 
     def _forward(self, info: Any, child: int) -> None:
         self._stop_requested = True
@@ -316,22 +316,22 @@ def _reap(child: int, others: dict[str, int]) -> int | None:
 
 
 def _ending(
-    code: int, note: dict[str, str] | None, beat: Beat | None, others: Mapping[str, int] | None = None
+    code: int, note: dict[str, str] | None, beat: Beat | None, ended: Mapping[str, int] | None = None
 ) -> Ending:
-    """The ending of an exit code, or of a signal given as a negative code. `others`: see `_reap`."""
-    shown = 128 - code if code < 0 else code
+    """The ending of an exit code, or of a signal given as a negative code. `ended`: see `_reap`."""
+    number = 128 - code if code < 0 else code
     if note is not None and not note["error"]:
-        return Ending(shown, "", True, beat)  # the work was complete; a crash of the interpreter's exit does not matter
+        return Ending(number, "", True, beat)  # the work was complete; a crash of the interpreter's exit is harmless
     crash = note is None or code < 0 or code in (_BUG, DeadlineError.exit_code, WorkerLostError.exit_code)
     if note is not None:
         first = note["text"].strip().splitlines()[:1] or [""]  # the run itself has printed all of it
         cause = clean(f"{note['error']}: {first[0].split('. ')[0]}", limit=_MAX_CAUSE_CHARS).rstrip(".: ")
     else:
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code} and no error"
-        if code == 1 and (raylet := (others or {}).get(_RAYLET)):  # Ray's library ends a process with a lost raylet
+        if code == 1 and (raylet := (ended or {}).get(_RAYLET)):  # Ray's library ends a process with a lost raylet
             cause = f"the end of Ray's {_RAYLET} (pid {raylet}), without which Ray lets no run continue"
     was_asked = code == -signal.SIGTERM  # before the run could handle it
-    return Ending(shown, cause, was_asked or not crash, beat, note["error"] if note else "")
+    return Ending(number, cause, was_asked or not crash, beat, note["error"] if note else "")
 
 
 def _advice(ending: Ending) -> str:

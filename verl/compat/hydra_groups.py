@@ -60,13 +60,13 @@ def _ppo_files() -> dict[str, str]:
     names = ["ppo_trainer", "_self_", "override model_engine: megatron"]
     texts["ppo_megatron_trainer.yaml"] = "\n".join([f"{HEADER}defaults:", *(f"  - {name}" for name in names), ""])
     for group, name, section in GROUPS:
-        own = _taken(values, section) | _taken(older, section)
+        entries = _taken(values, section) | _taken(older, section)
         if section == "critic":
-            own = {path: value for path, value in own.items() if not path.startswith("model.")} | {
-                f"model.{path}": value for path, value in _taken(own, "model").items() if _differs(path, value)
+            entries = {path: value for path, value in entries.items() if not path.startswith("model.")} | {
+                f"model.{path}": value for path, value in _taken(entries, "model").items() if _differs(path, value)
             }
-        texts[f"{group}/{name}.yaml"] = _text(own)
-        for path in own:
+        texts[f"{group}/{name}.yaml"] = _text(entries)
+        for path in entries:
             values.pop(f"{section}.{path}", None)
             older.pop(f"{section}.{path}", None)
     by_group = ("critic.model.", "model_engine")  # which their groups give
@@ -118,8 +118,8 @@ def _older_spellings(schema: Schema[object]) -> dict[str, object]:
     return {path: value for path, value in older.items() if path not in leaves and not _is_section(path, older, leaves)}
 
 
-def _is_section(path: str, *known: Mapping[str, object]) -> bool:
-    return any(other.startswith(path + ".") for keys in known for other in keys)
+def _is_section(path: str, *sections: Mapping[str, object]) -> bool:
+    return any(other.startswith(path + ".") for keys in sections for other in keys)
 
 
 def _taken(values: dict[str, object], section: str) -> dict[str, object]:

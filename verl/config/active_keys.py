@@ -68,8 +68,8 @@ def uses_rewards(root: PPOConfig) -> bool:
 def uses_reference(root: PPOConfig) -> bool:
     if learns_from_pairs(root):
         return uses_reference_policy(root)
-    asked = root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward
-    return bool(asked) and not selects_samples(root)
+    uses_kl = root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward
+    return bool(uses_kl) and not selects_samples(root)
 
 
 def runs_on_several_devices(root: PPOConfig) -> bool:
@@ -177,8 +177,8 @@ def _fixed_bsz(use_dynamic: str) -> Condition:
 def _judge(*engines: str) -> Condition:
     def holds(root: PPOConfig, node: object) -> bool:
         model = root.reward.reward_model
-        own = root.reward.custom_reward_function.path  # it may ask the service itself
-        return bool(model.judge_template or own) and model.rollout.name in engines
+        user_function = root.reward.custom_reward_function.path  # it may ask the service itself
+        return bool(model.judge_template or user_function) and model.rollout.name in engines
 
     return Condition(
         holds,

@@ -196,9 +196,9 @@ def _both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     spans = [_spans_of_mask(mask, len(a), width) for mask in (a, b)]
     if spans[0] is None or spans[1] is None:
         return None
-    (values, starts, stops), (others, *places) = spans[0], spans[1]
+    (values, starts, stops), (values_again, *places) = spans[0], spans[1]
     begin = np.maximum(starts, places[0])
-    return SpanColumn(RowSpans(values & others, begin, np.minimum(stops, places[1]).clip(begin)), width)
+    return SpanColumn(RowSpans(values & values_again, begin, np.minimum(stops, places[1]).clip(begin)), width)
 
 
 def _spans_of_mask(mask: torch.Tensor, num_rows: int, width: int) -> RowSpans | None:

@@ -24,13 +24,13 @@ def chunked_feed_forward(module: nn.Module, chunk_tokens: int | None) -> Iterato
     layer over `chunk_tokens` tokens at a time; None: as always. Mixtures of experts stay undivided, since they choose
     among tokens."""
     parts = _feed_forwards(module) if chunk_tokens is not None else []
-    own = [vars(part).get("forward") for part in parts]  # None if it is the class's, as almost always
+    forwards = [vars(part).get("forward") for part in parts]  # None if it is the class's, as almost always
     for part in parts:
         part.forward = _in_chunks(part.forward, chunk_tokens or 1)
     try:
         yield
     finally:
-        for part, before in zip(parts, own, strict=True):
+        for part, before in zip(parts, forwards, strict=True):
             del part.forward
             if before is not None:
                 part.forward = before

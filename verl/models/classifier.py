@@ -137,9 +137,9 @@ def _joined(family: _Family, i: int, sequences: Sequence[Tokens], images: Sequen
     first, tokens = sequences[leader], sequences[i]
     limit = family.shared if len(family.members) > 1 else len(first) - 1
     shared = _common(first, tokens, min(limit, len(tokens) - 1))
-    for own, other in zip_longest(images[leader], images[i]):
-        if own != other or own.start + own.length > shared:  # an image is shared whole, or not at all
-            shared = min(shared, *(span.start for span in (own, other) if span is not None))
+    for image, other in zip_longest(images[leader], images[i]):
+        if image != other or image.start + image.length > shared:  # an image is shared whole, or not at all
+            shared = min(shared, *(span.start for span in (image, other) if span is not None))
             break
     return _Family((*family.members, i), shared, family.num_tokens + len(tokens))
 

@@ -341,11 +341,11 @@ def _indexed_names(folder: Path) -> dict[str, set[str]]:
     if _kind(folder / WEIGHTS) is not None:
         return {}
     if _kind(folder / INDEX) is None:
-        others = sorted(p.name for pattern in ("*.gguf", "*.bin", "*.pt") for p in folder.glob(pattern))
+        files = sorted(p.name for pattern in ("*.gguf", "*.bin", "*.pt") for p in folder.glob(pattern))
         hint = "download or convert the model again"
-        if others:
-            how = "verl convert" if others[0].endswith(".gguf") else "load it with transformers and save_pretrained it"
-            hint = f"it has {clean(others[0], 80)}: convert it first ({how})"
+        if files:
+            how = "verl convert" if files[0].endswith(".gguf") else "load it with transformers and save_pretrained it"
+            hint = f"it has {clean(files[0], 80)}: convert it first ({how})"
         raise ModelError(f"The folder {folder} has no weights ({WEIGHTS} or {INDEX}); {hint}.")
     weight_map = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

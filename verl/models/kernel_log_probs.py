@@ -43,8 +43,8 @@ class KernelLogProbs(torch.autograd.Function):
             chunks.append(target_statistics(z, bias, targets[part], *transform))
         stats = ChunkStatistics(*(torch.cat(fields) for fields in zip(*chunks, strict=True)))
         ctx.set_materialize_grads(False)
-        known = torch.stack([stats.top, stats.log_sum, stats.entropy, stats.squared])
-        ctx.save_for_backward(hidden, targets, known)
+        numbers = torch.stack([stats.top, stats.log_sum, stats.entropy, stats.squared])
+        ctx.save_for_backward(hidden, targets, numbers)
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         ctx.transform, ctx.parts = transform, parts
         ctx.logits = z if any(ctx.needs_input_grad) else None
@@ -55,17 +55,17 @@ class KernelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (hidden, targets, known), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        (hidden, targets, numbers), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         if all(grad is None for grad in grads[:3]):
             return (None,) * 8
-        upstream = torch.stack([known.new_zeros(len(hidden)) if grad is None else grad for grad in grads[:3]])
+        upstream = torch.stack([numbers.new_zeros(len(hidden)) if grad is None else grad for grad in grads[:3]])
         matmul, z, ctx.logits = Matmul(hidden.dtype, hidden.device), ctx.logits, None
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         apart = GradientBuffers.rest(ctx.gradients, (weight, bias), ctx.needs_input_grad[1:3])
         for part in reversed(ctx.parts):
             inputs = hidden[part]
             z = wide_product(inputs, weight) if z is None else z
-            columns = (targets[part], known[:, part], upstream[:, part])
+            columns = (targets[part], numbers[:, part], upstream[:, part])
             arguments: tuple[Any, ...] = (z, bias, *columns, *ctx.transform, hidden.dtype)
             dz = target_gradient(*arguments)
             z = None
@@ -75,5 +75,5 @@ class KernelLogProbs(torch.autograd.Function):
                 if buffers is not None:
                     buffers.add_matmul((weight,), dz, inputs, matmul)
                     if bias is not None:
-                        buffers.add((bias,), dz.sum(dim=0, dtype=known.dtype))
+                        buffers.add((bias,), dz.sum(dim=0, dtype=numbers.dtype))
         return (d_hidden, apart.take(weight), apart.take(bias), *(None,) * 5)

@@ -117,9 +117,9 @@ def _ready(
 ) -> nn.Module:
     """The module on its device, without randomness, with its weights and its forward checked."""
     if rates := _settle(module, gradient_checkpointing):
-        shown = ", ".join(f"{key}={value}" for key, value in rates.items())
+        listed = ", ".join(f"{key}={value}" for key, value in rates.items())
         log.info(
-            "Dropout is off, whatever config.json says (%s): log-probs with dropout differ from the sampler's.", shown
+            "Dropout is off, whatever config.json says (%s): log-probs with dropout differ from the sampler's.", listed
         )
     if share := balancing_share(module.config):
         log.warning("output_router_logits of config.json has no effect: no loss has the term of %s.", share)
@@ -255,8 +255,8 @@ def _auto_class(kind: HeadKind, config: PreTrainedConfig) -> str:
 def _require_known_vision(path: str | Path, config: PreTrainedConfig) -> None:
     """Raise ModelError for a vision-language model of no supported family and without a language model in transformers."""
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    known = type(config) in transformers.AutoModelForCausalLM._model_mapping or is_vision_config(config)
-    if getattr(config, "vision_config", None) is not None and not known and not has_own_code:
+    has_language_model = type(config) in transformers.AutoModelForCausalLM._model_mapping or is_vision_config(config)
+    if getattr(config, "vision_config", None) is not None and not has_language_model and not has_own_code:
         raise ModelError(
             f"The model at {path} ({(getattr(config, 'architectures', None) or [config.model_type])[0]}) is a vision-language "
             f"model of no supported family ({', '.join(FAMILIES)}). Choose one of these, or a text model, such as its language "

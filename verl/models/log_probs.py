@@ -264,24 +264,24 @@ class _FusedLogProbs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         apart = GradientBuffers.rest(ctx.gradients, (ctx.weight, ctx.bias), ctx.needs_input_grad[1:3])
         operand, buffer, ctx.buffer = matmul.operand(ctx.weight), ctx.buffer, None
-        known = buffer is not None
+        is_computed = buffer is not None
         if buffer is None:
             buffer = hidden.new_empty(ctx.chunk, len(ctx.weight), dtype=hidden.dtype if ctx.compiles else lse.dtype)
         for part in reversed(list(_chunks(len(hidden), ctx.chunk))):
             inputs = matmul.operand(hidden[part])
             z = buffer[: len(inputs)]
             if ctx.compiles and grads[0] is not None:  # the one output that has a gradient
-                if not known:
+                if not is_computed:
                     matmul.product_into(buffer, inputs, operand)
                 _compiled_logit_grad_(z, targets[part], grads[0][part], lse[part], ctx.head)
             else:
-                if not known:
+                if not is_computed:
                     ctx.head.log_softmax(inputs, operand, ctx.bias, matmul, buffer)
                 for block in _blocks(z):
                     here = [g if g is None else g[part][block] for g in column_grads]
                     stats = (lse[part][block], entropy[part][block], squared[part][block])
                     logit_grad_(z[block], columns[part][block], here, stats, ctx.head, matmul)
-            known = False
+            is_computed = False
             dz = z.to(inputs.dtype)
             if d_hidden is not None:
                 d_hidden[part] = matmul.product(dz, operand.t())
@@ -320,8 +320,8 @@ def read_columns(
     if candidates is not None and at_candidates is not None:
         read.append((candidates, at_candidates))
     columns = torch.cat([column for column, _ in read], dim=1) if read else targets.unsqueeze(1)
-    of_columns = torch.cat([grad for _, grad in read], dim=1) if read else None
-    return columns, [of_columns, *(None if g is None else g.unsqueeze(1) for g in (entropy, squared))]
+    column_grads = torch.cat([grad for _, grad in read], dim=1) if read else None
+    return columns, [column_grads, *(None if g is None else g.unsqueeze(1) for g in (entropy, squared))]
 
 
 def logit_grad_(

@@ -130,16 +130,16 @@ class LoRASpec:
         targets, exclude = (_names(v) for v in (model.target_modules, model.exclude_modules))
         if not targets:
             raise ConfigError("model.target_modules is empty; give names of linear layers, or all-linear.")
-        others = tuple(name for name in model.modules_to_save if name != "score")  # a scalar head trains anyway
+        saved = tuple(name for name in model.modules_to_save if name != "score")  # a scalar head trains anyway
         return cls(
-            model.lora_rank, float(model.lora_alpha), targets, exclude, head, model.use_rslora, model.use_dora, others
+            model.lora_rank, float(model.lora_alpha), targets, exclude, head, model.use_rslora, model.use_dora, saved
         )
 
     def to_json(
-        self, base: str, modules: Sequence[str], others: Sequence[str] = (), task: str = "CAUSAL_LM"
+        self, base: str, modules: Sequence[str], in_full: Sequence[str] = (), task: str = "CAUSAL_LM"
     ) -> dict[str, object]:
         """The adapter_config.json that peft reads. Modules are named in full, so that a reader adapts the same ones;
-        `others` are modules that train in full, `task` is one of peft's TaskType."""
+        `in_full` are modules that train in full, `task` is one of peft's TaskType."""
         return {
             "peft_type": "LORA",
             "task_type": task,
@@ -153,7 +153,7 @@ class LoRASpec:
             "fan_in_fan_out": False,
             "inference_mode": True,
             "target_modules": list(modules),
-            "modules_to_save": list(others) or None,
+            "modules_to_save": list(in_full) or None,
         }
 
 
@@ -164,12 +164,12 @@ def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype) -> list[str]:
     `adapted_layers` does.
     """
     module.requires_grad_(False)
-    chosen, whole = adapted_layers(module, spec), whole_modules(module, spec)
+    chosen, in_full = adapted_layers(module, spec), whole_modules(module, spec)
     generator = torch.Generator().manual_seed(0)
     kind = DoRALinear if spec.dora else LoRALinear
     for name in chosen:
         module.set_submodule(name, kind(module.get_submodule(name), spec.rank, spec.scale, generator, dtype))
-    for name in whole:
+    for name in in_full:
         module.get_submodule(name).to(dtype).requires_grad_(True)
     if hasattr(module, "score"):
         module.score.requires_grad_(True)
@@ -183,12 +183,12 @@ def adapted_layers(module: HFModule, spec: LoRASpec) -> list[str]:
     nothing, when no layer is left, and for a rank beyond the sizes of the layers.
     """
     modules = dict(module.named_modules())
-    whole = tuple(f"{name}." for name in whole_modules(module, spec))
+    in_full = tuple(f"{name}." for name in whole_modules(module, spec))
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     linear = [
         n
         for n, m in modules.items()
-        if type(m) is nn.Linear and (spec.head or m is not head) and n != "score" and not f"{n}.".startswith(whole)
+        if type(m) is nn.Linear and (spec.head or m is not head) and n != "score" and not f"{n}.".startswith(in_full)
     ]
     what = "linear layer that takes an adapter (embeddings and the output head take none)"
     chosen = _chosen("model.target_modules", spec.targets, linear, what)

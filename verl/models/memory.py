@@ -181,13 +181,13 @@ def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequenc
     if layout.recompute == "full":
         return 2 * h / tokens_divided
     masks = 2 * h if layout.keeps_scores or layout.dropout else 0
-    whole = 8 * h + masks
+    undivided = 8 * h + masks
     inner = 2 * (shape.query_size + shape.output_size) + 2 * (
         2 * shape.kv_heads * shape.head_dim if not shape.is_latent else 2 * shape.query_size
     )
     mlp = 2 * (shape.num_in + 1) * _inner_size(shape)
     scores = 5 * shape.heads * sequence if layout.keeps_scores and layout.recompute == "none" else 0
-    return whole / tokens_divided + (inner + mlp + scores) / t
+    return undivided / tokens_divided + (inner + mlp + scores) / t
 
 
 def _inner_size(shape: ModelShape) -> float:
@@ -212,8 +212,8 @@ def tower_activations(shape: ModelShape, layout: ParallelLayout, image_tokens: f
     """Bytes that the vision tower keeps for its backward pass over the images that become `image_tokens` tokens."""
     if shape.tower is None:
         return 0.0
-    whole = ParallelLayout(recompute=layout.recompute)
-    return kept_activations(shape.tower.shape, whole, image_tokens * shape.tower.patches, 0)
+    undivided = ParallelLayout(recompute=layout.recompute)
+    return kept_activations(shape.tower.shape, undivided, image_tokens * shape.tower.patches, 0)
 
 
 def training_buffers(

@@ -235,17 +235,17 @@ class MasterOptimizer:
         self, group: dict[str, object], master: nn.Parameter, gradient: torch.Tensor, device: torch.device
     ) -> None:
         """Step `master`, of `group`, on `device`; a master of the host is copied there and back."""
-        there = master if master.device == device else nn.Parameter(moved(master, device))
+        on_device = master if master.device == device else nn.Parameter(moved(master, device))
         self._move_slots(master, device)
-        self.optimizer.state[there] = self.optimizer.state.pop(master, {})
-        there.grad, group["params"] = moved(gradient, device), [there]
+        self.optimizer.state[on_device] = self.optimizer.state.pop(master, {})
+        on_device.grad, group["params"] = moved(gradient, device), [on_device]
         self.optimizer.step()
-        there.grad = None
-        self.optimizer.state[master] = self.optimizer.state.pop(there)
+        on_device.grad = None
+        self.optimizer.state[master] = self.optimizer.state.pop(on_device)
         if self.offloads:
             self._move_slots(master, torch.device("cpu"))
-        if there is not master:
-            master.detach().copy_(there.detach())
+        if on_device is not master:
+            master.detach().copy_(on_device.detach())
 
     @torch.no_grad()
     def _broken_gradients(self) -> str:
@@ -369,9 +369,9 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> 
         raise ConfigError(f"optim.optimizer_impl={config.optimizer_impl} cannot be imported: {error}") from error
     factory = getattr(module, config.optimizer, None)
     if factory is None:
-        known = [n for n, v in vars(module).items() if isinstance(v, type)]
+        classes = [n for n, v in vars(module).items() if isinstance(v, type)]
         raise ConfigError(
-            f"{config.optimizer_impl} has no optimizer {config.optimizer!r}{nearest(config.optimizer, known) or '.'}"
+            f"{config.optimizer_impl} has no optimizer {config.optimizer!r}{nearest(config.optimizer, classes) or '.'}"
         )
     arguments: dict[str, object] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "Adam" in config.optimizer:

@@ -111,8 +111,8 @@ class RequestedOutputs(NamedTuple):
         for name in outputs:
             base = name.partition("@")[0]
             if base not in OUTPUTS or head not in OUTPUTS.get(base).heads:
-                known = ", ".join(other for other in OUTPUTS if head in OUTPUTS.get(other).heads)
-                raise ModelError(f"A model with head {head!r} has no output {name!r}; it has {known}.")
+                available = ", ".join(other for other in OUTPUTS if head in OUTPUTS.get(other).heads)
+                raise ModelError(f"A model with head {head!r} has no output {name!r}; it has {available}.")
         kinds = [output_kind(name) for name in outputs]
         per, columns = {kind.per for kind in kinds}, dict.fromkeys(kind.column for kind in kinds if kind.column)
         reads = Reads(predictions="token" in per, last_token="row" in per, columns=tuple(columns))

@@ -184,8 +184,8 @@ def flash_backward(
     for run in layout.causal_runs:  # these cover every token once, so they may overwrite
         inputs = [_batched(x, run) for x in (d_out, q, k, v, out, lse)]
         parts = _flash_backward(*inputs, 0.0, True, scale=scale)
-        for whole, part in zip((dq, dk, dv), parts, strict=True):
-            _batched(whole, run).copy_(part)
+        for gradient, part in zip((dq, dk, dv), parts, strict=True):
+            _batched(gradient, run).copy_(part)
     for bridge in layout.prefix_runs:
         here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
         inputs = [here(d_out), here(q), prefix(k), prefix(v), here(out), here(lse)]
@@ -313,11 +313,11 @@ def _attend_part(
     (first, count), window = queries, scoring.window
     # a window that begins inside what lies before hides the head of that from every query
     hidden = 0 if window is None else max(0, segment.prefix_length + first - window + 1)
-    of_prefix, of_own = min(hidden, segment.prefix_length), max(0, hidden - segment.prefix_length)
-    prefix = _tokens(segment.prefix_start + of_prefix, segment.prefix_length - of_prefix)
-    own = _tokens(segment.start + of_own, first + count - of_own)
-    in_prefix, num_before = segment.prefix_length > of_prefix, segment.prefix_length + first - hidden
-    keys, values = (torch.cat([prefix(x), own(x)], dim=2) if in_prefix else own(x) for x in (k, v))
+    num_prefix, num_row = min(hidden, segment.prefix_length), max(0, hidden - segment.prefix_length)
+    prefix = _tokens(segment.prefix_start + num_prefix, segment.prefix_length - num_prefix)
+    row_tokens = _tokens(segment.start + num_row, first + count - num_row)
+    in_prefix, num_before = segment.prefix_length > num_prefix, segment.prefix_length + first - hidden
+    keys, values = (torch.cat([prefix(x), row_tokens(x)], dim=2) if in_prefix else row_tokens(x) for x in (k, v))
     mask = None
     if num_before or window is not None or scoring.softcap is not None:
         mask = _visible(count, num_before, window, q.device)

@@ -140,11 +140,11 @@ def unpadded_rows(
             )
         num_inputs = 0 if inside[index] else needed if reads.last_token else max(needed - 1, 0)
         images = () if media is None else placed_in(media[index], len(ids))
-        of_row = None if experts is None else experts[index]
+        picks = None if experts is None else experts[index]
         costs = [0, 0]
         for span in images:
             costs[span.start >= 0] += 0 if cost_of is None else cost_of(span.media)
-        rows.append(PackedRow(index, ids, num_inputs, needed > 0, images, inside[index], of_row, (costs[0], costs[1])))
+        rows.append(PackedRow(index, ids, num_inputs, needed > 0, images, inside[index], picks, (costs[0], costs[1])))
     return rows
 
 
@@ -195,8 +195,8 @@ def pack_rows(
         for row in group:
             if reads.predictions:
                 column = trained[row.index].nonzero().squeeze(1)
-                own = start + prompt_length - len(column) if row.is_inside else first
-                index.append(torch.where(column == 0, min(own, start + prompt_length) - 1, own + column - 1))
+                begin = start + prompt_length - len(column) if row.is_inside else first
+                index.append(torch.where(column == 0, min(begin, start + prompt_length) - 1, begin + column - 1))
                 where.append(torch.stack([torch.full_like(column, row.index), column]))
             first += row.num_inputs
             last.append((first - 1, row.index, row.num_inputs - 1))

@@ -118,7 +118,7 @@ class ImageProcessor:
         """PIL images and Clips in the sizes of their pixels in `tensors`, if the family reads images in their own sizes:
         torchvision, as services resize, differs from PIL by some levels of brightness."""
         images = self.processor.image_processor
-        of_images, of_videos = (iter(tensors.get(f"{kind}_grid_thw", ())) for kind in ("image", "video"))
+        image_grids, video_grids = (iter(tensors.get(f"{kind}_grid_thw", ())) for kind in ("image", "video"))
 
         def sized(frames: Sequence[Image.Image], grids: Iterator[torch.Tensor]) -> tuple[Image.Image, ...]:
             if (grid := next(grids, None)) is None:
@@ -127,9 +127,9 @@ class ImageProcessor:
             return tuple(frame.resize((width, height), images.resample) for frame in frames)
 
         return [
-            replace(item, frames=sized(item.frames, of_videos))
+            replace(item, frames=sized(item.frames, video_grids))
             if isinstance(item, Clip)
-            else sized([item], of_images)[0]
+            else sized([item], image_grids)[0]
             for item in media
         ]
 
@@ -243,6 +243,6 @@ def _build(folder: Path, model_type: str, tokenizer: Tokenizer, trust_remote_cod
     )
     parameters = inspect.signature(kind.__init__).parameters
     entries, _ = kind.get_processor_dict(str(folder))
-    known = {name: value for name, value in entries.items() if name in parameters and name not in _PARTS}
+    read = {name: value for name, value in entries.items() if name in parameters and name not in _PARTS}
     without_video = {"video_processor": None} if "video_processor" in parameters else {}
-    return images_only(image_processor=image_processor, tokenizer=tokenizer, **without_video, **known)
+    return images_only(image_processor=image_processor, tokenizer=tokenizer, **without_video, **read)

@@ -91,12 +91,12 @@ def offsets(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 def dither(master: torch.Tensor, target: torch.Tensor, phase: int, whole: list[int], first_at: list[int]) -> None:
     """Write `master` to `target` with the offsets of a parameter of shape `whole` with this `phase`. Both are the block of it
     that begins at the coordinates `first_at`."""
-    most = _CHUNK if master.device.type == "cpu" else _DEVICE_CHUNK
-    repeated, region = tiles(master.device, most), Region(tuple(whole), tuple(first_at))
+    max_positions = _CHUNK if master.device.type == "cpu" else _DEVICE_CHUNK
+    repeated, region = tiles(master.device, max_positions), Region(tuple(whole), tuple(first_at))
     weights, wide = target.view(-1), master.view(-1)
     out = weights.view(torch.int16)
-    scratch = torch.empty(min(most, wide.numel()), dtype=torch.int32, device=master.device)
-    for at, rows, columns, first, stride in chunks(tuple(master.shape), region, most):
+    scratch = torch.empty(min(max_positions, wide.numel()), dtype=torch.int32, device=master.device)
+    for at, rows, columns, first, stride in chunks(tuple(master.shape), region, max_positions):
         here = slice(at, at + rows * columns)
         values, moved = wide[here], scratch[: rows * columns]
         u, other = (
@@ -172,26 +172,26 @@ def _keep_extremes(weights: torch.Tensor, master: torch.Tensor) -> None:
     weights.copy_(torch.where(master.abs() < _LARGEST, weights, extreme))
 
 
-def chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple[int, int, int, int, int]]:
+def chunks(shape: tuple[int, ...], region: Region, max_positions: int) -> Iterator[tuple[int, int, int, int, int]]:
     """(start in the flat local tensor, rows, columns, flat position of the first element in the full tensor, distance of two
-    rows there) of chunks that cover a local tensor of `shape`. A chunk spans at most `most` positions of the full tensor."""
-    whole, first = region.shape, region.first
-    assert len(shape) == len(whole) == len(first)
-    assert all(f >= 0 and f + n <= size for f, n, size in zip(first, shape, whole, strict=True)), (shape, region)
-    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    rows there) of chunks that cover a local tensor of `shape`. A chunk spans at most `max_positions` of the full tensor."""
+    full, first = region.shape, region.first
+    assert len(shape) == len(full) == len(first)
+    assert all(f >= 0 and f + n <= size for f, n, size in zip(first, shape, full, strict=True)), (shape, region)
+    strides = [math.prod(full[dim + 1 :]) for dim in range(len(full))]
     begin = sum(f * stride for f, stride in zip(first, strides, strict=True))
-    cut = max((dim for dim in range(len(whole)) if shape[dim] != whole[dim]), default=0)  # behind it all is complete
+    cut = max((dim for dim in range(len(full)) if shape[dim] != full[dim]), default=0)  # behind it all is complete
     columns = math.prod(shape[cut:])
     stride = strides[cut - 1] if cut else columns
     rows = shape[cut - 1] if cut else 1
-    rows_at_a_time = max(1, (most - columns) // stride + 1) if columns <= most else 1
+    rows_at_a_time = max(1, (max_positions - columns) // stride + 1) if columns <= max_positions else 1
     at = 0
     for outer in itertools.product(*(range(size) for size in shape[: max(0, cut - 1)])):
         origin = begin + sum(i * s for i, s in zip(outer, strides, strict=False))
         for row in range(0, rows, rows_at_a_time):
             num_rows = min(rows_at_a_time, rows - row)
-            for column in range(0, columns, most):
-                width = min(most, columns - column)
+            for column in range(0, columns, max_positions):
+                width = min(max_positions, columns - column)
                 yield at, num_rows, width, origin + row * stride + column, stride
                 at += num_rows * width
 

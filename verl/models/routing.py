@@ -55,15 +55,15 @@ class Routing:
 
     def part(self, num_local: int, group: dist.ProcessGroup) -> Routing:
         """The choices of this rank's `num_local` tokens, one of equal slices over the ranks of `group`."""
-        whole = self.padded(num_local * group.size()).replayed
-        return Routing(None if whole is None else whole[num_local * group.rank() :][:num_local])
+        replayed = self.padded(num_local * group.size()).replayed
+        return Routing(None if replayed is None else replayed[num_local * group.rank() :][:num_local])
 
     def gather(self, part: Routing, num_tokens: int, group: dist.ProcessGroup) -> None:
         """Take over what the ranks of `group` recorded for their parts of `num_tokens` tokens."""
         for layer, chosen in part._recorded.items():
-            whole = chosen.new_empty(len(chosen) * group.size(), chosen.shape[1])
-            gather_into(whole, chosen.contiguous(), group=group)
-            self._recorded[layer] = whole[:num_tokens]
+            gathered = chosen.new_empty(len(chosen) * group.size(), chosen.shape[1])
+            gather_into(gathered, chosen.contiguous(), group=group)
+            self._recorded[layer] = gathered[:num_tokens]
 
     def chosen(self) -> dict[str, torch.Tensor]:
         """The recorded choices [tokens, k] by layer, on the CPU."""

@@ -114,8 +114,8 @@ class ModelShape:
                 )
         sizes = {**_dense_sizes(mapping), **_expert_sizes(mapping), **_latent_sizes(mapping)}
         tower = _tower(vision, mapping) if vision else None
-        most = mapping.get("max_position_embeddings")
-        return cls(**sizes, name=name, max_positions=most, counted=counted, tower=tower)
+        max_positions = mapping.get("max_position_embeddings")
+        return cls(**sizes, name=name, max_positions=max_positions, counted=counted, tower=tower)
 
     @property
     def is_mixture(self) -> bool:
@@ -271,10 +271,10 @@ def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None
     merger = hidden * patches if vision.get("spatial_merge_size") else 0
     inner = vision.get("intermediate_size") or int(hidden * (vision.get("mlp_ratio") or 4))
     gated = vision.get("model_type") == "pixtral" or vision.get("hidden_act") in ("silu", "swish")
-    whole = len(vision.get("fullatt_block_indexes") or ())
-    window = (vision["window_size"] // vision["patch_size"]) ** 2 if whole and vision.get("window_size") else 0
+    num_full = len(vision.get("fullatt_block_indexes") or ())
+    window = (vision["window_size"] // vision["patch_size"]) ** 2 if num_full and vision.get("window_size") else 0
     connector = hidden * patches * (merger + config["hidden_size"])
-    return Tower(layers, hidden, heads, inner, gated, patches, connector, window, whole)
+    return Tower(layers, hidden, heads, inner, gated, patches, connector, window, num_full)
 
 
 @cache
@@ -291,10 +291,10 @@ def known_shape(name: str) -> ModelShape:
     shapes = known_shapes()
     short = name.rstrip("/").split("/")[-1].lower()
     # the longest name that begins it, if what follows is no size: DeepSeek-R1-Distill-X-9B is no DeepSeek-R1
-    for known in sorted(shapes, key=len, reverse=True):
-        rest = short.removeprefix(known.lower())
+    for family_name in sorted(shapes, key=len, reverse=True):
+        rest = short.removeprefix(family_name.lower())
         if rest == "" or (rest != short and rest.startswith("-") and not _SIZE.search(rest)):
-            return shapes[known]
+            return shapes[family_name]
     raise ConfigError(
         f"The shape of {name!r} is not known: it is no folder with a config.json, and no published model of "
         f"verl/models/shapes.yaml{nearest(name.rstrip('/').split('/')[-1], shapes) or '.'} Give actor_rollout_ref.model.path "

@@ -130,13 +130,13 @@ def num_appended(tokenizer: Any) -> int:
             "plain text. Remove that entry."
         )
     try:
-        text, whole = tokenizer.encode(_PROBE, add_special_tokens=False), tokenizer.encode(_PROBE)
+        text, encoded = tokenizer.encode(_PROBE, add_special_tokens=False), tokenizer.encode(_PROBE)
     except BaseException as error:
         if not is_failure(error):
             raise
         return 0  # encoding a row reports the cause
-    starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
-    return len(whole) - starts[0] - len(text) if text and starts else 0
+    starts = [start for start in range(len(encoded)) if encoded[start : start + len(text)] == text]
+    return len(encoded) - starts[0] - len(text) if text and starts else 0
 
 
 def eos_token_ids(module: Any, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -30,18 +30,18 @@ class VisibleUpdate:
         sums = {}
         for name, weights, master, _ in parameters:
             before = self._start[name]
-            shown, moved = (
+            seen_change, moved = (
                 _sample(now).to(master.device) - then.to(master.device)
                 for now, then in zip((weights, master), before, strict=True)
             )
-            sums[name] = torch.stack([shown.dot(moved), moved.dot(moved)])
+            sums[name] = torch.stack([seen_change.dot(moved), moved.dot(moved)])
         return sums
 
 
 def ratio(sums: torch.Tensor) -> float | None:
     """<dw, dm> / <dm, dm> of `sums` over all parameters and ranks; None while nothing has moved."""
-    shown, moved = sums.tolist()
-    return shown / moved if moved > 0 else None
+    seen_change, moved = sums.tolist()
+    return seen_change / moved if moved > 0 else None
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -238,8 +238,8 @@ def padded_inputs(
     require_vision(module)
     tokens, kinds = _tokens_of_images(module, ids, in_images)
     config: Any = module.config
-    of_row = joined([item.tensors for item in media], FAMILIES[config.model_type].axis, ids.device)
-    pixels = {name: torch.cat([value] * len(ids)) for name, value in of_row.items()}
+    row_tensors = joined([item.tensors for item in media], FAMILIES[config.model_type].axis, ids.device)
+    pixels = {name: torch.cat([value] * len(ids)) for name, value in row_tensors.items()}
     with _embedding(module, ids, tokens):
         yield {"inputs": tokens, **pixels, **kinds}
 
@@ -283,7 +283,7 @@ def _alike(values: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]:
     sizes = [max(along) for along in zip(*(value.shape for value in values), strict=True)]
 
     def padded(value: torch.Tensor) -> torch.Tensor:
-        lacks = [0 if a == dim else size - own for a, (size, own) in enumerate(zip(sizes, value.shape, strict=True))]
+        lacks = [0 if a == dim else size - n for a, (size, n) in enumerate(zip(sizes, value.shape, strict=True))]
         return F.pad(value, [n for lack in reversed(lacks) for n in (0, lack)]) if any(lacks) else value
 
     return [padded(value) for value in values]

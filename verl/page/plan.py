@@ -69,10 +69,10 @@ def _memory(name: str, sizes: Json, scale: float) -> Bar:
 
 def parts_of_bar(values: Json, scale: float) -> list[tuple[str, float, float, float]]:
     """The parts of a Bar one after the other, without empty parts."""
-    left, parts = 0.0, []
+    offset, parts = 0.0, []
     for name, value in values.items():
-        width = min(1000 * value / scale, 1000 - left) if scale > 0 else 0.0
+        width = min(1000 * value / scale, 1000 - offset) if scale > 0 else 0.0
         if width > 0:
-            parts.append((str(name), left, width, value))
-        left += max(width, 0.0)
+            parts.append((str(name), offset, width, value))
+        offset += max(width, 0.0)
     return parts

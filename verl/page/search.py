@@ -143,14 +143,14 @@ def _first_excerpt(texts: Sequence[str], text: str) -> list[tuple[str, bool]]:
     return next(filter(None, (excerpt_of(candidate, text) for candidate in texts)), [])
 
 
-def excerpt_of(whole: str, text: str) -> list[tuple[str, bool]]:
-    """The first place of `text` in `whole` with some characters around it: (text, whether it is the searched one)."""
-    match = re.search(re.escape(text), whole, re.IGNORECASE)
+def excerpt_of(text_of_match: str, text: str) -> list[tuple[str, bool]]:
+    """The first place of `text` in `text_of_match` with some characters around it: (text, whether it is the searched one)."""
+    match = re.search(re.escape(text), text_of_match, re.IGNORECASE)
     if match is None:
         return []
     start, end = max(match.start() - _AROUND, 0), match.end() + _AROUND
-    before = ("…" if start else "") + whole[start : match.start()]
-    after = whole[match.end() : end] + ("…" if end < len(whole) else "")
+    before = ("…" if start else "") + text_of_match[start : match.start()]
+    after = text_of_match[match.end() : end] + ("…" if end < len(text_of_match) else "")
     return [(part, is_hit) for part, is_hit in ((before, False), (match.group(), True), (after, False)) if part]
 
 

@@ -44,10 +44,10 @@ def exposition(site: Site, labels: Mapping[str, str]) -> str:
             "seconds_since_step": None if written is None else max(time.time() - written, 0.0),
         }  # fmt: skip
         metrics = {name: series.last for name, series in run.metrics.items()}
-        shown = {"run": key, **labels}
+        params = {"run": key, **labels}
         for name, value in {**metrics, **facts}.items():
             if value is not None:
-                samples.setdefault(name, []).append((shown, value))
+                samples.setdefault(name, []).append((params, value))
     return gauges(samples)
 
 

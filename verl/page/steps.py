@@ -271,8 +271,8 @@ def _diff(full_rows: Sequence[Mapping[str, object]], rows: Sequence[IndexedSampl
         other = min(scored, key=lambda i: rows[i]["score"])
     if one == other or max(one, other) >= len(full_rows):
         return None
-    left, right = diff_words(text_of(full_rows[one], "response"), text_of(full_rows[other], "response"))
-    return {"left": left, "right": right, "a": rows[one], "b": rows[other]}
+    first_words, right = diff_words(text_of(full_rows[one], "response"), text_of(full_rows[other], "response"))
+    return {"left": first_words, "right": right, "a": rows[one], "b": rows[other]}
 
 
 def _elsewhere(at: Place, row: IndexedSample) -> list[sqlite3.Row]:
@@ -340,9 +340,9 @@ def gantt(spans: Sequence[Json], timeline: Json | None) -> Row | None:
     total = timeline["seconds"]
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for span in sorted(spans, key=lambda span: span["start"]):
-        left = 1000 * (span["start"] - start) / total
+        offset = 1000 * (span["start"] - start) / total
         width = max(1000 * span["seconds"] / total, 1.0)
-        rows.setdefault(span["name"], []).append((max(min(left, 999.0), 0.0), min(width, 1000.0), span["seconds"]))
+        rows.setdefault(span["name"], []).append((max(min(offset, 999.0), 0.0), min(width, 1000.0), span["seconds"]))
     roles = {name: role["busy_s"] for name, role in timeline["roles"].items()}
     return {"rows": rows, "roles": roles, "seconds": total, "communication": timeline["communication"]}
 

@@ -144,11 +144,11 @@ def diff_words(one: str, other: str) -> tuple[list[tuple[str, bool]], list[tuple
 
     words = [re.findall(r"\s+|[^\s]+", text[:20_000]) for text in (one, other)]
     matcher = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False)
-    left: list[tuple[str, bool]] = []
+    first_words: list[tuple[str, bool]] = []
     right: list[tuple[str, bool]] = []
     for kind, a, b, c, d in matcher.get_opcodes():
         if b > a:
-            left.append(("".join(words[0][a:b]), kind != "equal"))
+            first_words.append(("".join(words[0][a:b]), kind != "equal"))
         if d > c:
             right.append(("".join(words[1][c:d]), kind != "equal"))
-    return left, right
+    return first_words, right

@@ -113,12 +113,12 @@ class EnginePlan:
                 f"{self.engine} is one service; rank {first.owner} sends it the prompts of {_count(self.ranks, 'rank')}"
             )
         how = f" (tensor parallel {self.sizes.tensor})" if self.sizes.tensor > 1 else ""
-        shown = f"{_count(self.replicas, 'replica')} of {self.engine} on {_count(first.devices, 'device')} each{how}: "
-        shown += _place(first)
-        shown += f" ... {_place(last)}" if last is not first else ""
+        text = f"{_count(self.replicas, 'replica')} of {self.engine} on {_count(first.devices, 'device')} each{how}: "
+        text += _place(first)
+        text += f" ... {_place(last)}" if last is not first else ""
         if self.where == "process":
-            return f"{shown}; each runs in a process of its own, which its first rank starts"
-        return f"{shown}; each runs in the processes of its devices"
+            return f"{text}; each runs in a process of its own, which its first rank starts"
+        return f"{text}; each runs in the processes of its devices"
 
 
 def plan_engine(
@@ -204,8 +204,8 @@ def _asked(sizes: Sizes) -> str:
 def _place(replica: EngineReplica) -> str:
     devices = replica.devices
     is_span = len(devices) > 1 and devices == tuple(range(devices[0], devices[-1] + 1))
-    shown = f"{devices[0]}-{devices[-1]}" if is_span else ", ".join(map(str, devices))
-    return f"device{'s' if len(devices) > 1 else ''} {shown} of node {replica.node}"
+    numbers = f"{devices[0]}-{devices[-1]}" if is_span else ", ".join(map(str, devices))
+    return f"device{'s' if len(devices) > 1 else ''} {numbers} of node {replica.node}"
 
 
 def _count(things: Sequence[object], what: str) -> str:

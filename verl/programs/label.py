@@ -122,12 +122,12 @@ def compared(
     """Preferences from -1 to 1 of all pairs of responses of each prompt, or of the first and the last one; and sentences about
     the judge."""
     pairs_by_prompt = [[(0, len(c.responses) - 1)] if ends_only else _pairs(c) for c in candidates]
-    asked = [
+    requests = [
         (c.question, c.responses[i], c.responses[j])
         for c, pairs in zip(candidates, pairs_by_prompt, strict=True)
         for i, j in pairs
     ]
-    verdicts = compare_pairs(ask, template, asked)
+    verdicts = compare_pairs(ask, template, requests)
     answers = iter(math.nan if v.preference is None else v.preference for v in verdicts)
     shares = {name: f"{value:.3f}" for name, value in verdict_metrics(verdicts).items()}
     lines = [
@@ -155,18 +155,18 @@ def graded(
 def preferences(candidates: Candidates, gaps: Gaps, pairs: str) -> Iterator[dict[str, object]]:
     """Rows for the best and the worst response by their mean gap to the other responses (`best_worst`), for the first and the
     last one (`first_last`), or for every pair with a winner (`all`). Ties and unknown gaps make no row."""
-    known = {pair: gap for pair, gap in gaps.items() if gap == gap}
+    gaps_known = {pair: gap for pair, gap in gaps.items() if gap == gap}
     if pairs == "best_worst":
         totals = [0.0] * len(candidates.responses)
-        for (i, j), gap in known.items():
+        for (i, j), gap in gaps_known.items():
             totals[i] += gap
             totals[j] -= gap
         best, worst = totals.index(max(totals)), totals.index(min(totals))
-        known = {(best, worst): (totals[best] - totals[worst]) / len(totals)}
+        gaps_known = {(best, worst): (totals[best] - totals[worst]) / len(totals)}
     elif pairs == "first_last":
         ends = (0, len(candidates.responses) - 1)
-        known = {ends: known[ends]} if ends in known else {}
-    for (i, j), gap in known.items():
+        gaps_known = {ends: gaps_known[ends]} if ends in gaps_known else {}
+    for (i, j), gap in gaps_known.items():
         if gap:
             yield candidates.row(*((i, j) if gap > 0 else (j, i)), abs(gap))
 

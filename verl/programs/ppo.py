@@ -93,16 +93,16 @@ class PPO(PPOProgram):
         """Compute log-probs and values under the weights that made the samples. Roles on separate devices work at the same
         time: all calls start before the first result is waited for."""
         batch, reference, values, taught = result.batch, None, None, None
-        others = without_experts(batch)
+        columns = without_experts(batch)
         if self.teachers is not None:
             with self.spans("teacher"):
-                taught = self.teachers.start(others)
+                taught = self.teachers.start(columns)
         if self.reference is not None:
             with self.spans("ref"):
-                reference = self.reference.forward(others, {"log_probs": "ref_log_prob"})
+                reference = self.reference.forward(columns, {"log_probs": "ref_log_prob"})
         if self.critic is not None:
             with self.spans("values"):
-                values = self.critic.forward(others, {"values": "values"})
+                values = self.critic.forward(columns, {"values": "values"})
         if self.old_log_probs == "recompute" and self.actor is not None:
             outputs = {"log_probs": "old_log_probs", "entropy": "entropys"}
             outputs |= {"sum_pi_squared": "sum_pi_squared"} if self.needs.sum_pi_squared else {}

@@ -172,8 +172,8 @@ class RewardModelWorker:
                 )
         lengths = [len(prompt) for prompt in _unpadded(batch)[0]]
         return [
-            tuple(span.moved(length) for span in placed_in(own, length))
-            for own, length in zip(media, lengths, strict=True)
+            tuple(span.moved(length) for span in placed_in(images, length))
+            for images, length in zip(media, lengths, strict=True)
         ]
 
     def close(self) -> None:
@@ -189,14 +189,14 @@ class RewardModelWorker:
                 "chat template differs from the policy's. Train it from the policy's model."
             )
         objects = batch.non_tensor_batch
-        of_rows = objects["template_kwargs"] if "template_kwargs" in objects else [None] * len(batch)
+        row_kwargs = objects["template_kwargs"] if "template_kwargs" in objects else [None] * len(batch)
         for messages, kwargs, response in zip(
-            objects["raw_prompt"], of_rows, responses(batch, self.policy_tokenizer), strict=True
+            objects["raw_prompt"], row_kwargs, responses(batch, self.policy_tokenizer), strict=True
         ):
             prefix = answer_prefix(messages, kwargs or {})
-            asked = list(messages) if prefix is None else list(messages[:-1])
+            turns = list(messages) if prefix is None else list(messages[:-1])
             answer = [{"role": "assistant", "content": (prefix or "") + response}]
-            conversation = Example("prompt_completion", asked, answer, template_kwargs=kwargs or {})
+            conversation = Example("prompt_completion", turns, answer, template_kwargs=kwargs or {})
             (sequence,) = self.encoder.encode(conversation, PLACE)
             sequences.append(tuple(sequence.input_ids.tolist()))
         return sequences

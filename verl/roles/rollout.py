@@ -269,12 +269,12 @@ class _Asked(NamedTuple):
     before: Trajectory | None = None
 
 
-def _starting(prompts: DataProto, split: str, count: int, most: int) -> Iterator[_Asked]:
+def _starting(prompts: DataProto, split: str, count: int, limit: int) -> Iterator[_Asked]:
     media = media_of(prompts) or [None] * len(prompts)
-    known = prompts.batch["expected_tokens"].tolist() if "expected_tokens" in prompts.batch else [0.0] * len(prompts)
-    for row, (image, tokens) in enumerate(zip(media, known, strict=True)):
+    expected = prompts.batch["expected_tokens"].tolist() if "expected_tokens" in prompts.batch else [0.0] * len(prompts)
+    for row, (image, tokens) in enumerate(zip(media, expected, strict=True)):
         ids, ordinal = tuple(prompts.non_tensor_batch["prompt_token_ids"][row]), int(prompts.batch["ordinal"][row])
-        request = PromptRequest(ordinal, ids, max_new_tokens=most, media=image, expected_tokens=tokens)
+        request = PromptRequest(ordinal, ids, max_new_tokens=limit, media=image, expected_tokens=tokens)
         yield _Asked(prompts, row, split, count, request)
 
 
@@ -282,8 +282,8 @@ def _resuming(rows: DataProto, limit: int) -> Iterator[_Asked]:
     media, splits = media_of(rows) or [None] * len(rows), _splits(rows)
     for row, before in enumerate(_unfinished(rows)):
         begun, drawn = int(rows.batch["begun_step"][row]), before.num_response_tokens
-        whole, more = (*before.prompt_ids, *before.response_ids), limit - drawn
-        request = PromptRequest(before.ordinal, whole, before.sample, drawn, 1, more, media[row], random_step=begun)
+        sequence, more = (*before.prompt_ids, *before.response_ids), limit - drawn
+        request = PromptRequest(before.ordinal, sequence, before.sample, drawn, 1, more, media[row], random_step=begun)
         yield _Asked(rows, row, splits[row], 1, request, before)
 
 

@@ -140,9 +140,9 @@ def _add_tokenizer(digests: dict[str, str], role: str, model: ModelConfig) -> No
 
     def tokenizer() -> str:
         files = {file for pattern in _TOKENIZER_FILES for file in folder().glob(pattern) if file.is_file()}
-        own = {key: value for key, value in settings().items() if key != _TEMPLATE}
+        recorded = {key: value for key, value in settings().items() if key != _TEMPLATE}
         files.discard(folder() / "tokenizer_config.json")
-        return digest_of_text(digest_of_files(sorted(files)), json.dumps(own, sort_keys=True))
+        return digest_of_text(digest_of_files(sorted(files)), json.dumps(recorded, sort_keys=True))
 
     def template() -> str:
         files = sorted(file for file in folder().glob(f"{_TEMPLATE}*") if file.is_file())

@@ -253,16 +253,16 @@ class Loop:
     def _warn_of_hidden_updates(self, metrics: Mapping[str, float]) -> None:
         """Warn once for each role that loses most of its updates in rounding."""
         for spec in self.roles.specs:
-            shown = metrics.get(f"{spec.name}/visible_update_ratio", 1.0)
+            ratio = metrics.get(f"{spec.name}/visible_update_ratio", 1.0)
             if metrics.get(f"{spec.name}/grad_norm") == 0.0:  # only weight decay moved the weights
                 continue
-            if shown < LEAST_VISIBLE and spec.name not in self._hidden:
+            if ratio < LEAST_VISIBLE and spec.name not in self._hidden:
                 self._hidden.add(spec.name)
                 section = spec.engine_keys[0] if spec.engine_keys else "its engine"
                 log.warning(
                     "Only %.0f%% of the weight updates of the %s survive rounding (%s/visible_update_ratio). "
                     "Set %s.master_rounding=dithered, which acts on bfloat16, or %s.dtype=float32.",
-                    100 * shown, spec.name, spec.name, section, section,
+                    100 * ratio, spec.name, spec.name, section, section,
                 )  # fmt: skip
 
     def validate(self) -> dict[str, float]:

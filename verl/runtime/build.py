@@ -105,13 +105,13 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         "device": context.device,
         "total_steps": context.total_steps,
     }
-    of_fsdp = {"memory_map": spec.memory_map, "freezes_vision_tower": spec.freezes_vision_tower}
+    fsdp_options = {"memory_map": spec.memory_map, "freezes_vision_tower": spec.freezes_vision_tower}
     if mesh is None:
-        engine = TRAIN_ENGINES.get("local")(**settings, **of_fsdp, build=spec.build)
+        engine = TRAIN_ENGINES.get("local")(**settings, **fsdp_options, build=spec.build)
     else:
         if spec.strategy in _FSDP:
-            settings |= of_fsdp
-        elif any(of_fsdp.values()):
+            settings |= fsdp_options
+        elif any(fsdp_options.values()):
             key = "ref.memory_map" if spec.memory_map else "actor.freeze_vision_tower"
             raise ConfigError(
                 f"{full_key(key)}=True works with strategy=fsdp2 on several devices, and the {spec.name} on {mesh.size} "

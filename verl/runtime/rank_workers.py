@@ -103,8 +103,8 @@ def _with_device_names(context: RankContext, comm: Collectives | None) -> RankCo
     plan = context.engine_plan
     if plan.where != "process" or len(plan.replicas[0].ranks) == 1:
         return context
-    own = visible_devices()[context.device.index or 0]
-    return replace(context, device_names=tuple(from_bytes(name) for name in comm.all_gather(to_bytes(own))))
+    device = visible_devices()[context.device.index or 0]
+    return replace(context, device_names=tuple(from_bytes(name) for name in comm.all_gather(to_bytes(device))))
 
 
 def _generation_facts(engine: RolloutEngine) -> dict[str, str]:

@@ -104,16 +104,16 @@ class RoleScaling:
     def _read(self) -> dict[str, int]:
         """The sizes that are asked for, at least the sizes of the placement."""
         try:
-            asked = read_role_sizes(self._folder)
+            sizes = read_role_sizes(self._folder)
         except ConfigError as error:
             log.warning("%s", error)
-            asked = self._asked
-        if asked != self._asked:
-            self._asked, self._num_failures = asked, 0
+            sizes = self._asked
+        if sizes != self._asked:
+            self._asked, self._num_failures = sizes, 0
             for role, size in self._sizes.items():
-                if asked.get(role, size) < size:
-                    log.warning("%s=%d was asked for, but the %d of its placement stay.", role, asked[role], size)
-        return {role: max(size, asked.get(role, 0)) for role, size in self._sizes.items()}
+                if sizes.get(role, size) < size:
+                    log.warning("%s=%d was asked for, but the %d of its placement stay.", role, sizes[role], size)
+        return {role: max(size, sizes.get(role, 0)) for role, size in self._sizes.items()}
 
     def _parts(self, role: str) -> tuple[str, ...]:
         """The roles of a process that is added to `role`."""

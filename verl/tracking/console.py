@@ -169,12 +169,12 @@ class Console:
         """The time to the end of the run by the mean of the recent steps; "" before a step has ended."""
         if not self._recent:
             return ""
-        left = statistics.mean(self._recent) * (self._total - self._done) - (time.monotonic() - self._last_end)
-        return duration(max(left, 0.0))
+        seconds_left = statistics.mean(self._recent) * (self._total - self._done) - (time.monotonic() - self._last_end)
+        return duration(max(seconds_left, 0.0))
 
     def _clock(self) -> str:
-        left = self._left()
-        return duration(time.monotonic() - self._phase_began) + (f" · {left} left" if left else "")
+        seconds_left = self._left()
+        return duration(time.monotonic() - self._phase_began) + (f" · {seconds_left} left" if seconds_left else "")
 
     def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
         """Print one line: the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*`. The line
@@ -237,9 +237,9 @@ class Console:
             self._progress = None
 
 
-def _step_line(step: int, total: int, shown: list[tuple[str, str]]) -> Text:
+def _step_line(step: int, total: int, parts: list[tuple[str, str]]) -> Text:
     line = Text(f"{step:>{len(str(total))}}/{total}", style="bold")
-    for index, (name, value) in enumerate(shown):
+    for index, (name, value) in enumerate(parts):
         if name in _UNITS:
             line.append(f"  {value}{_UNITS[name]}", style="not bold")
         else:

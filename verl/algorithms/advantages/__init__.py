@@ -68,9 +68,9 @@ def requires(name: str) -> set[str]:
     """
     parameters = inspect.signature(ADVANTAGES.get(name)).parameters
     needed = {p.name for p in parameters.values() if p.default is p.empty and p.kind not in _ANY}
-    known = {*COLUMN_ARGUMENTS, *SETTINGS, "config"}
-    for argument in sorted(needed - known):
-        raise _missing(name, argument, known)
+    readable = {*COLUMN_ARGUMENTS, *SETTINGS, "config"}
+    for argument in sorted(needed - readable):
+        raise _missing(name, argument, readable)
     return {_COLUMN_OF.get(argument, argument) for argument in needed.intersection(COLUMN_ARGUMENTS)}
 
 

@@ -122,13 +122,13 @@ def check_template(subject: Subject) -> Iterator[Line]:
     from verl.programs.ppo_data import tokenizer_notices
 
     config = subject.config.data
-    files, most = config.train_files, config.train_max_samples
+    files, max_samples = config.train_files, config.train_max_samples
     if not files:
-        files, most = config.val_files, config.val_max_samples
+        files, max_samples = config.val_files, config.val_max_samples
     if subject.tokenizer is None or subject.data is None or not subject.data.ok or not files:
         yield skip("not checked without usable rows")
         return
-    rows = _load(subject, files, most)
+    rows = _load(subject, files, max_samples)
     row, encoder = rows[0], PromptEncoder(subject.tokenizer, config)
     kwargs = row.get("template_kwargs", {})
     ids = encoder.encode_row(rows.prompt(row), rows.place(0), rows.images(row), kwargs).ids
@@ -150,8 +150,8 @@ def check_reward(subject: Subject) -> Iterator[Line]:
 
     config = subject.config
     if called_manager(config.reward, subject.tokenizer) is None:
-        most = config.actor_rollout_ref.rollout.response_length
-        build_reward_manager(config.reward, max_response_length=most).close()
+        max_tokens = config.actor_rollout_ref.rollout.response_length
+        build_reward_manager(config.reward, max_response_length=max_tokens).close()
     if config.reward.reward_model.enable:
         model = config.reward.reward_model
         examine_reward_model(model)
@@ -181,9 +181,9 @@ def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
     from verl.data.schema import UNSCORED
 
     config = subject.config.data
-    for files, most in ((config.train_files, config.train_max_samples), (config.val_files, config.val_max_samples)):
+    for files, count in ((config.train_files, config.train_max_samples), (config.val_files, config.val_max_samples)):
         if files:
-            rows = _load(subject, files, most)
+            rows = _load(subject, files, count)
             for number in range(len(rows)):
                 row = rows[number]
                 if rows.scored or row["reward_model"] != UNSCORED:
@@ -193,8 +193,8 @@ def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
 def _rows_lines(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Line]:
     sources = ", ".join(f"{source} {count:,}" for source, count in rows.data_sources.most_common(6))
     lengths = f"prompts of {rows.mean_length:.0f} tokens on average, {rows.max_length} at most"
-    shown = f"{rows.num_rows:,} {name} rows ({sources}); {lengths}" if sources else f"no {name} row can be used"
-    yield Line("fail" if rows.num_problems else "pass", shown)
+    line = f"{rows.num_rows:,} {name} rows ({sources}); {lengths}" if sources else f"no {name} row can be used"
+    yield Line("fail" if rows.num_problems else "pass", line)
     yield from unusable_rows(rows.problems, rows.num_more, name)
     if rows.num_overlong and not rows.num_problems:
         effect = "left out" if config.filter_overlong_prompts else f"cut ({config.truncation})"

@@ -59,17 +59,17 @@ def check_sequence_lengths(subject: Subject) -> Iterator[Line]:
     """The longest sequence against the positions of the model."""
     if subject.loaded.schema.name != "ppo":
         total, keys = subject.config.data.max_length, "data.max_length"
-        shown = "no limit of data.max_length" if total is None else f"sequences of at most {total} tokens"
+        limits = "no limit of data.max_length" if total is None else f"sequences of at most {total} tokens"
     else:
         rollout = subject.config.actor_rollout_ref.rollout
         total = rollout.prompt_length + rollout.response_length
         keys = "data.max_prompt_length or data.max_response_length"
-        shown = f"{rollout.prompt_length} prompt + {rollout.response_length} response = {total} tokens"
+        limits = f"{rollout.prompt_length} prompt + {rollout.response_length} response = {total} tokens"
     limit = subject.policy.max_positions if subject.policy else None
     if limit is not None and total is not None and total > limit:
-        yield fail(f"{shown}, but the model holds {limit}; lower {keys}")
+        yield fail(f"{limits}, but the model holds {limit}; lower {keys}")
     else:
-        yield passed(shown + (f", the model holds {limit}" if limit else ""))
+        yield passed(limits + (f", the model holds {limit}" if limit else ""))
 
 
 def _skeleton(model: ModelConfig) -> tuple[Any, ModelShape]:

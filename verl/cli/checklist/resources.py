@@ -224,9 +224,9 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         engine = "actor_rollout_ref.actor.fsdp_config" if subject.loaded.schema.name == "ppo" else "engine"
         keys = f"{keys}, set param_offload=True and optimizer_offload=True of {engine}"
     level: Level = "fail" if total > free else "warn" if total > _TIGHT * free else "pass"
-    shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     fix = f"; lower {keys}, or use a smaller model" if level != "pass" else ""
-    yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({shown}){fix}")
+    yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({listed}){fix}")
     if on_host:
         host = available_memory()
         said = f"{on_host / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by offload"
@@ -276,17 +276,17 @@ def check_disk(subject: Subject) -> Iterator[Line]:
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
     free -= int(config.trainer.min_free_disk_gb * 1e9)
     at_once = num_checkpoints(subject)
-    shown = (
+    line = (
         f"{at_once} checkpoint{'s' if at_once > 1 else ''} of {size / 1e9:.2f} GB, "
         f"{max(0, free) / 1e9:.1f} GB free beyond trainer.min_free_disk_gb"
     )
     if size > free:
-        yield fail(f"{shown}; set trainer.default_local_dir to a larger disk")
+        yield fail(f"{line}; set trainer.default_local_dir to a larger disk")
     elif at_once * size > free:
         key = "trainer.max_actor_ckpt_to_keep" if is_ppo else "trainer.max_ckpt_to_keep"
-        yield warn(f"{shown}; keep fewer ({key}), or set a larger trainer.save_freq")
+        yield warn(f"{line}; keep fewer ({key}), or set a larger trainer.save_freq")
     else:
-        yield passed(shown)
+        yield passed(line)
 
 
 def num_checkpoints(subject: Subject) -> int:

@@ -81,8 +81,8 @@ def _assign(line: str, values: dict[str, str], lists: dict[str, list[str]]) -> b
         return False
     name, more, value = match.groups()
     if value.startswith("("):
-        own = _words(value.strip()[1:-1], values, lists)
-        lists[name] = [*lists.get(name, []), *own] if more else own
+        items = _words(value.strip()[1:-1], values, lists)
+        lists[name] = [*lists.get(name, []), *items] if more else items
         return True
     value = _compute(value, values)
     try:
@@ -105,9 +105,9 @@ def _words(line: str, values: dict[str, str], lists: dict[str, list[str]]) -> li
         return []
     expanded: list[str] = []
     for word in words:
-        whole = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word)
-        if whole:
-            expanded += lists.get(whole[1], [])
+        array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word)
+        if array:
+            expanded += lists.get(array[1], [])
         elif word not in _ARGUMENTS:
             text = _expand(word, values)
             bare = re.fullmatch(r"\$\{?\w+\}?", word) is not None

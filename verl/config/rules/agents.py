@@ -38,8 +38,8 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{ENABLE}=True, but {LOOP}=single_turn_agent: every sample would be a single turn, without tools. Remove the "
             "second, or set it to tool_agent.",
         )
-    own = agent.agent_loop_config_path or c.actor_rollout_ref.model.external_lib
-    if loop not in AGENT_LOOPS and not own:
+    user_loops = agent.agent_loop_config_path or c.actor_rollout_ref.model.external_lib
+    if loop not in AGENT_LOOPS and not user_loops:
         yield error(
             LOOP,
             f"{LOOP}={loop} is not one of {', '.join(AGENT_LOOPS)}. Declare it in "

@@ -313,8 +313,8 @@ def check_rewards(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Reward manager and reward model."""
     reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
     own_function = reward.custom_reward_function.path  # it may ask a service itself
-    own = manager.source != "register" or ":" in manager.name or c.actor_rollout_ref.model.external_lib is not None
-    if not own and manager.name not in REWARD_MANAGERS:
+    is_users = manager.source != "register" or ":" in manager.name or c.actor_rollout_ref.model.external_lib is not None
+    if not is_users and manager.name not in REWARD_MANAGERS:
         yield error(
             "reward.reward_manager.name",
             f"There is no reward manager '{manager.name}'; there are {', '.join(REWARD_MANAGERS)}. For a class of "

@@ -50,10 +50,10 @@ def _check_model(path: str, model: ModelConfig, root: PPOConfig) -> Iterator[Pro
         if fault:
             yield error(key, f"{key}={model.quantization} {fault}.")
     for name, value in (model.override_config or {}).items():
-        most = _MAX_LAYERS if "layer" in name else _MAX_COUNT
-        if isinstance(value, int) and abs(value) > most:
+        limit = _MAX_LAYERS if "layer" in name else _MAX_COUNT
+        if isinstance(value, int) and abs(value) > limit:
             key = f"{path}.override_config"
-            yield error(key, f"{key}.{name}={value} is more than any model has; it is at most {most:,}.")
+            yield error(key, f"{key}.{name}={value} is more than any model has; it is at most {limit:,}.")
 
 
 def _check_optim(path: str, optim: OptimConfig, root: object) -> Iterator[Problem]:
@@ -242,8 +242,8 @@ def _follows_actor(path: str, megatron: MegatronConfig, root: object) -> bool:
     first = "actor_rollout_ref.actor.megatron"
     if path == first or not hasattr(root, "actor_rollout_ref"):
         return False
-    of_actor = value_at(root, first)
-    return bool(of_actor.override_transformer_config == megatron.override_transformer_config)
+    actor_value = value_at(root, first)
+    return bool(actor_value.override_transformer_config == megatron.override_transformer_config)
 
 
 def _check_fsdp(path: str, engine: FSDPConfig, root: object) -> Iterator[Problem]:

@@ -291,10 +291,10 @@ class _Row:
         other = self._render([*self.messages[: turn.message], no_answer], answered=True)
         return turn.whole[: num_common(turn.whole, other)]
 
-    def _difference(self, turn: _Turn, context: list[int], whole: list[int]) -> str:
-        at = num_common(context, whole)
+    def _difference(self, turn: _Turn, context: list[int], rendered: list[int]) -> str:
+        at = num_common(context, rendered)
         in_prompt = repr(self._decode(context[at : at + 1])) if at < len(context) else "the beginning of the answer"
-        written = repr(self._decode(whole[at : at + 1])) if at < len(whole) else "nothing"
+        written = repr(self._decode(rendered[at : at + 1])) if at < len(rendered) else "nothing"
         which = "the completion" if turn.message is None else f"message {turn.message}"
         fix = (
             "End the prompt where a token ends"
@@ -303,8 +303,8 @@ class _Row:
         )
         return (
             f"the tokens of {which} do not follow the prompt that the sampler would be given for it: token {at}, after "
-            f"{self._decode(whole[max(0, at - NUM_TOKENS_SHOWN) : at])!r}, is {written}, but {in_prompt} in the prompt. {fix}, "
-            "or set data.ignore_input_ids_mismatch=True to train on the rendering as it is."
+            f"{self._decode(rendered[max(0, at - NUM_TOKENS_SHOWN) : at])!r}, is {written}, but {in_prompt} in the prompt. "
+            f"{fix}, or set data.ignore_input_ids_mismatch=True to train on the rendering as it is."
         )
 
     def _trained(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:

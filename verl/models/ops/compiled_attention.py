@@ -20,17 +20,17 @@ class CompiledPlan:
         present = [s for s in segments if s.length]
         groups = sorted(_connected(present), key=_cost, reverse=True)
         ordered = [s for group in groups for s in group]
-        known: dict[tuple[int, int], int] = {}
+        numbers: dict[tuple[int, int], int] = {}
         rows, self.packed_rows = [], 0
         indices = []
         for s in ordered:
             ranges = [(s.start, s.length), *([(s.prefix_start, s.prefix_length)] if s.prefix_length else [])]
             for start, length in ranges:
-                if (start, length) not in known:
-                    known[start, length] = len(known)
+                if (start, length) not in numbers:
+                    numbers[start, length] = len(numbers)
                     rows.append((start, length, self.packed_rows))
                     self.packed_rows += -(-length // _PAD) * _PAD
-            own, *prefix = (known[r] for r in ranges)
+            own, *prefix = (numbers[r] for r in ranges)
             indices.append((s.start, s.length, own, prefix[0] if prefix else -1))
         self.longest = max((s.length for s in present), default=0)
         self.longest_seen = max((s.prefix_length + s.length for s in present), default=0)

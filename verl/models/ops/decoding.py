@@ -63,8 +63,8 @@ def attend_decode(
     places = _places(slots, lengths.unsqueeze(1), store)[:, 0]
     q = by_torch(write_kv)(qkv, cos, sin, q_norm, k_norm, eps, store, places)
     queries = q.unflatten(1, (store.shape[2], -1)).unsqueeze(1)
-    own, own_lse = _attended(queries, store, slots._replace(lengths=lengths + 1), window, scale)
-    out, lse = own.flatten(1, 3), own_lse.flatten(1)
+    token, own_lse = _attended(queries, store, slots._replace(lengths=lengths + 1), window, scale)
+    out, lse = token.flatten(1, 3), own_lse.flatten(1)
     if prompt_store is None:
         return out
     assert prompt_starts is not None

@@ -71,13 +71,13 @@ def _on_gpu(by_torch: Callable[..., object], by_triton: str) -> Callable[..., ob
     """The kernel until it fails, and then torch. Raises OutOfMemoryError, and errors while a CUDA graph is captured."""
     has_failed = False
 
-    def call(first: torch.Tensor, *others: object) -> object:
+    def call(first: torch.Tensor, *arguments: object) -> object:
         nonlocal has_failed
         if has_failed or first.dtype == torch.float64 or not has_triton():
-            return by_torch(first, *others)
+            return by_torch(first, *arguments)
         try:
             with torch.cuda.device_of(first):
-                return load(by_triton)(first, *others)
+                return load(by_triton)(first, *arguments)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler fails in many ways, and none of them may cost the run
@@ -85,7 +85,7 @@ def _on_gpu(by_torch: Callable[..., object], by_triton: str) -> Callable[..., ob
                 raise  # the capture has failed, and the compiler works
             log.warning("%s runs without its compiler (%s: %s)", by_triton, type(error).__name__, str(error)[:200])
             has_failed = True
-        return by_torch(first, *others)
+        return by_torch(first, *arguments)
 
     return call
 

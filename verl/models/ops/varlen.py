@@ -212,8 +212,8 @@ class VarlenPlan:
             sums = [tail + length for tail, length in zip(tails, lengths, strict=True)]
             self.causal = spans_of(lengths, sums, device)._replace(window=window)
             ends = [(s.prefix_start + s.prefix_length - tail, tail) for s, tail in zip(segments, tails, strict=True)]
-            own = [(s.start, s.length) for s in segments]
-            self.gathered = _tokens((part for pair in zip(ends, own, strict=True) for part in pair), device)
+            spans_of_rows = [(s.start, s.length) for s in segments]
+            self.gathered = _tokens((part for pair in zip(ends, spans_of_rows, strict=True) for part in pair), device)
         if self.has_prefixes:
             self.bridge = spans_of([r.length for r in runs], [r.prefix_length for r in runs], device)
             self.queries = _tokens(((r.start, r.length) for r in runs), device)
@@ -253,8 +253,8 @@ class _VarlenParts(torch.autograd.Function):
         keys, values = (k, v) if plan.gathered is None else (k[plan.gathered], v[plan.gathered])
         out, lse = kernel.forward(q, keys, values, plan.causal, True, scale)
         if plan.has_prefixes:
-            here, there = plan.queries, plan.keys
-            part, part_lse = kernel.forward(q[here], k[there], v[there], plan.bridge, False, scale)
+            here, keys_at = plan.queries, plan.keys
+            part, part_lse = kernel.forward(q[here], k[keys_at], v[keys_at], plan.bridge, False, scale)
             out, lse = _merged(out, lse, part, part_lse, here)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
@@ -270,11 +270,11 @@ class _VarlenParts(torch.autograd.Function):
         if plan.gathered is not None:
             dk, dv = (_summed_at(plan.gathered, part, len(k)) for part in (dk, dv))
         if plan.has_prefixes:
-            here, there = plan.queries, plan.keys
-            inputs = (grad[here], q[here], k[there], v[there], out[here], lse[:, here])
+            here, keys_at = plan.queries, plan.keys
+            inputs = (grad[here], q[here], k[keys_at], v[keys_at], out[here], lse[:, here])
             part_q, part_k, part_v = backward(*inputs, plan.bridge, False, scale)
-            for whole, where, part in ((dq, here, part_q), (dk, there, part_k), (dv, there, part_v)):
-                write_at(whole, 0, where, whole[where] + part)
+            for total, where, part in ((dq, here, part_q), (dk, keys_at, part_k), (dv, keys_at, part_v)):
+                write_at(total, 0, where, total[where] + part)
         return dq, dk, dv, None, None, None
 
 

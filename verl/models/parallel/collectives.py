@@ -84,17 +84,17 @@ def gather_rows_with_grad(x: torch.Tensor, sizes: Sequence[int], group: Group) -
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
     """All ranks' rows `x` [sizes[rank], ...], in rank order. Rows are padded on the way if ranks have unequal counts."""
-    most = max(sizes)
-    if group.size() == 1 or most == 0:
+    num_padded = max(sizes)
+    if group.size() == 1 or num_padded == 0:
         return x
     mine = x.contiguous()
-    if len(mine) < most:
-        mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
-    everything = mine.new_empty(most * len(sizes), *mine.shape[1:])
+    if len(mine) < num_padded:
+        mine = torch.cat([mine, mine.new_zeros(num_padded - len(mine), *mine.shape[1:])])
+    everything = mine.new_empty(num_padded * len(sizes), *mine.shape[1:])
     gather_into(everything, mine, group=group)
     if len(set(sizes)) == 1:
         return everything
-    return torch.cat([everything.narrow(0, most * rank, size) for rank, size in enumerate(sizes)])
+    return torch.cat([everything.narrow(0, num_padded * rank, size) for rank, size in enumerate(sizes)])
 
 
 class _Exchange(torch.autograd.Function):

@@ -25,12 +25,12 @@ class _OwnExperts(nn.Module):
     gate_up_proj: nn.Parameter  # [experts here, 2 * intermediate, hidden]
     down_proj: nn.Parameter  # [experts here, hidden, intermediate]
 
-    def __init__(self, whole: Any, group: dist.ProcessGroup):
+    def __init__(self, experts: Any, group: dist.ProcessGroup):
         super().__init__()
-        self.group, self.act_fn = group, whole.act_fn
-        self.first, self.num_local = own_range(whole.gate_up_proj.shape[0], group)
+        self.group, self.act_fn = group, experts.act_fn
+        self.first, self.num_local = own_range(experts.gate_up_proj.shape[0], group)
         for name in ("gate_up_proj", "down_proj"):
-            parameter = getattr(whole, name)
+            parameter = getattr(experts, name)
             part = parameter.detach().narrow(0, self.first, self.num_local).contiguous()
             self.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
@@ -107,9 +107,9 @@ def check_experts(config: PreTrainedConfig, size: int) -> None:
     config = config.get_text_config()
     if size == 1:
         return
-    if config.model_type not in (known := families_with("experts")):
+    if config.model_type not in (families := families_with("experts")):
         raise ConfigError(
-            f"expert_parallel_size={size} is for mixture-of-experts models ({', '.join(known)}), not for "
+            f"expert_parallel_size={size} is for mixture-of-experts models ({', '.join(families)}), not for "
             f"{config.model_type}; set it to 1."
         )
     experts = getattr(config, "num_local_experts", None) or config.num_experts

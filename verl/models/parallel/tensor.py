@@ -39,9 +39,9 @@ def check_divisible(config: PreTrainedConfig, size: int) -> None:
     config = config.get_text_config()
     if size == 1:
         return
-    if config.model_type not in (known := families_with("tensor")):
+    if config.model_type not in (families := families_with("tensor")):
         raise ConfigError(
-            f"Tensor parallelism knows {', '.join(known)}, not {config.model_type}. Set tensor_parallel_size=1 and "
+            f"Tensor parallelism knows {', '.join(families)}, not {config.model_type}. Set tensor_parallel_size=1 and "
             "shard only with FSDP."
         )
     heads = config.num_attention_heads

@@ -93,18 +93,18 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
     return RewardFunctionSpec(None, kwargs=sandbox, batched=batched)
 
 
-def _served(config: RewardConfig, spec: RewardFunctionSpec, asked: set[str]) -> RewardFunctionSpec:
-    """A function that asks the service of the reward model itself by the arguments `asked`. Raises ConfigError without one."""
+def _served(config: RewardConfig, spec: RewardFunctionSpec, names: set[str]) -> RewardFunctionSpec:
+    """A function that asks the service of the reward model itself by the arguments `names`. Raises ConfigError without one."""
     model = config.reward_model
     if not engine_facts(model.rollout.name).asks_service or not config.network:
         raise ConfigError(
-            f"The reward function {spec.label} has the parameter {min(asked)}: it asks a service of the reward model itself. "
+            f"The reward function {spec.label} has the parameter {min(names)}: it asks a service of the reward model itself. "
             f"Set reward.reward_model.rollout.name={SERVICE_ROLLOUT}, reward.reward_model.rollout.service.url to its address, "
             "and reward.network=True."
         )
     address = model.rollout.service.url.rstrip("/").removesuffix("/v1").partition("://")[2]
-    kwargs = {**spec.kwargs, **({"reward_router_address": address} if "reward_router_address" in asked else {})}
-    return replace(spec, kwargs=kwargs, tokenizer=model.model_path if "reward_model_tokenizer" in asked else None)
+    kwargs = {**spec.kwargs, **({"reward_router_address": address} if "reward_router_address" in names else {})}
+    return replace(spec, kwargs=kwargs, tokenizer=model.model_path if "reward_model_tokenizer" in names else None)
 
 
 def asks_service(config: RewardConfig) -> bool:

@@ -234,13 +234,13 @@ class Sandbox:
         """Processor seconds of all processes so far."""
         return cpu_seconds(self._processes())
 
-    def _processes(self, most: float = math.inf) -> list[str]:
+    def _processes(self, limit: float = math.inf) -> list[str]:
         """Folders in /proc of the processes below ours; a namespace lists its own, since a walk falls behind a fork bomb."""
         if self.has_namespaces and self._first:
             proc = os.path.join("/proc", str(self._first), "root", "proc")
             with contextlib.suppress(OSError):
                 return [f"{proc}/{name}" for name in os.listdir(proc) if name.isdigit()]
-        return [f"/proc/{pid}" for pid in descendants(self.pid, most)]
+        return [f"/proc/{pid}" for pid in descendants(self.pid, limit)]
 
     def excess(self, used_s: float) -> str | None:
         """The limit that the scorer exceeds since its processes had used `used_s` seconds, as a sentence, or None."""

@@ -23,12 +23,12 @@ from verl.parallel.child_processes import END_TIMEOUT_S, prctl
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def descendants(pid: int, most: float = math.inf) -> list[int]:
+def descendants(pid: int, limit: float = math.inf) -> list[int]:
     """Ids of the processes below `pid`, parents first; one that starts or ends meanwhile may be missing. Counting stops past
-    `most`, because a fork bomb may grow faster than it is counted."""
+    `limit`, because a fork bomb may grow faster than it is counted."""
     pids: list[int] = []
     waiting = [pid]
-    while waiting and len(pids) <= most:
+    while waiting and len(pids) <= limit:
         children = _children(waiting.pop())
         pids += children
         waiting += children
@@ -174,7 +174,7 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def _program(architecture: int, refused: Iterable[int], of_namespaces: Iterable[int]) -> bytes:
+def _program(architecture: int, refused: Iterable[int], namespace_calls: Iterable[int]) -> bytes:
     """The filter in classic BPF: (operation, jump if true, jump if false, operand)."""
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     number_at, architecture_at, first_argument_at = 0, 4, 16
@@ -192,7 +192,7 @@ def _program(architecture: int, refused: Iterable[int], of_namespaces: Iterable[
     ]
     for call in refused:
         code += [(equal, 0, 1, call), refuse(errno.EACCES)]
-    for call in of_namespaces:
+    for call in namespace_calls:
         code += [(equal, 0, 4, call), (load, 0, 0, first_argument_at), (any_bit, 0, 1, _CLONE_NEWUSER)]
         code += [refuse(errno.EPERM), allow]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in [*code, allow])

@@ -96,11 +96,11 @@ def is_stored(segment: SegmentRecord) -> bool:
 
 
 def rows_of_stored(
-    step: int, segments: Iterable[SegmentRecord], known: Mapping[Key, int], attempts: Mapping[int, int]
+    step: int, segments: Iterable[SegmentRecord], counts: Mapping[Key, int], attempts: Mapping[int, int]
 ) -> Iterator[tuple[object, ...]]:
-    """Rows of the segments that are stored, behind the `known` tokens of their samples."""
+    """Rows of the segments that are stored, behind the `counts` tokens of their samples."""
     for key, parts in by_sample(segments):
-        first = known.get(key, 0)
+        first = counts.get(key, 0)
         for segment in parts:
             if is_stored(segment):
                 arrays = segment.tokens, segment.log_probs

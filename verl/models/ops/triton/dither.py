@@ -15,12 +15,12 @@ _BLOCK = 2048
 
 
 def launch_dither(
-    master: torch.Tensor, target: torch.Tensor, phase: int, whole: Sequence[int], first: Sequence[int]
+    master: torch.Tensor, target: torch.Tensor, phase: int, shape: Sequence[int], first: Sequence[int]
 ) -> None:
     """See verl.models.rounding."""
     bits, out = master.view(-1).view(torch.int32), target.view(-1).view(torch.int16)
     a, b = tiles(master.device, 0)
-    region = Region(tuple(whole), tuple(first))
+    region = Region(tuple(shape), tuple(first))
     for at, rows, columns, start, stride in chunks(tuple(master.shape), region, _CHUNK):
         count = rows * columns
         in_a, in_b = ((start + phase) % length for length in TILE_LENGTHS)
