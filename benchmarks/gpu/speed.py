@@ -10,8 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,24 +26,20 @@ from gpu.results import ROOT, Results, report_device
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as in a deterministic run; read when CUDA starts
 
 import torch
-import torch._dynamo
 from gpu import sizes
 
 from verl.config import OptimConfig, RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.samples import SamplingParams
-from verl.models import forward
 from verl.models.lora import LoRASpec, add_adapters
 from verl.models.ops.varlen import FLASH
 from verl.models.optim import MasterOptimizer
-from verl.models.packed import PackedLayout
 from verl.parallel.device import give_back_cache
 from verl.reshard.delivery import Delivery
 from verl.rollout.native.cuda.backend import DeviceBackend
 from verl.rollout.native.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
 
-torch._dynamo.config.recompile_limit = 64  # above it, parts of the later models would silently run eagerly
 DEVICE = report_device()
 ON_GPU = DEVICE.type == "cuda"
 HALF = torch.bfloat16 if ON_GPU else torch.float32
@@ -238,25 +233,8 @@ def profile(chosen: tuple[str, ...], results: Results) -> None:
             free, total = torch.cuda.mem_get_info()
             share = free / (total - torch.cuda.memory_allocated())
             bench.note(f"{size}, memory besides weights and optimizer that another process can take", 100 * share, "%")
-        for compiled in (False, True):
-            name = f"{size}, modules of transformers" + (", compiled by layer" if compiled else "")
-            with _own_modules(bench.module, compiled):
-                bench.section(name, partial(_profile, bench, name, work))
         del bench, work, optimizer
         give_back_cache(DEVICE)
-
-
-@contextmanager
-def _own_modules(module: Any, compiled: bool) -> Iterator[None]:
-    """Inside, the family's own forward computes `module`; `compiled`: each layer by torch.compile, attention outside of it."""
-    layers, attend = module.get_decoder().layers, PackedLayout.attend
-    with mock.patch.multiple(forward, _STRAIGHT_DEVICES=(), _FUSED_DEVICES=()), ExitStack() as stack:
-        if compiled:
-            stack.enter_context(mock.patch.object(PackedLayout, "attend", torch.compiler.disable(attend)))
-            for layer in layers:
-                layer.compile(dynamic=True, backend="inductor" if ON_GPU else "eager")
-                stack.callback(setattr, layer, "_compiled_call_impl", None)
-        yield
 
 
 def _profile(bench: sizes.Bench, name: str, work: Any) -> None:

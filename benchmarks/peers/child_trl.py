@@ -35,19 +35,12 @@ WITHOUT_LINE_END = "{{% set chat %}}{}{{% endset %}}{{{{ chat if add_generation_
 def common_settings(work: dict[str, Any], rows_per_step: int, micro_batch: int, folder: str) -> dict[str, Any]:
     """Settings of every trainer: one optimizer update for the rows of a step. Everything else is TRL's default."""
     return {
-        "output_dir": folder,
-        "use_cpu": work.get("device", "cpu") == "cpu",
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": max(1, rows_per_step // micro_batch),
-        "learning_rate": work["learning_rate"],
-        "lr_scheduler_type": "constant",
-        "max_steps": work["num_steps"],
+        "output_dir": folder, "use_cpu": work.get("device", "cpu") == "cpu",
+        "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": max(1, rows_per_step // micro_batch),
+        "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant", "max_steps": work["num_steps"],
         "bf16": work["dtype"] == "bfloat16",  # TRL computes under bfloat16 autocast by default
-        "model_init_kwargs": {"dtype": work["dtype"]},
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+        "model_init_kwargs": {"dtype": work["dtype"]}, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
 
 
 class Gate(TrainerCallback):
@@ -102,12 +95,9 @@ class GRPOSide:
             processor = AutoProcessor.from_pretrained(work.model, padding_side="left")
             processor.chat_template = processor.tokenizer.chat_template = PLAIN_TEMPLATE
         own = {
-            "num_generations": work.num_samples,
-            "max_completion_length": work.response_tokens,
-            "temperature": work.temperature,
-            "shuffle_dataset": False,
-            "seed": work.seed,
-        }
+            "num_generations": work.num_samples, "max_completion_length": work.response_tokens,
+            "temperature": work.temperature, "shuffle_dataset": False, "seed": work.seed,
+        }  # fmt: skip
         return trl.GRPOTrainer(
             model=work.model,
             reward_funcs=self._reward,
@@ -122,15 +112,11 @@ class GRPOSide:
     def take(self, step_s: float) -> dict[str, Any]:
         """The measurements of the step that has just ended."""
         return {
-            "generate_s": self.seconds["generate_s"],
-            "train_s": step_s - self.seconds["collect_s"],
-            "weight_change": self.probe.change(),
-            "prompts": digest(self.prompts[:: self.work.num_samples]),
-            "num_sequences": len(self.prompts),
-            "reward": sum(self.rewards) / len(self.rewards),
-            "shortest": min(self.lengths),
-            "longest": max(self.lengths),
-        }
+            "generate_s": self.seconds["generate_s"], "train_s": step_s - self.seconds["collect_s"],
+            "weight_change": self.probe.change(), "prompts": digest(self.prompts[:: self.work.num_samples]),
+            "num_sequences": len(self.prompts), "reward": sum(self.rewards) / len(self.rewards),
+            "shortest": min(self.lengths), "longest": max(self.lengths),
+        }  # fmt: skip
 
     def _clocked(
         self, name: str, function: Callable[..., Any], note: Callable[[Any], None] = lambda _: None
@@ -205,13 +191,11 @@ def facts(trainer: Any) -> dict[str, Any]:
     """Versions and settings that the report names."""
     args = trainer.args
     return {
-        "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
-        "num_threads": torch.get_num_threads(),
+        "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)}, "optimizer": str(args.optim),
         "parameter_dtype": str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
-        "micro_batch": args.per_device_train_batch_size,
-        "optimizer": str(args.optim),
+        "num_threads": torch.get_num_threads(), "micro_batch": args.per_device_train_batch_size,
         **{name: getattr(args, name) for name in FACTS if hasattr(args, name)},
-    }
+    }  # fmt: skip
 
 
 def train(channel: Channel, work: dict[str, Any], **settings: Any) -> None:

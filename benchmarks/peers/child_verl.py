@@ -16,6 +16,7 @@ class VerlChild:
     """Commands of the parent, by name. torch is imported by the first of them, inside the verb."""
 
     side: Any = None  # made by `build`
+    sent: list[int] = []  # bytes to other processes, in a step
 
     def nothing(self) -> dict[str, Any]:
         """Cost of the process before it has a model."""
@@ -42,17 +43,29 @@ class VerlChild:
         self.side = RLTrainer(load_config(overrides, config_name=config)).__enter__()
         return {"package": verl.__path__[0]}
 
+    def build_ranks(self, config: str, overrides: list[str], program: str) -> None:
+        """A run of a shipped config as a rank of several, with a count of the bytes that it sends."""
+        from verl.config import SCHEMAS, load_config
+        from verl.parallel.traffic import TRAFFIC
+        from verl.run.host import SteppedRun
+
+        loaded = load_config(overrides, config_name=config, schema=SCHEMAS[program])
+        self.side, add = SteppedRun(loaded, program), TRAFFIC.add
+        TRAFFIC.add = lambda seconds, num_bytes: (self.sent.append(num_bytes), add(seconds, num_bytes))[1]
+
     def step(self) -> dict[str, Any]:
         return self.side.step()
 
     def step_of_run(self) -> dict[str, Any]:
-        start = time.perf_counter()
+        self.sent, start = [], time.perf_counter()
         metrics = self.side.step()
+        seconds = time.perf_counter() - start
         return {
-            "step_s": time.perf_counter() - start,
-            "generation_s": metrics["timing_s/gen"],
-            "update_s": metrics["timing_s/update_actor"],
-            "response_tokens": metrics["response_length/mean"],
+            "step_s": seconds,
+            "generation_s": metrics.get("timing_s/gen"),
+            "update_s": metrics.get("timing_s/update_actor", seconds),
+            "response_tokens": metrics.get("response_length/mean", 0.0),
+            "sent_bytes": sum(self.sent),
         }
 
     def log_prob_gap(self) -> dict[str, Any]:
@@ -69,7 +82,7 @@ class VerlChild:
 
 def main(arguments: list[str]) -> int:
     child = VerlChild()
-    names = ("nothing", "build", "build_run", "step", "step_of_run", "log_prob_gap", "generate")
+    names = ("nothing", "build", "build_run", "build_ranks", "step", "step_of_run", "log_prob_gap", "generate")
     serve({name: getattr(child, name) for name in names})
     return 0
 

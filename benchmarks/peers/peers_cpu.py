@@ -111,17 +111,11 @@ def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:
     from verl.models.load import load_tokenizer
 
     count = num_steps * options.prompts
+    prompts = make_prompts(load_tokenizer(model), count=count, num_tokens=options.prompt_tokens, seed=17)
     return Workload(
-        model=str(model),
-        dtype=options.dtype,
-        num_prompts=options.prompts,
-        num_samples=options.samples,
-        prompt_tokens=options.prompt_tokens,
-        response_tokens=options.response_tokens,
-        num_steps=num_steps,
-        learning_rate=options.learning_rate,
-        prompts=make_prompts(load_tokenizer(model), count=count, num_tokens=options.prompt_tokens, seed=17),
-    )
+        str(model), options.dtype, options.prompts, options.samples, options.prompt_tokens, options.response_tokens,
+        num_steps=num_steps, learning_rate=options.learning_rate, prompts=prompts,
+    )  # fmt: skip
 
 
 def start_verl(stack: ExitStack, work: Workload, logs: Path, limit_s: float, overrides: list[str]) -> Peer:

@@ -26,18 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer, in_turns
 from peer_env import ensure
-from peers_cpu import (
-    MALLOC,
-    OURS,
-    TRLForm,
-    Unequal,
-    add_run_options,
-    add_trl_options,
-    model_of,
-    peak_bytes,
-    shares,
-    start_trl,
-)
+
+from peers_cpu import MALLOC, OURS, TRLForm, Unequal, add_run_options, add_trl_options  # isort: skip
+from peers_cpu import model_of, peak_bytes, shares, start_trl  # isort: skip
 from report import Report, gigabytes, number, ratio, series_of
 from workload import draw_pictures, make_prompts
 
@@ -124,12 +115,9 @@ def fill(report: Report, steps: dict[str, list[dict[str, Any]]], idle: dict[str,
     report.tables.append((["side", "tokens/s", f"{OURS} is", "losses", "peak memory"], rows))
     report.results = {
         "tokens_per_s": {name: series.to_json() for name, series in speed.items()},
-        "times_faster": {name: times for name, times in faster.items() if name != OURS},
-        "losses": losses,
-        "loss_gaps": check_equal(steps),
-        "peak_rss_bytes": peaks,
-        "idle_processor_share": idle,
-    }
+        "times_faster": {name: times for name, times in faster.items() if name != OURS}, "losses": losses,
+        "loss_gaps": check_equal(steps), "peak_rss_bytes": peaks, "idle_processor_share": idle,
+    }  # fmt: skip
     report.notes.append("Processor time while another side computed, share of one core: " + shares(idle) + ".")
 
 

@@ -30,31 +30,21 @@ _PROGRAMS = {"SFT": "sft", "DPO": "preference"}
 def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> list[str]:
     """The command line of `verl train` for this work, sized as the shipped recipe for this model is."""
     group = "actor_rollout_ref"
+    actor, rollout = f"{group}.actor", f"{group}.rollout"
     settings = {
-        "algorithm.adv_estimator": "grpo",
-        f"{group}.model.path": work.model,
+        "algorithm.adv_estimator": "grpo", f"{group}.model.path": work.model,
         f"{group}.model.custom_chat_template": "null" if work.answers else folder / TEMPLATE_FILE,
-        f"{group}.model.enable_gradient_checkpointing": False,
-        f"{group}.actor.fsdp_config.dtype": work.dtype,
-        f"{group}.actor.ppo_mini_batch_size": work.num_prompts,
-        f"{group}.actor.use_dynamic_bsz": True,
-        f"{group}.actor.ppo_max_token_len_per_gpu": 2048,
-        f"{group}.actor.optim.lr": work.learning_rate,
-        f"{group}.actor.optim.weight_decay": 0.0,
-        f"{group}.rollout.n": work.num_samples,
-        f"{group}.rollout.temperature": work.temperature,
-        f"{group}.rollout.ignore_eos": not work.answers,
-        "data.train_files": folder / PROMPTS_FILE,
-        "data.val_files": "[]",
-        "data.shuffle": False,
-        "data.train_batch_size": work.num_prompts,
+        f"{group}.model.enable_gradient_checkpointing": False, f"{actor}.fsdp_config.dtype": work.dtype,
+        f"{actor}.ppo_mini_batch_size": work.num_prompts, f"{actor}.use_dynamic_bsz": True,
+        f"{actor}.ppo_max_token_len_per_gpu": 2048, f"{actor}.optim.lr": work.learning_rate,
+        f"{actor}.optim.weight_decay": 0.0, f"{rollout}.n": work.num_samples,
+        f"{rollout}.temperature": work.temperature, f"{rollout}.ignore_eos": not work.answers,
+        "data.train_files": folder / PROMPTS_FILE, "data.val_files": "[]", "data.shuffle": False,
+        "data.train_batch_size": work.num_prompts, "data.max_response_length": work.response_tokens,
         "data.max_prompt_length": work.prompt_tokens + (MAX_IMAGE_TOKENS if work.images else 0),
-        "data.max_response_length": work.response_tokens,
-        "reward.custom_reward_function.path": Path(__file__).with_name("workload.py"),
-        "reward.num_workers": 1,
-        "trainer.device": work.device,
-        "trainer.total_training_steps": work.num_steps,
-    }
+        "reward.custom_reward_function.path": Path(__file__).with_name("workload.py"), "reward.num_workers": 1,
+        "trainer.device": work.device, "trainer.total_training_steps": work.num_steps,
+    }  # fmt: skip
     mine = [f"{key}={value}" for key, value in settings.items() if not any(e.startswith(f"{key}=") for e in extra)]
     return [*mine, *extra]
 
@@ -121,16 +111,12 @@ class VerlSide(Side):
         columns, first = batch.batch, range(0, len(batch), self.work.num_samples)
         lengths = columns["response_mask"].sum(dim=1)
         return {
-            "step_s": seconds,
-            "generate_s": spans["gen"],
-            "train_s": spans["update_actor"] + spans["update_weights"],
-            "weight_change": self.probe.change(),
+            "step_s": seconds, "generate_s": spans["gen"], "train_s": spans["update_actor"] + spans["update_weights"],
+            "weight_change": self.probe.change(), "num_sequences": len(batch),
             "prompts": digest([columns["prompts"][i][columns["prompt_mask"][i]].tolist() for i in first]),
-            "num_sequences": len(batch),
             "reward": float(columns["token_level_scores"].sum(dim=1).mean()),
-            "shortest": int(lengths.min()),
-            "longest": int(lengths.max()),
-        }
+            "shortest": int(lengths.min()), "longest": int(lengths.max()),
+        }  # fmt: skip
 
     def log_prob_gap(self) -> float:
         """The largest difference between a sampled log-prob and the training forward's on the same token, over one
@@ -170,17 +156,11 @@ class RowsSide(Side):
 
     def __init__(self, work: dict[str, Any], folder: Path, extra: Sequence[str] = ()):
         settings = {
-            "model.path": work["model"],
-            "model.enable_gradient_checkpointing": False,
-            "engine.dtype": work["dtype"],
-            "data.train_files": work["file"],
-            "data.train_batch_size": work["rows_per_step"],
-            "data.max_token_len_per_gpu": 2048,
-            "data.shuffle": False,
-            "optim.lr": work["learning_rate"],
-            "trainer.device": "cpu",
+            "model.path": work["model"], "model.enable_gradient_checkpointing": False, "engine.dtype": work["dtype"],
+            "data.train_files": work["file"], "data.train_batch_size": work["rows_per_step"], "data.shuffle": False,
+            "data.max_token_len_per_gpu": 2048, "optim.lr": work["learning_rate"], "trainer.device": "cpu",
             "trainer.total_training_steps": work["num_steps"],
-        }
+        }  # fmt: skip
         name = _PROGRAMS[work["trainer"]]
         kind: Any = api.PROGRAMS.get(name)
         overrides = [*(f"{key}={value}" for key, value in settings.items()), *extra]

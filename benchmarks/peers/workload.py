@@ -46,9 +46,7 @@ class Workload:
     prompts: tuple[str, ...] = field(default=(), repr=False)  # num_steps * num_prompts texts
     device: str = "cpu"
     images: tuple[str, ...] = field(default=(), repr=False)  # data URL of the picture in front of each prompt, or none
-    answers: tuple[str, ...] = field(
-        default=(), repr=False
-    )  # to prompts that are questions in chat form; replies end then
+    answers: tuple[str, ...] = field(default=(), repr=False)  # to questions in chat form; replies end then
 
     @property
     def num_sequences(self) -> int:

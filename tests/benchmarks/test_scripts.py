@@ -11,6 +11,7 @@ import peers_cpu
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
+import ranks_cpu
 import rollout_cpu
 import sft_cpu
 import torch
@@ -108,3 +109,18 @@ def test_learning_cpu(tiny_llama, tmp_path):
         assert report.results["seed 1"]["reached_s"][side] > 0
     assert compute_score("", "6 or 7", "7") == 1.0
     assert compute_score("", "7 or 6", "7") == 0.0
+
+
+@pytest.mark.slow
+def test_ranks_cpu(tiny_llama, tmp_path):
+    messages = [[{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n)}] for n in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in messages))
+    files = [f"data.{kind}_files={tmp_path / 'rows.jsonl'}" for kind in ("train", "val")]
+    keys = ["--set", f"model.path={tiny_llama}", "data.train_batch_size=4", *files]
+    report = ranks_cpu.main(["--config", "sft_smollm2", "--rounds", "1", *keys, "--json", str(tmp_path / "r.json")])
+    assert (
+        report.facts["bytes that a process sends in a step"][1]
+        == 0
+        < report.facts["bytes that a process sends in a step"][0]
+    )
+    assert len(saved(tmp_path)["results"]["step_s"]["ratios"]) == 2

@@ -21,8 +21,8 @@ MAX_LINES = {
     "clusters": 2_512,
     "agents": 5_802,
     "tasks": 1_001,
-    "tests": 83_093,
-    "benchmarks": 5_997,
+    "tests": 83_109,
+    "benchmarks": 5_994,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9

@@ -1,0 +1,125 @@
+"""A step of one process of two threads against two processes of one thread each, in turns on the same work, on a CPU.
+
+    python benchmarks/peers/ranks_cpu.py                                         # GRPO, the main job, float32
+    python benchmarks/peers/ranks_cpu.py --config sft_smollm2 --dtype bfloat16   # fine-tuning
+
+Processes of a side take their step together; the slowest one's time counts, and the sum of processor times. A process can be 5%
+slower than an equal one for as long as it lives. So sides start several times, in changing order, and the standard error is
+of the starts. Rounds whose samples have another mean length are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from peer import Peer, in_turns
+from report import Report, number, series_of
+
+PROGRAMS = {"grpo_smollm2": ("ppo", "actor_rollout_ref.actor.fsdp_config"), "sft_smollm2": ("sft", "engine")}
+SIDES = ("two processes", "one process")
+LIMIT_S = 900.0
+
+
+class Ranks:
+    """`count` processes that are asked as one. They build a run by `command`, and end before its last step, which validates."""
+
+    def __init__(
+        self, name: str, count: int, folder: Path, rounds: int, command: str, overrides: list[str], **run: Any
+    ):
+        from verl.parallel.collectives import free_port
+
+        keys = ["test_freq=-1", "save_freq=-1", "val_before_train=False", "resume_mode=disable", "logger=[file]"]
+        keys += [f"total_training_steps={rounds + 2}", f"default_local_dir={folder / name}", f"n_gpus_per_node={count}"]
+        shared = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive", "VERL_PAGE": "0"}
+        self.name, self.pool, self.peers, python = name, ThreadPoolExecutor(count), [], run.pop("python", None)
+        if count > 1:
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            shared |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count), **address}
+        for rank in range(count):
+            environment = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})
+            log = folder / f"{name} {rank}.log"
+            self.peers.append(Peer(name, "child_verl.py", log=log, python=python, environment=environment))
+        trainer = [f"trainer.{key}" for key in keys]
+        self.facts = self.ask(command, LIMIT_S, overrides=[*trainer, *overrides], **run)
+
+    def ask(self, command: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+        """The answers of the processes as one."""
+        answers = list(self.pool.map(lambda peer: peer.ask(command, limit_s, **arguments), self.peers))
+        times = {name: max(a.get(name) or 0.0 for a in answers) for name in ("step_s", "update_s")}
+        return {**answers[0], **times, "processor_s": sum(a["cpu_s"] - a["cpu_before_s"] for a in answers)}
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+
+def add_options(parser: argparse.ArgumentParser, starts: int) -> None:
+    """Options of comparisons of two sides of ours."""
+    parser.add_argument("--config", choices=list(PROGRAMS), default="grpo_smollm2")
+    parser.add_argument("--starts", type=int, default=starts, help="starts of both sides, two at least")
+    parser.add_argument("--rounds", type=int, default=4, help="measured steps of each side (after one to warm up)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides of both sides")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+
+
+def compare(
+    options: argparse.Namespace,
+    report: Report,
+    start: Callable[[str, Path], Ranks],
+    names: tuple[str, str],
+    quantities: Sequence[str],
+) -> Report:
+    """Medians of both sides, and the ratio of the second to the first, by round and by start."""
+    (first, second), starts, rows = names, [], []
+    for count in range(max(2, options.starts)):
+        with tempfile.TemporaryDirectory(prefix="verl-sides-") as folder, ExitStack() as stack:
+            sides = [start(name, Path(folder)) for name in names[:: 1 - 2 * (count % 2)]]
+            for side in sides:
+                stack.callback(side.close)
+                report.facts[side.name] = side.facts.get("package", "")
+            rounds = [answers for _, answers in in_turns(sides, options.rounds, LIMIT_S, "step_of_run")][1:]
+        starts.append([r for r in rounds if r[first]["response_tokens"] == r[second]["response_tokens"]])
+    equal = [r for rounds in starts for r in rounds]
+    report.facts |= {"rounds": len(starts) * options.rounds, "rounds of equal samples": len(equal)}
+    report.facts["bytes that a process sends in a step"] = [equal[0][name]["sent_bytes"] for name in names]
+    for quantity in quantities:
+        by_start = [[r[second][quantity] / r[first][quantity] for r in rounds] for rounds in starts if rounds]
+        ratios, means = [ratio for part in by_start for ratio in part], [statistics.mean(part) for part in by_start]
+        error = statistics.stdev(means) / len(means) ** 0.5
+        columns = [series_of([r[side] for r in equal], quantity) for side in names]
+        mean = f"{statistics.mean(means):.3f} ± {error:.3f}"
+        rows.append([quantity, *(number(c.median) for c in columns), f"{statistics.median(ratios):.3f}", mean])
+        report.results[quantity] = {"ratios": ratios, first: columns[0].to_json(), second: columns[1].to_json()}
+    header = ["seconds", first, second, f"median of {second} / {first}", "mean and its standard error"]
+    report.tables.append((header, rows))
+    report.finish(options.json)
+    return report
+
+
+def main(argv: list[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add_options(parser, starts=2)
+    options = parser.parse_args(argv)
+    program, section = PROGRAMS[options.config]
+    overrides, run = [f"{section}.dtype={options.dtype}", *options.set], {"config": options.config, "program": program}
+
+    def start(name: str, folder: Path) -> Ranks:
+        return Ranks(name, 2 - SIDES.index(name), folder, options.rounds, "build_ranks", overrides, **run)
+
+    report = Report(f"A step of {options.config} in {options.dtype}")
+    return compare(options, report, start, SIDES, ("step_s", "update_s", "processor_s"))
+
+
+if __name__ == "__main__":
+    main()
