@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from tests.engines.parallel_checks import (
     OUTPUTS,
+    held_groups,
     load,
     model_folder,
     num_different,
@@ -341,3 +342,10 @@ def check_checkpoint(folder):
         differences[f"{number} gap"] = max(abs(a / b - 1) for row in losses for a, b in zip(row, expected, strict=True))
         del back
     return differences
+
+
+@on(2, 4)
+def check_groups(folder):
+    """Of engines of all further checks, which have other sizes."""
+    engine = make(MegatronEngine, model_folder(folder, "llama", num_hidden_layers=4), **{TENSOR: 2})
+    return {**held_groups(), "norm": step(engine, 0)["grad_norm"].value}

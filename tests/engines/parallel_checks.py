@@ -2,6 +2,7 @@
 device with all the rows. The second step has the weights and the optimizer's state of the first."""
 
 import functools
+import glob
 import itertools
 import math
 import os
@@ -671,6 +672,21 @@ def check_checkpoint_of_adapters(folder):
     frozen = make(LocalEngine, path, dtype="float32").forward(batch, ("log_probs",), MicroBatching(max_rows=3))
     gap = (base - frozen["log_probs"]).abs().max().item()
     return {"different": different, "reference": gap, **next_steps([one, first, divided])}
+
+
+def held_groups():
+    """Ranks of the process groups of this process, and its threads that wait for messages of gloo."""
+    tasks = [Path(task, "comm").read_text().strip() for task in glob.glob("/proc/self/task/*")]
+    world = dist.distributed_c10d._world
+    groups = [sorted(world.pg_group_ranks[group]) for group in world.pg_map]
+    return {"groups": sorted(groups), "threads": tasks.count("gloo_tcp_loop")}
+
+
+@on(2)
+def check_groups(folder):
+    """Of several engines, after all further ones."""
+    engines = [make(FSDPEngine, one_layer(folder), tensor_parallel_size=size) for size in (1, 2, 1)]
+    return {**held_groups(), "num_engines": len(engines)}
 
 
 @on(2)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.seed("B2", "B7")
 CHECKS = {n: f for n, f in vars(parallel_checks).items() if hasattr(f, "ranks")}
 SINGLE = {"check_fsdp_float32", "check_bfloat16", "check_float16", "check_padded_family"}
 OTHER = {n for n in CHECKS if "checkpoint_of" in n} | {"check_checkpoint", "check_failure_on_the_first_rank"}
-OTHER |= {"check_change_while_training", "check_calls_of_modules"}
+OTHER |= {"check_change_while_training", "check_calls_of_modules", "check_groups"}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,11 @@ def test_dense_families_call_no_module_of_transformers(request, ranks):
     assert len(counts["dense"]) == 16, (
         "four families, with adapters and without, each with the layers of a CPU and of a GPU"
     )
+
+
+def test_groups_of_equal_ranks_are_one(two):
+    counts = two["check_groups"]
+    assert counts == {"groups": [[0], [0, 1]], "threads": 2, "num_engines": 3}
 
 
 def test_a_rank_without_a_row_to_compute_stays_in_step(two):

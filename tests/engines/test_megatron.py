@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 pytestmark = pytest.mark.seed("B3")
 
 CHECKPOINTS = ("check_checkpoint", "check_checkpoint_of_adapters", "check_checkpoint_of_dora")
-OTHER = {"check_rounding", "check_declared_weights", "check_refused_steps", *CHECKPOINTS}
+OTHER = {"check_rounding", "check_declared_weights", "check_refused_steps", "check_groups", *CHECKPOINTS}
 
 
 def model(**changes):
@@ -127,6 +127,14 @@ def test_several_ranks_equal_one_device(checks_of, num_ranks):
 def test_rounding_and_parts_match_every_engine(checks_of, num_ranks):
     for check in ("check_rounding", "check_declared_weights"):
         assert {name: n for name, n in checks_of(num_ranks)[check].items() if n} == {}, check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_groups_of_equal_ranks_are_one(checks_of, num_ranks):
+    groups = checks_of(num_ranks)["check_groups"]["groups"]
+    assert len(groups) == len({tuple(ranks) for ranks in groups})
+    assert num_ranks == 4 or groups == [[0], [0, 1]], "two, and not 18"
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,33 @@ def mesh_sizes(config: FSDPConfig, num_ranks: int) -> dict[str, int]:
     return {"fsdp_size": fsdp_size, "sequence_parallel": sequence, "tensor_parallel": tensor}
 
 
+def shared_group(ranks: Sequence[int], timeout_s: float | None = None, *, among_them: bool = False) -> Any:
+    """The process group of `ranks`, made at the first call with these ranks; the default group, if these are all. With
+    `among_them` these ranks call it together, else all ranks of the default group. Waits in it end after `timeout_s` seconds.
+
+    Each group has threads and connections of its own. Engines compute in turn, on all ranks in one order, so one is enough.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    if everyone not in _shared:
+        _shared.clear()  # of a default group that has ended
+    groups = _shared.setdefault(everyone, {})
+    key = (among_them, *sorted(ranks))
+    if len(ranks) == everyone.size():
+        groups[key] = everyone
+    if key not in groups:
+        groups[key] = dist.new_group(list(ranks), use_local_synchronization=among_them)
+    if timeout_s is not None and dist.get_rank() in ranks:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), groups[key])
+    return groups[key]
+
+
+_shared: dict[dist.ProcessGroup, dict[tuple[int, ...], Any]] = {}  # by default group, then by ranks
+
+
 class ProcessGroups:
-    """Made collectively: every rank of the default group calls this at the same point, those outside `mesh` too.
+    """Made collectively: every rank of the default group calls this at the same point, those outside `mesh` too. Groups of
+    equal ranks are one.
 
     Parameters are sharded over shard x sp ranks; experts are divided over `expert_parallel` of these and sharded over the
     remaining ones. Waits end after `timeout_s` seconds with an error (default: the default group's timeout).
@@ -45,13 +71,13 @@ class ProcessGroups:
         self.mesh = mesh
         self.is_first = dist.get_rank() == mesh.ranks[0]
 
-        def arrange(**sizes: int) -> DeviceMesh:
-            ranks = torch.tensor(mesh.ranks).view(tuple(sizes.values()))
-            arranged = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
-            if timeout_s is not None and arranged.get_coordinate() is not None:
-                for group in arranged.get_all_groups():
-                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-            return arranged
+        def arrange(**sizes: int) -> DeviceMesh | None:
+            ranks, mine = torch.tensor(mesh.ranks).view(tuple(sizes.values())), []
+            for axis, size in enumerate(sizes.values()):
+                for row in ranks.movedim(axis, -1).reshape(-1, size).tolist():
+                    group = shared_group(row, timeout_s)
+                    mine += [group] if dist.get_rank() in row else []
+            return DeviceMesh.from_group(mine, device_type, ranks, mesh_dim_names=tuple(sizes)) if mine else None
 
         data = arrange(replicate=replicate, shard=shard, sequence=sequence, tensor=tensor)
         params = arrange(replicate=replicate, fsdp=shard * sequence, tensor=tensor)
@@ -59,7 +85,7 @@ class ProcessGroups:
         experts = None
         if expert_parallel > 1:
             experts = arrange(replicate=replicate, expert_fsdp=rest, expert=expert_parallel, tensor=tensor)
-        if dist.get_rank() not in mesh.ranks:
+        if data is None or params is None:
             return  # all ranks take part in making groups; this one is in none of them
         self.params_mesh = params["replicate", "fsdp"] if replicate > 1 else params["fsdp"]
         self.experts_mesh = self.params_mesh

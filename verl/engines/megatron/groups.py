@@ -6,12 +6,12 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from verl.engines.groups import shared_group
 from verl.errors import ConfigError
 from verl.parallel.serialize import from_bytes, to_bytes
 
@@ -42,15 +42,10 @@ def use_groups(engine: object, num_ranks: int, sizes: dict[str, int | None], tim
             )
         parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
-        minutes = max(1, round((timeout_s or 1800.0) / 60))
         arguments = {name: size for name, size in sizes.items() if name != "devices"}
-        group = dist.group.WORLD
-        with _only_first(num_ranks) if num_ranks < dist.get_world_size() else contextlib.nullcontext():
-            parallel_state.initialize_model_parallel(
-                **arguments, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
-            )
-            if dist.get_world_size() < dist.get_world_size(group):
-                group = dist.new_group(list(range(num_ranks)), timeout=timedelta(minutes=minutes))
+        with _shared_groups(num_ranks, timeout_s):
+            parallel_state.initialize_model_parallel(**arguments, create_gloo_process_groups=False)
+        group = shared_group(range(num_ranks), timeout_s, among_them=num_ranks < dist.get_world_size())
         state = torch.get_rng_state()
         # for trackers that must exist and are not used: nothing here is random
         random_tracker.model_parallel_cuda_manual_seed(0)
@@ -67,15 +62,18 @@ def all_ranks() -> Any:
 
 
 @contextlib.contextmanager
-def _only_first(num_ranks: int) -> Iterator[None]:
-    """Inside, the default group seems to have so many ranks, and groups are made without further ranks."""
-    new_group, whole_size = dist.new_group, dist.get_world_size
+def _shared_groups(num_ranks: int, timeout_s: float | None) -> Iterator[None]:
+    """Inside, Megatron makes one group for each set of ranks, and the default group seems to have `num_ranks` ranks."""
+    from verl.engines.megatron.library import parallel_state
+
+    create_group, whole_size = parallel_state.create_group, dist.get_world_size
+    only_first = num_ranks < whole_size()
     try:
-        dist.new_group = lambda *ranks, **settings: new_group(*ranks, **{**settings, "use_local_synchronization": True})
+        parallel_state.create_group = lambda ranks, *_, **__: shared_group(ranks, timeout_s, among_them=only_first)
         dist.get_world_size = lambda group=None: num_ranks if group is None else whole_size(group)
         yield
     finally:
-        dist.new_group, dist.get_world_size = new_group, whole_size
+        parallel_state.create_group, dist.get_world_size = create_group, whole_size
 
 
 def broadcast_value(value: object, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
