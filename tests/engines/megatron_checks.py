@@ -346,6 +346,11 @@ def check_checkpoint(folder):
 
 @on(2, 4)
 def check_groups(folder):
-    """Of engines of all further checks, which have other sizes."""
-    engine = make(MegatronEngine, model_folder(folder, "llama", num_hidden_layers=4), **{TENSOR: 2})
-    return {**held_groups(), "norm": step(engine, 0)["grad_norm"].value}
+    """Of engines of all further checks, and of one on the first two ranks alone, which make its groups."""
+    path, mesh = model_folder(folder, "llama", num_hidden_layers=4), Mesh.flat(range(2))
+    if dist.get_rank() in mesh.ranks:
+        engine = make_engine(path, MegatronEngine, section=MegatronConfig(), mesh=mesh)
+        step(engine, 0)
+        del engine
+    dist.barrier()
+    return {**held_groups(), "norm": step(make(MegatronEngine, path, **{TENSOR: 2}), 0)["grad_norm"].value}

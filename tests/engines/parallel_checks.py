@@ -68,11 +68,12 @@ def one_layer(folder, family="qwen3"):
     return model_folder(folder, family, num_hidden_layers=1)
 
 
-def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, **engine):
+def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, optimizer="AdamW", **engine):
     """The FSDPEngine computes with verl's layers in float64 too; its reference, the LocalEngine, with widened modules."""
     forward._FUSED_DTYPES.add(torch.float64)  # in a process of these checks only
     model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora}
-    built = make_engine(path, cls, head=head, dtype=dtype, model=model, engine=engine if cls is FSDPEngine else {})
+    engine = engine if cls is FSDPEngine else {}
+    built = make_engine(path, cls, head=head, dtype=dtype, model=model, engine=engine, optim={"optimizer": optimizer})
     if dtype == "float64":
         widen_norms(built.module)
     return built
@@ -127,22 +128,23 @@ def step(engine, batch, micro, head):
 
 
 @functools.cache
-def steps_of_one_device(path, head, dtype, micro, sizes, lora, bf16_path):
-    """(outputs of the first, metrics) of two steps, and the weights after them. `bf16_path`: its value in the environment."""
-    one, steps = make(LocalEngine, path, head=head, dtype=dtype, lora=lora), []
+def steps_of_one_device(path, head, dtype, micro, sizes, lora, optimizer, bf16_path):
+    """(outputs of the first, metrics) of two steps, and the state after them. `bf16_path`: its value in the environment."""
+    one, steps = make(LocalEngine, path, head=head, dtype=dtype, lora=lora, optimizer=optimizer), []
     for seed in range(2):
         batch = make_batch(seed, sizes)
         outputs = {} if seed else one.forward(batch, OUTPUTS[head], micro, 1.2)
         steps.append((outputs, step(one, batch, micro, head)))
-    return steps, dict(one.gather_weights())
+    return steps, dict(one.gather_weights()), whole_state(one)
 
 
-def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2), lora=0, **engine):
+def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2), lora=0, optimizer="AdamW", **engine):
     """Largest relative differences of loss, norm and weights over two steps, and of the outputs before, on the first rank."""
     micro, is_first = micro or MicroBatching(max_tokens=24), dist.get_rank() == 0
     if is_first:
-        steps, weights = steps_of_one_device(path, head, dtype, micro, sizes, lora, os.environ.get(CPU_BF16))
-    many = make(FSDPEngine, path, head=head, dtype=dtype, lora=lora, **engine)
+        settings = (head, dtype, micro, sizes, lora, optimizer, os.environ.get(CPU_BF16))
+        steps, weights, state = steps_of_one_device(path, *settings)
+    many = make(FSDPEngine, path, head=head, dtype=dtype, lora=lora, optimizer=optimizer, **engine)
     gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
     for seed in range(2):
         batch = make_batch(seed, sizes)
@@ -159,6 +161,9 @@ def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2),
             gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"] / expected["grad_norm"] - 1))
     gathered = dict(many.gather_weights())
     gaps["weights"] = largest_gap(gathered, weights) if is_first else 0.0
+    if optimizer == "Muon":  # with moments of Adam that are noise, states differ
+        held = whole_state(many)
+        gaps["weights"] = max(gaps["weights"], largest_gap(held, state) if is_first else 0.0)
     return gaps
 
 
@@ -178,6 +183,11 @@ check_layers_of_a_gpu = on(2)(
 check_kept_weights = comparison(
     (2,), "llama", model={"attention_bias": True, "mlp_bias": True}, reshard_after_forward=False
 )
+check_muon = comparison((2,), "qwen3", optimizer="Muon")
+check_muon_tensor = comparison((2, 4), "qwen3", optimizer="Muon", tensor_parallel_size=2)
+check_muon_experts = comparison((2, 4), "qwen3_moe", optimizer="Muon", expert_parallel_size=2)
+check_muon_adapters = comparison((2,), "qwen3", lora=4, optimizer="Muon", tensor_parallel_size=2)
+check_muon_replicas = comparison((4,), "qwen3", optimizer="Muon", fsdp_size=2)
 check_value = comparison((4,), "qwen3", model={"num_hidden_layers": 1}, head="token_value")
 
 

@@ -11,7 +11,9 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from verl.config import OptimConfig
 from verl.errors import CheckpointError, ConfigError
+from verl.models.load import load_causal_lm
 from verl.models.optim import MasterOptimizer, lr_at
+from verl.models.optimizers import matrix_names
 from verl.models.rounding import Rounding
 
 
@@ -126,6 +128,42 @@ def test_equals_torch_adamw_with_clipping():
         assert optimizer.step(1e-2).grad_norm == pytest.approx(expected.item(), rel=1e-6)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (6, 4), (2, 4, 3)])
+def test_muon_steps_by_momentum_with_changed_singular_values(shape):
+    """The rounds, on singular values: s -> 3.4445 s - 4.775 s^3 + 2.0315 s^5, five times. The vector steps as with AdamW."""
+    torch.manual_seed(0)
+    net = nn.Module()
+    net.gate_up_proj = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    net.bias = nn.Parameter(torch.randn(3, dtype=torch.float64))
+    config = OptimConfig(optimizer="Muon", weight_decay=0.1, clip_grad=math.inf)
+    optimizer = MasterOptimizer(net, config, torch.float64)
+    expected, momentum, vector = net.gate_up_proj.detach().clone(), torch.zeros(shape), net.bias.detach().clone()
+    adam = torch.optim.AdamW([vector], weight_decay=0.1)
+    for _ in range(3):
+        gradient, vector.grad = torch.randn(shape, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+        momentum = 0.95 * momentum + 0.05 * gradient
+        u, s, v = torch.linalg.svd(0.05 * gradient + 0.95 * momentum, full_matrices=False)
+        s = s / s.square().sum(-1, keepdim=True).sqrt()
+        for _ in range(5):
+            s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+        expected -= 1e-2 * (0.1 * expected + 0.2 * max(shape[-2:]) ** 0.5 * u @ torch.diag_embed(s) @ v)
+        net.gate_up_proj.grad, net.bias.grad = gradient, vector.grad.clone()
+        optimizer.step(1e-2)
+        adam.param_groups[0]["lr"] = 1e-2
+        adam.step()
+    assert torch.allclose(net.gate_up_proj, expected, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(net.bias, vector, rtol=1e-12, atol=1e-14)
+    assert {key.rpartition("/")[2] for key in optimizer.state() if "proj" in key} == {"momentum_buffer"}
+
+
+def test_muon_leaves_embeddings_and_heads_to_adamw(tiny_llama):
+    names = matrix_names(load_causal_lm(tiny_llama))
+    assert {name.split(".")[-2] for name in names} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
 
 
 def test_a_parameter_without_a_gradient_steps_as_with_a_gradient_of_zero():
@@ -246,7 +284,7 @@ def test_unknown_optimizers_are_named():
         MasterOptimizer(network(), OptimConfig(optimizer_impl="no_such_module"), torch.float32)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "Muon"])
 @pytest.mark.parametrize(
     ("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )

@@ -8,7 +8,7 @@ from tests.reshard.reference import interval_experts, llama, mixture
 from tests.reshard.update_checks import together
 from verl.engines.fsdp import FSDPEngine
 from verl.errors import ModelError
-from verl.models.optim import local
+from verl.models.parallel.collectives import local
 from verl.parallel.mesh import Mesh
 from verl.parallel.traffic import TRAFFIC
 from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check

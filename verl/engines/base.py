@@ -28,10 +28,11 @@ from verl.engines.step_check import PendingGradients, whole_batch_metrics
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import noise_of
-from verl.models.optim import AdamStep, MasterOptimizer, local, lr_at
+from verl.models.optim import AdamStep, MasterOptimizer, lr_at
 from verl.models.outputs import RequestedOutputs
 from verl.models.packing import PackedBatch, pack_rows, unpadded_rows
 from verl.models.padded import ForwardKind
+from verl.models.parallel.collectives import local
 from verl.models.rounding import Rounding
 from verl.models.visible import ratio
 from verl.parallel.balance import unit_ids

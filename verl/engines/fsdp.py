@@ -31,9 +31,11 @@ from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
 from verl.models.loss_scale import LossScale
-from verl.models.optim import ELEMENTWISE, MasterOptimizer, local
+from verl.models.optim import MasterOptimizer
+from verl.models.optimizers import steps_parts
 from verl.models.packing import PackedBatch
 from verl.models.padded import KINDS, forward_kind, require_packed
+from verl.models.parallel.collectives import local
 from verl.models.parallel.experts import check_experts
 from verl.models.parallel.forward import empty_batch
 from verl.models.parallel.sequence import check_heads
@@ -99,15 +101,17 @@ class FSDPEngine(TrainedEngine):
         del source
         self.gathering = Gathering(self.model, engine)
         self.optimizer: MasterOptimizer | None = None
+        parameters = ShardedParameters(self.shards, self.groups, device)
         if self.optim is not None:
             wide = torch.promote_types(narrow, torch.float32)
             norm = GradientNorm(self.shards, self.groups, device)
             rounded = {name: shard.rounded for name, shard in self.shards.items() if shard.rounded is not None}
             scale = LossScale.of(narrow)
-            self.optimizer = MasterOptimizer(self.module, self.optim, wide, norm, rounding, rounded, loss_scale=scale)
+            self.optimizer = MasterOptimizer(
+                self.module, self.optim, wide, norm, rounding, rounded, loss_scale=scale, divided=parameters
+            )
             if self.model.in_units and device.type == "cpu":
                 self.model.gradients = self.optimizer.gradients = GatheredGradients(sharded_units(self.model))
-        parameters = ShardedParameters(self.shards, self.groups, device)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
         self._leave_device()
 
@@ -191,8 +195,8 @@ def _check_layout(model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: Opt
     check_divisible(config, tensor)
     check_heads(config, sizes.get("sp", 1), tensor)
     check_experts(config, engine.expert_parallel_size)
-    if optim is not None and optim.optimizer not in ELEMENTWISE and tensor * engine.expert_parallel_size > 1:
+    if optim is not None and not steps_parts(optim) and tensor * engine.expert_parallel_size > 1:
         raise ConfigError(
             f"optim.optimizer={optim.optimizer} may look at whole matrices, which tensor and expert parallel ranks do not "
-            "have. Use AdamW, or shard only with FSDP."
+            "have. Use AdamW or Muon, or shard only with FSDP."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from verl.engines.groups import ProcessGroups, all_reduce_
+from verl.engines.groups import ProcessGroups, all_reduce_, shared_group
 from verl.engines.rounded import RoundedShard
 from verl.engines.state import Parameters
-from verl.models.optim import local
-from verl.models.parallel.collectives import even_sizes, gather_rows, own_range
+from verl.models.parallel.collectives import even_sizes, gather_rows, local, own_range
 from verl.models.rounding import Region
 from verl.parallel.slices import chunk_span
 
@@ -94,12 +93,17 @@ class ShardedParameters(Parameters):
 
     def __init__(self, shards: Mapping[str, Shard], groups: ProcessGroups, device: torch.device):
         self.shards, self.groups, self.device = shards, groups, device
+        self.group = shared_group(groups.mesh.ranks)
 
     def named(self) -> dict[str, torch.Tensor]:
         return {name: shard.parameter.detach() for name, shard in self.shards.items()}
 
     def computing(self, name: str) -> torch.Tensor:
         return self.shards[name].computing
+
+    def cut_matrices(self, matrices: Collection[str]) -> list[str]:
+        """See verl.models.optimizers.Divided; stacks of experts are divided between matrices."""
+        return [name for name, shard in self.shards.items() if name in matrices and len(shard.shape) == 2]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.shards[name].shape)

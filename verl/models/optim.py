@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
 from verl.config.sections.model import OWN_SCHEDULES, SCHEDULES
 from verl.errors import CheckpointError, ConfigError, nearest
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.loss_scale import LossScale
+from verl.models.optimizers import Divided, build_optimizer
+from verl.models.parallel.collectives import local
 from verl.models.rounding import Region, Rounding
 from verl.models.visible import VisibleUpdate
 from verl.parallel.device import moved
 
 log = logging.getLogger(__name__)
-
-# optimizers that treat each element by itself, so that any part of a tensor is enough for them
-ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
-_FUSED = ("AdamW", "Adam", "SGD", "Adagrad")  # several times faster than a loop over tensors, on CPU too
-_FUSED_SHARDED = ("AdamW", "Adam")  # the fused optimizers that take DTensors
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -143,6 +138,7 @@ class MasterOptimizer:
     parameters that compute in a narrower dtype need `shards`, their compute weights by name. With `offloads` the optimizer's
     state is in host memory, and with `host_masters` the masters that are kept and their gradients: pinned, and on the device
     for one parameter at a time while that parameter steps. With a `loss_scale` the gradients are of the loss times its value.
+    Muon gathers matrices by `divided`.
     """
 
     loss_scale: LossScale | None = None
@@ -158,6 +154,7 @@ class MasterOptimizer:
         offloads: bool = False,
         host_masters: bool = False,
         loss_scale: LossScale | None = None,
+        divided: Divided | None = None,
     ):
         self.loss_scale = loss_scale
         self.config, self.offloads, self.host_masters = config, offloads, host_masters
@@ -172,7 +169,7 @@ class MasterOptimizer:
         holders = {} if host_masters else {p: self.masters[name] for name, p in self.parameters.items()}
         self.gradients = GradientBuffers(holders)
         self.copied = [name for name, p in self.parameters.items() if self.masters[name] is not p]
-        self.optimizer = build_optimizer(config, self.masters.values())
+        self.optimizer = build_optimizer(config, self.masters, module, divided)
         self._visible = VisibleUpdate(self.rounded())
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -330,11 +327,6 @@ class MasterOptimizer:
             self.optimizer.state[master][slot] = value.to(device, copy=True)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that this rank holds; another tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _make_master(
     name: str, parameter: nn.Parameter, compute_dtype: torch.dtype, rounding: Rounding, on_host: bool
 ) -> nn.Parameter:
@@ -359,38 +351,3 @@ def _make_master(
 
     parameter.register_post_accumulate_grad_hook(sum_into_master)
     return master
-
-
-def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The class `optim.optimizer` of the module `optim.optimizer_impl`."""
-    try:
-        module = importlib.import_module(config.optimizer_impl)
-    except ImportError as error:
-        raise ConfigError(f"optim.optimizer_impl={config.optimizer_impl} cannot be imported: {error}") from error
-    factory = getattr(module, config.optimizer, None)
-    if factory is None:
-        classes = [n for n, v in vars(module).items() if isinstance(v, type)]
-        raise ConfigError(
-            f"{config.optimizer_impl} has no optimizer {config.optimizer!r}{nearest(config.optimizer, classes) or '.'}"
-        )
-    arguments: dict[str, object] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if "Adam" in config.optimizer:
-        arguments["betas"] = tuple(config.betas)
-    parameters = list(parameters)
-    fused = _FUSED_SHARDED if any(isinstance(p, DTensor) for p in parameters) else _FUSED
-    if config.optimizer_impl == "torch.optim" and config.optimizer in fused:
-        arguments["fused"] = True
-    try:
-        return cast("torch.optim.Optimizer", factory(_groups(parameters), **arguments))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optim.optimizer={config.optimizer} does not accept {arguments}: {error}") from error
-
-
-def _groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """One parameter group for each mesh that parameters are sharded over, and each dtype: a fused step takes no two of
-    them."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((mesh, parameter.dtype), []).append(parameter)
-    return [{"params": members} for members in groups.values()]

@@ -24,7 +24,8 @@ from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import packed_outputs
 from verl.models.hf_module import HFModule
-from verl.models.optim import ELEMENTWISE, MasterOptimizer, build_optimizer
+from verl.models.optim import MasterOptimizer
+from verl.models.optimizers import ELEMENTWISE, build_optimizer
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind
 from verl.models.parallel.forward import ParallelModel, empty_batch
@@ -126,7 +127,7 @@ class DeepSpeedEngine(TrainedEngine):
             for name, p in named.items():
                 if not name.startswith("score."):
                     p.data = self.rounding.rounded(name, p.data, self.compute_dtype)
-            optimizer = build_optimizer(self.optim, named.values())
+            optimizer = build_optimizer(self.optim, named, self.module)
             self.deepspeed = start_deepspeed(self.model, optimizer, config, self.device)
             self.optimizer = ZeroOptimizer(self.deepspeed, named, initial, self.optim, self.rounding)
         if self.stage == 3:

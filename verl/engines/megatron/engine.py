@@ -26,7 +26,7 @@ from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
-from verl.models.optim import ELEMENTWISE
+from verl.models.optimizers import ELEMENTWISE
 from verl.models.packing import PackedBatch
 from verl.parallel.mesh import Mesh
 

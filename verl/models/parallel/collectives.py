@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from verl.models.hf_module import AutogradContext
 from verl.parallel.slices import even_span
@@ -17,6 +18,11 @@ from verl.parallel.slices import even_span
 Group = dist.ProcessGroup
 # its newer name if there is one: the older one warns then
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that this rank holds; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def even_sizes(total: int, num_ranks: int) -> list[int]:
