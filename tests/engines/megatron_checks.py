@@ -38,12 +38,14 @@ GROUPS = {**LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_e
 TENSOR, PIPELINE, EXPERT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
-def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, lora=0, dora=False, **section):
-    settings = {"section": MegatronConfig(**section)} if cls is MegatronEngine else {}
+def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, lora=0, dora=False, **others):
+    """`others`: the optimizer, and sizes of a section `megatron`."""
+    optimizer = others.pop("optimizer", "AdamW")
+    settings = {"section": MegatronConfig(**others)} if cls is MegatronEngine else {}
     return make_engine(
         path, cls, head=head, dtype=dtype, trainable=trainable,
         model={"enable_gradient_checkpointing": checkpointing, "lora_rank": lora, "use_dora": dora},
-        optim={"lr": 5e-4},  # Adam scales first gradients near zero, noise, up to lr
+        optim={"lr": 5e-4, "optimizer": optimizer},  # Adam scales first gradients near zero, noise, up to lr
         **settings,
     )  # fmt: skip
 
@@ -77,11 +79,12 @@ def step(engine, seed, head="lm"):
     return engine.train_batch(share, LOSSES[head], OUTPUTS[head], MICRO, 1.2)
 
 
-def compare(folder, family="llama", head="lm", model=None, checkpointing=False, lora=0, dora=False, **section):
+def compare(folder, family="llama", head="lm", model=None, checkpointing=False, lora=0, dora=False, **others):
     """Largest relative differences of losses, norms and outputs over three steps, and of the states after them."""
     path = model_folder(folder, family, **{"num_hidden_layers": 4, **(model or {})})
-    one = make(LocalEngine, path, head=head, lora=lora, dora=dora)
-    many = make(MegatronEngine, path, head=head, checkpointing=checkpointing, lora=lora, dora=dora, **section)
+    settings = {"head": head, "lora": lora, "dora": dora, "optimizer": others.pop("optimizer", "AdamW")}
+    one = make(LocalEngine, path, **settings)
+    many = make(MegatronEngine, path, checkpointing=checkpointing, **settings, **others)
     assert isinstance(many, TrainEngine)
     gaps = {"start": largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))}
     gaps |= {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
@@ -119,6 +122,11 @@ def comparison(ranks, *family, **settings):
 check_data = comparison((2,))
 check_data_without_distributed_optimizer = comparison((2,), "qwen3", use_distributed_optimizer=False)
 check_tensor = comparison((2,), **{TENSOR: 2})
+check_muon_data = comparison((2,), "qwen3", optimizer="Muon")
+check_muon_tensor = comparison((2,), "qwen3", optimizer="Muon", **{TENSOR: 2})
+check_muon_pipeline = comparison((2,), optimizer="Muon", **{PIPELINE: 2})
+check_muon_experts = comparison((2,), "qwen3_moe", optimizer="Muon", **{EXPERT: 2})
+check_muon_tensor_pipeline = comparison((4,), optimizer="Muon", **{TENSOR: 2, PIPELINE: 2})
 check_tensor_without_sequence = comparison((2,), "qwen3", sequence_parallel=False, **{TENSOR: 2})
 check_tensor_qwen3 = comparison((2,), "qwen3", **{TENSOR: 2})
 check_tensor_qwen2_untied_recomputed = comparison(
@@ -314,6 +322,21 @@ def continue_adapters(folder, **adapters):
 
 check_checkpoint_of_adapters = on(2)(lambda folder: continue_adapters(folder, lora=4))
 check_checkpoint_of_dora = on(2)(lambda folder: continue_adapters(folder, lora=4, dora=True))
+
+
+@on(2)
+def check_checkpoint_of_muon(folder):
+    path, differences = model_folder(folder, "llama", num_hidden_layers=4), {}
+    first = make(MegatronEngine, path, optimizer="Muon", **{PIPELINE: 2})
+    step(first, 0)
+    first.end_step()
+    save(first, folder / "muon", 1)
+    expected = whole_state(first)
+    del first
+    for cls, section in ((LocalEngine, {}), (MegatronEngine, {TENSOR: 2})):
+        engine = load(make(cls, path, optimizer="Muon", **section), folder / "muon", 1)
+        differences[cls.__name__] = num_different(whole_state(engine), expected)
+    return differences
 
 
 @on(2)

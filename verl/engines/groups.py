@@ -40,17 +40,20 @@ def shared_group(ranks: Sequence[int], timeout_s: float | None = None, *, among_
     if everyone not in _shared:
         _shared.clear()  # of a default group that has ended
     groups = _shared.setdefault(everyone, {})
-    key = (among_them, *sorted(ranks))
+    key = tuple(sorted(ranks))
     if len(ranks) == everyone.size():
-        groups[key] = everyone
-    if key not in groups:
-        groups[key] = dist.new_group(list(ranks), use_local_synchronization=among_them)
+        groups[key, False] = everyone
+    is_of_them = among_them and (key, False) not in groups  # what all have made, these have too
+    if (key, is_of_them) not in groups:
+        groups[key, is_of_them] = dist.new_group(list(ranks), use_local_synchronization=among_them)
+    group = groups[key, is_of_them]
     if timeout_s is not None and dist.get_rank() in ranks:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), groups[key])
-    return groups[key]
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
 
 
-_shared: dict[dist.ProcessGroup, dict[tuple[int, ...], Any]] = {}  # by default group, then by ranks
+# by default group, then by ranks, and whether only these have made it
+_shared: dict[dist.ProcessGroup, dict[tuple[tuple[int, ...], bool], Any]] = {}
 
 
 class ProcessGroups:

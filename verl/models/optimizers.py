@@ -109,7 +109,7 @@ def matrix_names(module: nn.Module) -> set[str]:
     for path, part in module.named_modules():
         if part is not head and path != "score" and not isinstance(part, nn.Embedding):
             dims = (2, 3) if is_experts(part) else (2,)
-            parameters = [(n, p) for n, p in part.named_parameters(recurse=False) if p.requires_grad]
+            parameters = [(n, p) for n, p in part._parameters.items() if p is not None and p.requires_grad]
             names |= {f"{path}.{n}".strip(".") for n, p in parameters if p.dim() in dims}
     return names
 
@@ -142,7 +142,11 @@ class Muon(torch.optim.AdamW):
         **settings: Any,
     ):
         """`settings`: AdamW's."""
-        self._divided, self._cut = divided, [] if divided is None else divided.cut_matrices(matrices)
+        self.matrices, self._divided, self._cut = (
+            matrices,
+            divided,
+            [] if divided is None else divided.cut_matrices(matrices),
+        )
         self._names, self._dtype = {p: name for name, p in named.items()}, next(iter(named.values())).dtype
         groups = []
         for is_matrix in (True, False):

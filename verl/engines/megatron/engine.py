@@ -26,7 +26,7 @@ from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
-from verl.models.optimizers import ELEMENTWISE
+from verl.models.optimizers import steps_parts
 from verl.models.packing import PackedBatch
 from verl.parallel.mesh import Mesh
 
@@ -49,7 +49,7 @@ class MegatronEngine(TrainedEngine):
     for metrics and for what an objective remembers.
     """
 
-    optimizer: Any
+    optimizer: Any = None
     accumulates_calls = False  # the pipeline's schedule sums gradients over ranks at its end
 
     def __init__(
@@ -101,9 +101,10 @@ class MegatronEngine(TrainedEngine):
             raise ConfigError(
                 "fsdp_config.use_3d_hybrid is of strategy=fsdp2. Remove it; pipeline stages divide layers here."
             )
-        if optim is not None and optim.optimizer not in ELEMENTWISE:
+        if optim is not None and not steps_parts(optim):
             raise ConfigError(
-                f"optim.optimizer={optim.optimizer} may look at whole matrices, which these ranks do not have. Use AdamW."
+                f"optim.optimizer={optim.optimizer} may look at whole matrices, which these ranks do not have. Use AdamW "
+                "or Muon."
             )
 
     def _join_groups(self) -> None:
@@ -158,15 +159,17 @@ class MegatronEngine(TrainedEngine):
         self.chunks: list[Any] = list(self.stages)
         if self.section.override_transformer_config:
             log.info("Settings of Megatron's layers that act: %s.", transformer_settings(self.section) or "none")
-        self.optimizer = None
-        shares = shares_of(placed, None, self.coordinates)
-        if self.optim is not None:
+        if trains:
             self._buffer_gradients(config)
-            shares = shares_of(placed, self.chunks, self.coordinates)
+        shares = shares_of(placed, self.chunks if trains else None, self.coordinates)
+        parameters = MegatronParameters(shares, shapes, self.device, narrow)
+        if self.optim is not None:
             trained = [share for share in shares if share.placed.name in self.trained]
             self._check_stages(len(trained))
             names = [name for name in shapes if name in self.trained]
-            self.optimizer = MegatronOptimizer(trained, names, self.optim, self.rounding, self.chunks, self.device)
+            self.optimizer = parameters.optimizer = MegatronOptimizer(
+                trained, names, self.optim, self.rounding, self.chunks, self.module, parameters
+            )
             for key, share in self.optimizer.by_key.items():
                 if key in masters:
                     self.optimizer.masters[key].detach().copy_(masters[key].reshape(-1)[share.start : share.stop])
@@ -175,7 +178,6 @@ class MegatronEngine(TrainedEngine):
         divides = self.grid.tensor if self.section.divides_sequence() else 1
         divides *= self.section.context_parallel_size
         self.schedule = PipelineSchedule(self.chunks, self.stages, self.pipeline, divides, self.device)
-        parameters = MegatronParameters(shares, shapes, self.optimizer, self.device, narrow)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, self.rounding)
         self._keep_prompts_apart("packed")
 

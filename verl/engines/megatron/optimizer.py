@@ -3,9 +3,9 @@ distributed optimizer holds, or all of its part without it."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +17,7 @@ from verl.engines.megatron.groups import all_ranks
 from verl.engines.megatron.placement import Placed
 from verl.engines.state import Parameters
 from verl.models.optim import MasterOptimizer, Rounded
+from verl.models.optimizers import Divided, Muon
 from verl.models.rounding import Rounding
 from verl.models.visible import VisibleUpdate
 
@@ -81,9 +82,11 @@ class MegatronOptimizer(MasterOptimizer):
         config: OptimConfig,
         rounding: Rounding,
         ddp: list[Any],
-        device: torch.device,
+        module: nn.Module,
+        divided: Divided,
     ):
-        self.ddp, self.names, self.device = ddp, dict.fromkeys(names), device
+        """`module` has the names of the complete model."""
+        self.ddp, self.names, self.device = ddp, dict.fromkeys(names), divided.device
         # an empty one if other ranks hold all elements: every rank takes part in the norm
         steps = [s for s in shares if s.stop > s.start] or shares[:1]
         self.by_key = {_key(s.placed): s for s in steps}
@@ -92,8 +95,9 @@ class MegatronOptimizer(MasterOptimizer):
             held = share.of(share.placed.parameter.detach())
             wide = torch.promote_types(held.dtype, torch.float32)
             masters[key] = nn.Parameter(held if held.dtype == wide else held.to(wide))
-        holder: Any = SimpleNamespace(named_parameters=masters.items)
-        super().__init__(holder, config, next(iter(masters.values())).dtype, self._norm, rounding)
+        holder: Any = copy.copy(module)
+        holder.named_parameters = masters.items
+        super().__init__(holder, config, next(iter(masters.values())).dtype, self._norm, rounding, divided=divided)
 
     def restart_measure(self) -> None:
         """Take the current weights as the weights at the start of the run."""
@@ -132,12 +136,21 @@ class MegatronOptimizer(MasterOptimizer):
     def state(self) -> dict[str, torch.Tensor]:
         """See MasterOptimizer, of all tensors: tensors that lie elsewhere are empty."""
         held, tensors = super().state(), {}
-        kinds = {key.rpartition("/")[2]: value for key, value in held.items()}
         for name in self.names if held else ():
-            for slot, like in kinds.items():
-                empty = like if not like.dim() else like.new_empty(0)
+            for slot, empty in self._slots(name, held).items():
                 tensors[f"{name}/{slot}"] = held.get(f"{name}/{slot}", empty)
         return tensors
+
+    def _slots(self, name: str, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A number, or an empty tensor, for each slot of tensor `name` in the optimizer's state, on every rank."""
+        slots = {
+            key.rpartition("/")[2]: value if not value.dim() else value.new_empty(0) for key, value in held.items()
+        }
+        if held and isinstance(self.optimizer, Muon):  # this rank may have tensors of one kind
+            numbers, empty = torch.tensor(float(self.num_steps)), next(iter(self.masters.values())).new_empty(0)
+            moments = {"step": numbers, "exp_avg": empty, "exp_avg_sq": empty}
+            slots = {"momentum_buffer": empty} if name in self.optimizer.matrices else moments
+        return slots
 
     def load_state(self, tensors: Iterable[tuple[str, torch.Tensor]], num_steps: int) -> None:
         """See MasterOptimizer; of tensors that lie elsewhere nothing is taken."""
@@ -151,8 +164,7 @@ class MegatronOptimizer(MasterOptimizer):
         share, held = self.by_key.get(f"{name}{_COPY}"), super().state()
         empty = torch.empty(0, dtype=next(iter(self.masters.values())).dtype)
         values = {"": whole(name, self.masters[name].detach() if name in self.masters else empty)}
-        slots = {key.rpartition("/")[2]: value for key, value in held.items()}
-        for slot, like in slots.items():
+        for slot, like in self._slots(name, held).items():
             values[slot] = like if not like.dim() else whole(name, held.get(f"{name}/{slot}", empty))
         if share is None:
             return
@@ -188,12 +200,17 @@ class MegatronParameters(Parameters):
         self,
         shares: list[Share],
         shapes: Mapping[str, tuple[int, ...]],
-        optimizer: MegatronOptimizer | None,
         device: torch.device,
         dtype: torch.dtype,
     ):
         self.shares = {s.placed.name: s for s in shares if not s.placed.is_copy}
-        self.shapes, self.optimizer, self.device, self.dtype = dict(shapes), optimizer, device, dtype
+        self.shapes, self.device, self.dtype = dict(shapes), device, dtype
+        self.optimizer: MegatronOptimizer | None = None  # set once there is one
+        self.group = all_ranks()
+
+    def cut_matrices(self, matrices: Collection[str]) -> list[str]:
+        """See verl.models.optimizers.Divided; Megatron's buffers are cut anywhere."""
+        return [name for name in self.shapes if name in matrices]
 
     def named(self) -> dict[str, torch.Tensor]:
         return {name: self._held(name) for name in self.shapes}
