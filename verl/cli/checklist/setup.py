@@ -44,6 +44,11 @@ def check_layout(subject: Subject) -> Iterator[Line]:
         return
     if specs.main is not None:
         yield passed(f"sharding: {specs.main.describe_sharding(devices)}")
+        sizes = ("tensor_parallel_size", "ulysses_sequence_parallel_size", "expert_parallel_size")
+        dividing = [f"{name}={size}" for name in sizes if (size := getattr(specs.main.engine, name)) > 1]
+        if devices > 1 and specs.main.settings is None and dividing:
+            keys = ", ".join(dividing)
+            yield info(f"the family's own modules compute the layers in training, not verl's fused ones: {keys}")
     yield passed(plan.describe())
     if plan.sizes.tensor > 1 and engine_facts(plan.engine).is_in_run and subject.config.trainer.device != "cpu":
         yield info(
