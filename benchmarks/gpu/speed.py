@@ -5,7 +5,7 @@ python benchmarks/gpu/speed.py decode | decode-profile | profile | weights [SIZE
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import subprocess
 import sys
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from child import die_with_parent
-from gpu.results import ROOT, Results, report_device
+from gpu.results import Results, report_device
 
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as in a deterministic run; read when CUDA starts
 
@@ -34,8 +34,11 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.lora import LoRASpec, add_adapters
 from verl.models.ops.varlen import FLASH
 from verl.models.optim import MasterOptimizer
+from verl.parallel.collectives import Collectives, Peer, free_port
 from verl.parallel.device import give_back_cache
-from verl.reshard.delivery import Delivery
+from verl.parallel.serialize import from_bytes, to_bytes
+from verl.reshard import delivery
+from verl.reshard.device_memory import read_device_bucket
 from verl.rollout.native.cuda.backend import DeviceBackend
 from verl.rollout.native.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
@@ -251,45 +254,45 @@ def _profile(bench: sizes.Bench, name: str, work: Any) -> None:
         bench.note(f"{name}, {event.count} x {event.key[:90]}", getattr(event, _TIME) / 1000, "ms")
 
 
-# -- weights for an engine in another process
-
-_READER = """
-import json, sys, torch
-from verl.reshard.device_memory import read_device_bucket
-device = torch.device(sys.argv[1])
-print("ready", flush=True)
-for line in sys.stdin:
-    for _, tensor in read_device_bucket(json.loads(line)):
-        tensor.to(device, copy=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    print("read", flush=True)
-"""
+_ROUTES = (("device", 2), ("host", 2)) if ON_GPU else (("host", 2), ("link", 2), ("link", 3))
+_BUCKET = (256 if ON_GPU else 64) << 20
 
 
 def weights(results: Results) -> None:
-    """GB/s of buckets that another process copies to its device, digests included, through the device and the host."""
-    num_bytes, bucket_bytes = (3 << 30, 256 << 20) if ON_GPU else (64 << 20, 8 << 20)
-    count = num_bytes // (32 << 20 if ON_GPU else 1 << 20)
-    tensors = [(f"w{i}", torch.randn(num_bytes // count // 2, device=DEVICE).to(torch.bfloat16)) for i in range(count)]
-    command = [sys.executable, "-c", _READER, str(DEVICE)]
-    for route in ("device", "host") if ON_GPU else ("host",):
-        delivery = Delivery(None, DEVICE, (0,), ((0,),), torch.bfloat16, bucket_bytes, on_device=route == "device")
+    """GB/s of an update between processes, by their number: `device` or `host` (a copy into shared memory and out of it) until
+    an engine process has it, `link` until it is verified in memory of each other host."""
+    for (route, size), mebibytes in itertools.product(_ROUTES, (3072,) if ON_GPU else (64, 512, 2048)):
+        name = f"through the {route}, {size} processes, {mebibytes} MiB"
+        command = [sys.executable, __file__, "weights-rank", route, str(size), str(mebibytes), str(free_port())]
+        ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
         try:
-            with subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-            ) as reader:
-                assert reader.stdout.readline() == "ready\n", "the reader ended; see the log"
-                for number in range(2):
-                    start = time.perf_counter()
-                    for bucket in delivery(tensors):
-                        print(json.dumps(bucket), file=reader.stdin, flush=True)
-                        assert reader.stdout.readline() == "read\n", "the reader ended; see the log"
-                    rate = num_bytes / (time.perf_counter() - start) / 1e9
-                    results.add(f"through the {route}, {'first' if number == 0 else 'next'} update", rate, "GB/s")
-                reader.stdin.close()
-        except Exception as error:  # noqa: BLE001 - the other route still counts
-            results.fail(f"through the {route}", error)
+            results.add(name, (mebibytes << 20) / float(ranks[0].communicate(timeout=180)[0]) / 1e9, "GB/s")
+        except Exception as error:  # noqa: BLE001 - the other routes still count
+            results.fail(name, error)
+
+
+def weights_rank(route: str, *numbers: str) -> None:
+    """A process of `weights`; the first one prints the seconds of the best of four updates."""
+    size, mebibytes, port, rank = map(int, numbers)
+    comm = Collectives.start(Peer(rank, size, "127.0.0.1", port), timeout_s=60, start_timeout_s=60, call_timeout_s=60)
+    delivery.hosts_of = lambda comm: {other: other for other in range(size)}
+    takes = [(other,) for other in range(1, size)] if route == "link" else [(0,)]
+    way = delivery.Delivery(comm, DEVICE, (0,), takes, torch.bfloat16, _BUCKET, on_device=route == "device")
+    way.connect()
+    flat = torch.full((mebibytes << 20,), rank, dtype=torch.uint8, device=DEVICE)
+    tensors = {f"w{i}": part for i, part in enumerate(flat.view(torch.bfloat16).split(4 << 20))}
+    seconds = []
+    for _ in range(4):
+        comm.any(False)
+        start = time.perf_counter()
+        for bucket in way(tensors.items() if rank == 0 else ()):
+            if route != "link":  # the other process is the engine
+                bucket = from_bytes(comm.broadcast(to_bytes(bucket) if rank == 0 else None, 0))
+            for name, tensor in read_device_bucket(bucket) if rank else ():
+                if route != "link":
+                    tensors[name].copy_(tensor)
+        seconds.append(time.perf_counter() - start)
+    print(min(seconds))
 
 
 def main(arguments: list[str]) -> int:
@@ -301,6 +304,7 @@ def main(arguments: list[str]) -> int:
         "decode-profile": partial(decode_profile, names[:2]),
         "profile": partial(profile, names[:2]),
         "weights": weights,
+        "weights-rank": lambda results: weights_rank(*chosen),
     }[step](results)
     return int(any(name.endswith(": error") for name in results.numbers))
 

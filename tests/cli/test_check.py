@@ -253,6 +253,19 @@ def test_what_offload_frees_is_subtracted(keys, said, monkeypatch):
     }[keys]  # fmt: skip
 
 
+@pytest.mark.parametrize(("restarts", "said"), [(2, ["pass 12.0 GB of 90.0 GB"]), (0, [])])
+def test_weights_that_a_host_keeps_for_a_lost_engine_count(restarts, said, monkeypatch):
+    monkeypatch.setattr("verl.parallel.device.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(resources, "_device_bytes", lambda device: (400_000_000_000, 400_000_000_000))
+    monkeypatch.setattr(resources, "available_memory", lambda: 90_000_000_000)
+    rollout = "actor_rollout_ref.rollout"
+    keys = (f"{rollout}.name=vllm", f"{rollout}.max_engine_restarts={restarts}")
+    subject = subject_of("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", *keys)
+    shape = resources.ModelShape(2, 64, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=6_000_000_000)
+    _, *on_host = resources.check_memory(dataclasses.replace(subject, policy=shape))
+    assert [f"{line.level} {line.text}"[:23] for line in on_host] == said
+
+
 ACTOR = "actor_rollout_ref.actor"
 
 

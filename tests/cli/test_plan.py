@@ -36,6 +36,13 @@ def test_a_plan_as_tables(verl):
     assert "plan.cluster names no GPU" not in said
 
 
+@pytest.mark.parametrize(("restarts", "words"), [(2, "once a step and stay in its memory"), (0, "once a step\n")])
+def test_weights_for_an_engine_that_takes_them_whole(verl, restarts, words):
+    rollout = "actor_rollout_ref.rollout"
+    said = verl.ends(0, "plan", *ARGUMENTS, f"{rollout}.name=vllm", f"{rollout}.max_engine_restarts={restarts}")
+    assert re.search(r"weights of \d+\.\d GB go to each host " + words, said)
+
+
 def test_overrides_load(verl):
     said = verl.ends(0, "plan", *ARGUMENTS, "--json", "plan.async=off")
     plans = json.loads(said)

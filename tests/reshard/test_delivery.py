@@ -13,7 +13,6 @@ from tests.runtime.threaded import Broadcasts, on_ranks
 from verl.reshard import delivery as module
 from verl.reshard.delivery import Delivery, Route
 from verl.reshard.device_memory import read_device_bucket
-from verl.reshard.shared_memory import HEAD_BYTES
 
 BUCKET = 1 << 10
 SIZES = (300, 120, 100, 1, 40)  # the first tensor is larger than a bucket
@@ -93,12 +92,10 @@ def read_on(driver, worker, bucket):
 def test_without_gpus_a_host_gets_each_byte_once_and_has_it_once(name, links, monkeypatch):
     trains, replicas, hosts = PLACEMENTS[name]
     deliveries = sent(name, monkeypatch)
-    num_buckets = len(deliveries[0].buckets)
-    assert num_buckets > 2
+    assert len(deliveries[0].buckets) > 2
     far = sorted({hosts[rank] for ranks in replicas for rank in ranks} - {hosts[rank] for rank in trains})
-    assert {pair: count // 2 - HEAD_BYTES * num_buckets for pair, count in links.received.items()} == {
-        (trains[0], rank): pytest.approx(MODEL_BYTES, abs=64 * len(SIZES)) for rank in far
-    }, "to the first rank of each host without a rank that trains"
+    once = pytest.approx(2 * MODEL_BYTES, abs=2 * 64 * len(SIZES))  # of two updates, with the gaps of alignment
+    assert links.received == {(trains[0], rank): once for rank in far}, "to the first rank of a host"
     for rank, delivery in enumerate(deliveries):
         writes = rank == trains[0] and (bool(far) or any(hosts[r] == hosts[rank] for ranks in replicas for r in ranks))
         assert delivery.num_copied_bytes == (MODEL_BYTES if writes else 0)
@@ -116,6 +113,7 @@ def test_each_gpu_gets_each_byte_once_and_a_worker_opens_memory_of_its_gpu(name,
     assert len(driver.opened) > 3
     assert all(place == worker for place, worker in driver.opened)
     receivers = [rank for ranks in replicas for rank in ranks if rank not in trains]
+    assert max(links.received.values(), default=0) <= 2 * (MODEL_BYTES + 64 * len(SIZES))
     assert sorted(rank for _, rank in links.received) == sorted(receivers), "one sender for each"
     for sender, rank in links.received:
         assert sender == trains[0] or hosts[sender] == hosts[rank], "a host gets it once, and passes it on"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from verl.cli.arguments import ConfigArguments, parse, with_run_folder
 from verl.cli.check import PROGRAM, schema_asked
 from verl.errors import ConfigError
+from verl.families import engine_facts
 from verl.foreign_text import clean
 from verl.model_families import families_with
 from verl.tracking.files import json_text, write_atomically
@@ -77,7 +78,9 @@ def run_plan(argv: list[str]) -> int:
         if not any(setting.startswith("plan.cluster") for setting in plan_keys):
             gpu = request.cluster.gpu
             print(f"plan.cluster names no GPU: this plan is for {gpu}, not for this machine (plan.cluster.gpu=cpu).")
-        show_plan(best, second, chosen, Console(highlight=False))
+        console = Console(highlight=False)
+        show_plan(best, second, chosen, console)
+        _show_weights(config, flow.shapes["actor"].num_parameters, console)
     if notice := engine_notice(engine, flow.shapes["actor"]):
         print(f"verl: {notice}", file=sys.stderr)
     beside = arguments.options.beside or (config.trainer.default_local_dir if request.apply else None)
@@ -87,6 +90,18 @@ def run_plan(argv: list[str]) -> int:
     if "trainer.default_local_dir" not in loaded.settings:
         chosen = [*chosen, f"trainer.default_local_dir={config.trainer.default_local_dir}"]
     return _start(arguments, chosen) if request.apply else 0
+
+
+def _show_weights(config: object, num_parameters: int, console: Console) -> None:
+    """The weights that a rollout engine with its own memory takes, and where they stay."""
+    from verl.cli.checklist.resources import bytes_for_restarts
+    from verl.config import PPOConfig
+    from verl.models.memory import WEIGHT
+
+    if isinstance(config, PPOConfig) and engine_facts(config.actor_rollout_ref.rollout.name).takes_buckets:
+        stays = " and stay in its memory" if bytes_for_restarts(config, num_parameters, WEIGHT) else ""
+        size = f"{WEIGHT * num_parameters / 1e9:.1f} GB"
+        console.print(f"weights of {size} go to each host once a step{stays}", soft_wrap=True)
 
 
 def _start(arguments: ConfigArguments, chosen: list[str]) -> int:

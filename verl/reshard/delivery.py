@@ -39,7 +39,7 @@ from verl.reshard.shared_memory import (
     Named,
     SharedBuckets,
     bucketed,
-    end_of,
+    content_of,
     read_bucket,
     read_shared_bucket,
     synchronize,
@@ -48,7 +48,8 @@ from verl.reshard.shared_memory import (
 
 log = logging.getLogger(__name__)
 
-_MAX_BUCKET_BYTES = 256 << 20  # larger buckets are no faster, and memory of devices is scarce
+# larger buckets are no faster: on a GPU each has calls of the engine; without one a bucket travels while another is verified
+_MAX_BUCKET_BYTES = {True: 256 << 20, False: 64 << 20}
 TryBucket = Callable[[Description], None]
 
 
@@ -120,7 +121,7 @@ class Delivery:
         self.rank = 0 if self.comm is None else self.comm.rank
         self.takes = tuple(chain.from_iterable(self.replicas))
         self.on_device = self.device.type == "cuda" if self.on_device is None else self.on_device
-        self.bucket_bytes = min(self.bucket_bytes, _MAX_BUCKET_BYTES)
+        self.bucket_bytes = min(self.bucket_bytes, _MAX_BUCKET_BYTES[self.device.type == "cuda"])
         self._on_host = SharedBuckets(self.bucket_bytes, keeps=self.keeps)
         devices = self.devices or (self.device,)
         on_gpu = self.on_device or self.device.type == "cuda"
@@ -213,19 +214,19 @@ class Delivery:
             flight = following
 
     def _start(self, tensors: Sequence[Named] | None) -> tuple[_Bucket, list[dist.Work]] | None:
-        """Lay the next bucket out and send it to other hosts; None after the last one."""
+        """Announce the next bucket and send it to other hosts; None after the last one."""
         assert self.comm is not None
         bucket, source, groups = _Bucket(tensors), self.route.source, self.route.groups
         if tensors is not None and any(self.rank == group[0] for group in groups):
-            bucket = self._laid_out(self._travelling, tensors)
-        head = None if tensors is None else bucket.description or {}
-        head = from_bytes(self.comm.broadcast(to_bytes(head) if self.rank == source else None, source))
-        if head is None:
+            self.num_copied_bytes += sum(tensor.nbytes for _, tensor in tensors)
+            bucket = _Bucket(tensors, *self._travelling.laid_out(tensors))
+        entries = None if tensors is None else (bucket.description or {}).get("entries", [])
+        entries = from_bytes(self.comm.broadcast(to_bytes(entries) if self.rank == source else None, source))
+        if entries is None:
             return None
         if tensors is None and any(self.rank in group for group in groups):
-            block = self._travelling.room(end_of(head["entries"]))
-            description = {"number": head["number"], "entries": head["entries"], **block.place}
-            bucket = _Bucket(list(views(block.values, head["entries"])), description, block.values)
+            description, memory = self._travelling.room(entries)
+            bucket = _Bucket(list(views(memory, entries)), description, memory)
         return bucket, self._broadcast(self.route.link, bucket)
 
     def _landed(self, bucket: _Bucket, works: list[dist.Work]) -> _Bucket:
@@ -240,22 +241,20 @@ class Delivery:
         return bucket
 
     def _broadcast(self, group: tuple[int, ...], bucket: _Bucket) -> list[dist.Work]:
+        """Send or receive the bucket in `group`, as it lies in memory."""
         if self.rank not in group or len(group) == 1:
             return []
         assert bucket.description is not None
         assert bucket.memory is not None
-        memory = bucket.memory[: end_of(bucket.description["entries"])]
-        sends = self.rank == group[0]
-        self.num_received_bytes += 0 if sends else memory.nbytes
-        with TRAFFIC.exchanging(memory.nbytes if sends else 0):
-            work = dist.broadcast(memory, group[0], group=self._groups[group], async_op=True)
+        content, sends = content_of(bucket.memory, bucket.description["entries"]), self.rank == group[0]
+        self.num_received_bytes += 0 if sends else content.nbytes
+        with TRAFFIC.exchanging(content.nbytes if sends else 0):
+            work = dist.broadcast(content, group[0], group=self._groups[group], async_op=True)
         return [] if work is None else [work]
 
-    def _laid_out(self, buckets: Buckets, tensors: Sequence[Named]) -> _Bucket:
+    def _laid_out(self, buckets: Buckets, tensors: Sequence[Named]) -> Description:
         self.num_copied_bytes += sum(tensor.nbytes for _, tensor in tensors)
-        description = buckets.write(tensors)
-        assert buckets.newest is not None
-        return _Bucket(tensors, description, buckets.newest.values)
+        return buckets.write(tensors)
 
     def _exchanged(self, number: int, bucket: _Bucket) -> Description:
         """The description of the bucket for the engine of this rank, once all ranks have it."""
@@ -267,16 +266,15 @@ class Delivery:
     def _placed(self, number: int, bucket: _Bucket) -> Description:
         """The places of the bucket on this rank: the descriptions on its GPUs, and on the host if this rank writes there."""
         row: Description = {"refused": "", "devices": [], "host": None}
+        tensors = bucket.tensors or ()
         if self.on_device and self.rank in self.takes:
-            if bucket.description is None:
-                bucket = self._laid_out(self._travelling, bucket.tensors or ())
-            others = (self._laid_out(device, bucket.tensors or ()) for device in self._on_devices[1:])
-            row["devices"] = [part.description for part in (bucket, *others)]
+            first, *others = self._on_devices
+            row["devices"] = [bucket.description or self._laid_out(first, tensors)]
+            row["devices"] += [self._laid_out(device, tensors) for device in others]
             row["refused"] = next((device.refused for device in self._on_devices if device.refused), "")
         if any(self._writer(number, rank) == self.rank for rank in self.takes):
-            if bucket.description is None or self._on_devices:
-                bucket = self._laid_out(self._on_host, bucket.tensors or ())
-            row["host"] = bucket.description
+            arrived = None if self._on_devices else bucket.description
+            row["host"] = arrived or self._laid_out(self._on_host, tensors)
         return row
 
     def _writer(self, number: int, rank: int) -> int | None:

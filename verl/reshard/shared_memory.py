@@ -13,6 +13,7 @@ frees it when the last of them has ended, even by a kill. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
@@ -29,6 +30,8 @@ _ALIGNMENT = 64  # bytes; of every tensor, so that any dtype can be viewed in pl
 HEAD_BYTES = 64  # at the start of a segment: the number of the bucket that it holds
 Named = tuple[str, torch.Tensor]
 Description = dict[str, Any]  # JSON
+_MAPPED: dict[tuple[str, tuple[int, int]], torch.Tensor] = {}  # by path and stamp of a segment
+_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # Linux
 
 
 class SharedSegment:
@@ -75,7 +78,7 @@ def open_segment(path: str, num_bytes: int, name: str) -> torch.Tensor:
             raise ModelError(
                 f"{name} has {os.fstat(file).st_size} bytes where {num_bytes} were announced: send it again."
             )
-        return as_bytes(mmap.mmap(file, num_bytes))
+        return as_bytes(mmap.mmap(file, num_bytes, _FLAGS))
     finally:
         os.close(file)
 
@@ -111,7 +114,6 @@ class Buckets:
         assert bucket_bytes >= 1
         self.bucket_bytes, self._keeps = bucket_bytes, keeps
         self._blocks: list[SharedBlock | None] = []
-        self.newest: SharedBlock | None = None  # of the last bucket
         self._number, self._at = 0, -1  # of buckets written; of the newest one's block
 
     def begin(self) -> None:
@@ -132,7 +134,7 @@ class Buckets:
         for block in self._blocks:
             if block is not None:
                 block.close()
-        self._blocks, self.newest = [], None
+        self._blocks = []
 
     def write(self, tensors: Sequence[Named]) -> Description:
         """Copy tensors [any shape, any device] into the next block, ready to read on return. The result is JSON: number of
@@ -140,32 +142,33 @@ class Buckets:
 
         Raises ModelError when several tensors exceed a bucket.
         """
-        entries, num_bytes = _lay_out(tensors, self.bucket_bytes)
-        block = self.room(num_bytes)
-        memory = block.values
-        _number_in(memory).fill_(-1)  # a reader that still reads the old bucket detects it
-        for (name, tensor), entry in zip(tensors, entries, strict=True):
-            values, label = as_values(memory, entry[3], entry[4], tensor.dtype), f"{name} {entry[2]}"
-            written = copy_with_digest(label, values.view(tensor.shape), tensor)
-            entry.append((digest(label, values) if values.is_cuda else written).hex())
-        _number_in(memory).fill_(self._number)
-        synchronize(memory)  # the other process does not see this one's stream
-        return {"number": self._number, "entries": entries, **block.place}
+        return self.laid_out(tensors)[0]
 
-    def room(self, num_bytes: int) -> SharedBlock:
-        """The next block, of at least `num_bytes`, for a bucket that is laid out already."""
+    def laid_out(self, tensors: Sequence[Named]) -> tuple[Description, torch.Tensor]:
+        """As `write`; returns the memory of the bucket too, uint8."""
+        entries = _lay_out(tensors, self.bucket_bytes)
+        description, memory = self.room(entries)
+        for (_, tensor), (place, entry) in zip(tensors, _places(memory, entries), strict=True):
+            label = _label(entry)
+            written = copy_with_digest(label, place.view(tensor.shape), tensor)
+            entry.append((digest(label, place) if place.is_cuda else written).hex())
+        synchronize(memory)  # the other process does not see this one's stream
+        return description, memory
+
+    def room(self, entries: list[list[Any]]) -> tuple[Description, torch.Tensor]:
+        """The next bucket, for tensors that will be laid out as `entries`, and its memory, uint8."""
         self._number += 1
         at = self._at = self._at + 1 if self._keeps else self._number % 2
         self._blocks += [None] * (at + 1 - len(self._blocks))
-        block = self._blocks[at]
+        block, num_bytes = self._blocks[at], _end(entries)
         if block is not None and block.values.nbytes < num_bytes:
             block.close()
             block = self._blocks[at] = None  # freed before the larger one is allocated
         if block is None:
             size = num_bytes if self._keeps else max(num_bytes, HEAD_BYTES + self.bucket_bytes)
             block = self._blocks[at] = self.allocate(size)
-        self.newest = block
-        return block
+        _number_in(block.values).fill_(self._number)  # a reader that still reads the old bucket detects it
+        return {"number": self._number, "entries": entries, **block.place}, block.values
 
 
 class SharedBuckets(Buckets):
@@ -196,42 +199,62 @@ def read_shared_bucket(description: Description) -> Iterator[Named]:
     its digest.
     """
     number, entries = description["number"], description["entries"]
-    memory = open_segment(description["segment"], description["num_bytes"], f"Bucket {number} of the new weights")
+    memory = _mapped(description["segment"], description["num_bytes"], f"Bucket {number} of the new weights")
     return read_bucket(memory, number, entries, [entry[5] for entry in entries])
 
 
+def _mapped(path: str, num_bytes: int, name: str) -> torch.Tensor:
+    """As `open_segment`, once for each segment: a new mapping costs a fault for each of its pages, ten times as long as the
+    digest. Segments that are closed are let go of when another is opened."""
+    stamp = _stamp(path)
+    memory = _MAPPED.get((path, stamp))
+    if memory is None or memory.nbytes < num_bytes:
+        for known in list(_MAPPED):
+            if _stamp(known[0]) != known[1]:
+                _MAPPED.pop(known, None)
+        memory = open_segment(path, num_bytes, name)
+        _MAPPED[path, stamp] = memory
+    return memory
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    """Device and inode of a segment, which a later one of the same path does not have; zeros if it is not there."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    return 0, 0
+
+
 def read_bucket(
-    memory: torch.Tensor, number: int, entries: Sequence[Sequence[Any]], digests: Sequence[str]
+    memory: torch.Tensor, number: int, entries: Sequence[list[Any]], digests: Sequence[str]
 ) -> Iterator[Named]:
     """The tensors of bucket `number` in `memory`, uint8, as views. Raises ModelError when the bucket was overwritten or a
     tensor does not match its digest."""
     _check_number(memory, number)
-    for (name, dtype, shape, first, num_bytes, *_), expected in zip(entries, digests, strict=True):
-        values = as_values(memory, first, num_bytes, getattr(torch, dtype))
-        if digest(f"{name} {shape}", values).hex() != expected:
+    for (values, entry), expected in zip(_places(memory, entries), digests, strict=True):
+        if digest(_label(entry), values).hex() != expected:
             _check_number(memory, number)
             raise ModelError(
-                f"{name} in bucket {number} of the new weights does not match its digest. These weights must not be used: "
+                f"{entry[0]} in bucket {number} of the new weights does not match its digest. These weights must not be used: "
                 "update again, or rebuild the rollout engine."
             )
-        yield name, values.view(shape)
+        yield entry[0], values.view(entry[2])
     synchronize(memory)  # for the reader's copies
     _check_number(memory, number)  # the bucket may have been overwritten while it was copied
 
 
-def views(memory: torch.Tensor, entries: Sequence[Sequence[Any]]) -> Iterator[Named]:
+def content_of(memory: torch.Tensor, entries: Sequence[list[Any]]) -> torch.Tensor:
+    """The bytes of a bucket's tensors in `memory`, uint8."""
+    return memory[HEAD_BYTES : _end(entries)]
+
+
+def views(memory: torch.Tensor, entries: Sequence[list[Any]]) -> Iterator[Named]:
     """The tensors of a bucket in `memory`, uint8, as views."""
-    for name, dtype, shape, first, num_bytes, *_ in entries:
-        yield name, as_values(memory, first, num_bytes, getattr(torch, dtype)).view(shape)
+    return ((entry[0], place.view(entry[2])) for place, entry in _places(memory, entries))
 
 
-def end_of(entries: Sequence[Sequence[Any]]) -> int:
-    """Bytes of a bucket, from its head to its last tensor."""
-    return max([HEAD_BYTES, *(int(first + num_bytes) for *_, first, num_bytes, _ in entries)])
-
-
-def _lay_out(tensors: Sequence[Named], bucket_bytes: int) -> tuple[list[list[Any]], int]:
-    """Entries of name, dtype, shape, offset and nbytes, and the bytes of head and tensors."""
+def _lay_out(tensors: Sequence[Named], bucket_bytes: int) -> list[list[Any]]:
+    """Entries of name, dtype, shape, offset and nbytes."""
     entries: list[list[object]] = []
     end = HEAD_BYTES
     for name, tensor in tensors:
@@ -244,7 +267,22 @@ def _lay_out(tensors: Sequence[Named], bucket_bytes: int) -> tuple[list[list[Any
             f"{len(tensors)} tensors starting at {tensors[0][0]} exceed a bucket of {bucket_bytes} bytes; write them in "
             "several buckets."
         )
-    return entries, end
+    return entries
+
+
+def _places(memory: torch.Tensor, entries: Sequence[list[Any]]) -> Iterator[tuple[torch.Tensor, list[Any]]]:
+    """The flat values of each entry in `memory`, uint8."""
+    for entry in entries:
+        yield as_values(memory, entry[3], entry[4], getattr(torch, entry[1])), entry
+
+
+def _end(entries: Sequence[list[Any]]) -> int:
+    """Bytes from the head of a bucket to the end of its last tensor."""
+    return max([HEAD_BYTES, *(int(entry[3] + entry[4]) for entry in entries)])
+
+
+def _label(entry: Sequence[Any]) -> str:
+    return f"{entry[0]} {entry[2]}"
 
 
 def _number_in(memory: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,13 @@ def host_bytes(engine: FSDPConfig, num_parameters: int, width: int) -> int:
     return num_parameters * (masters + (ADAM_STATES if engine.optimizer_offload else 0))
 
 
+def bytes_for_restarts(config: PPOConfig, num_parameters: int, width: int) -> int:
+    """Bytes of the weights that a host keeps for rollout engines that are lost (verl/reshard/delivery.py)."""
+    rollout = config.actor_rollout_ref.rollout
+    restarts = engine_facts(rollout.name).restarts and rollout.mode == "async" and rollout.max_engine_restarts
+    return num_parameters * width if restarts else 0
+
+
 def checkpoint_bytes(num_parameters: int, contents: list[str]) -> int:
     """Bytes of float32 weights and AdamW's states, if `contents` includes them."""
     weights = FLOAT32 if {"model", "hf_model"} & set(contents) else 0
@@ -202,7 +209,7 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     width = compute_dtype(subject.engine.dtype, device).itemsize
     free, capacity = _device_bytes(str(device))
     on_gpu, size = device.type == "cuda", subject.policy.num_parameters
-    on_host = host_bytes(subject.engine, size, width) if on_gpu else 0
+    on_host, restarts = host_bytes(subject.engine, size, width) if on_gpu else 0, 0
     if subject.loaded.schema.name == "ppo":
         rollout = subject.config.actor_rollout_ref.rollout
         shares = on_gpu and starts_engine(subject.config)
@@ -213,6 +220,9 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         keys = _what_to_lower(subject.config, parts)
         if reserved and (parts[_ENGINE] == reserved or not rollout.free_cache_engine):
             keys = _share_that_fits(parts, reserved, free, capacity, size * width)
+        restarts = bytes_for_restarts(subject.config, size, width)
+        if restarts and not on_gpu:
+            parts["copy of the weights for max_engine_restarts"] = restarts
         if device.type == "cpu" and (recorded := _recorded_bytes(subject.config, subject.policy, free)):
             parts["activations for reuse"] = recorded
     else:
@@ -227,10 +237,13 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     fix = f"; lower {keys}, or use a smaller model" if level != "pass" else ""
     yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({listed}){fix}")
-    if on_host:
-        host = available_memory()
-        said = f"{on_host / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by offload"
-        yield passed(said) if on_host <= host else fail(f"{said}; use a smaller model, or offload less")
+    if on_gpu and (on_host or restarts):
+        host, needed = available_memory(), on_host + restarts
+        uses = {"offload": on_host, "a copy of the weights for rollout.max_engine_restarts": restarts}
+        said = f"{needed / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by "
+        said += " and ".join(use for use, num_bytes in uses.items() if num_bytes)
+        fix = " or set max_engine_restarts=0" if restarts else ""
+        yield passed(said) if needed <= host else fail(f"{said}; use a smaller model, offload less{fix}")
 
 
 def reused_bytes(config: PPOConfig) -> float:
