@@ -53,7 +53,7 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     if plan.sizes.tensor > 1 and engine_facts(plan.engine).is_in_run and subject.config.trainer.device != "cpu":
         yield info(
             "on GPUs a divided model decodes without CUDA graphs and fused layers: set rollout.tensor_model_parallel_size=1 if "
-            "a GPU holds all weights, else rollout.name=vllm"
+            "a GPU holds all weights, else another rollout.name"
         )
 
 
