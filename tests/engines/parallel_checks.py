@@ -30,7 +30,7 @@ from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.errors import ConfigError, ModelError
 from verl.model_families import FAMILIES
-from verl.models import forward
+from verl.models import forward, optimizers
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.parallel.device import CPU_BF16
@@ -167,6 +167,13 @@ def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2),
     return gaps
 
 
+def with_rounds_of_a_gpu(path):
+    """Tensor parallel ranks that send matrices in bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizers, "_computes_in", lambda *_: torch.bfloat16)
+        return compare(path, dtype="float32", optimizer="Muon", tensor_parallel_size=2)
+
+
 def comparison(ranks, family, model=None, **settings):
     """A check on that many ranks: `compare` for a model of `family` of these sizes."""
     return on(*ranks)(lambda folder: compare(model_folder(folder, family, **(model or {})), **settings))
@@ -187,6 +194,7 @@ check_muon = comparison((2,), "qwen3", optimizer="Muon")
 check_muon_tensor = comparison((2, 4), "qwen3", optimizer="Muon", tensor_parallel_size=2)
 check_muon_experts = comparison((2, 4), "qwen3_moe", optimizer="Muon", expert_parallel_size=2)
 check_muon_adapters = comparison((2,), "qwen3", lora=4, optimizer="Muon", tensor_parallel_size=2)
+check_muon_float32 = on(2)(lambda folder: with_rounds_of_a_gpu(model_folder(folder, "qwen3")))
 check_muon_replicas = comparison((4,), "qwen3", optimizer="Muon", fsdp_size=2)
 check_value = comparison((4,), "qwen3", model={"num_hidden_layers": 1}, head="token_value")
 

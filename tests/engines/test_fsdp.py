@@ -17,7 +17,7 @@ from verl.models.parallel.tensor import check_divisible
 pytestmark = pytest.mark.seed("B2", "B7")
 
 CHECKS = {n: f for n, f in vars(parallel_checks).items() if hasattr(f, "ranks")}
-SINGLE = {"check_fsdp_float32", "check_bfloat16", "check_float16", "check_padded_family"}
+SINGLE = {"check_fsdp_float32", "check_muon_float32", "check_bfloat16", "check_float16", "check_padded_family"}
 OTHER = {n for n in CHECKS if "checkpoint_of" in n} | {"check_checkpoint", "check_failure_on_the_first_rank"}
 OTHER |= {"check_change_while_training", "check_calls_of_modules", "check_groups"}
 
@@ -87,6 +87,12 @@ def test_float32_and_bfloat16(two):
     assert gaps["loss"] < 0.05
     assert gaps["grad_norm"] < 0.05
     assert gaps["weights"] < 0.05
+
+
+def test_muon_makes_matrices_orthogonal_in_bfloat16_on_a_gpu(two):
+    gaps = two["check_muon_float32"]
+    assert gaps["loss"] < 1e-4
+    assert gaps["weights"] < 5e-3
 
 
 def test_float16_skips_a_step_on_all_ranks_if_one_overflows(two):
