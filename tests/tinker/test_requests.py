@@ -1,6 +1,7 @@
 """Any sequence of requests leaves the service answering and the other tenant unharmed. More: benchmarks/fuzz.py service."""
 
 import asyncio
+import math
 import random
 import sqlite3
 import time
@@ -88,6 +89,26 @@ def test_a_request_that_fails_in_a_batch_fails_alone(bench, tmp_path, around):
         for number, change in enumerate(refused, 5):
             answer = await ada.post("asample", sample(sampling_session_id=ada.sampler, seq_id=number, **change))
             assert answer.status_code == 400, answer.text
+
+    in_process(bench, tmp_path, act)
+
+
+@pytest.mark.parametrize(
+    ("route", "more", "status"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": math.nan}}, 400),
+        ("save_weights_external", {"path": "a"}, 404),
+        ("training_runs/M/checkpoints/weights/a/publish", {}, 404),
+    ],
+)
+def test_a_request_refused_before_it_is_queued_uses_its_number(bench, tmp_path, route, more, status):
+    async def act(service, ada, bob):
+        answer = await ada.post(route, {"model_id": ada.model, "seq_id": 1, **more})
+        assert answer.status_code == status
+        stolen = await bob.post(route, {"model_id": ada.model, "seq_id": 2, **more})
+        assert stolen.status_code in (status, 404)
+        ada.seq_id = 2
+        await ada.step()
 
     in_process(bench, tmp_path, act)
 

@@ -69,6 +69,8 @@ def application(service: Service) -> Starlette:
             Route(f"/api/v1/{path}", partial(_answer, service, path, handler), methods=methods)
             for path, methods, handler in table
         ]
+        # every POST is counted, so that later requests of the model do not wait for it
+        + [Route("/api/v1/{path:path}", partial(_answer, service, "", _nowhere), methods=post)]
         + [Route("/", partial(_answer, service, _PAGE, states.page)), Mount("/static", StaticFiles(directory=STATIC))],
         exception_handlers={HTTPException: _http_error},
         lifespan=lambda app: _lifespan(service, handlers),
@@ -96,7 +98,13 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
     """Check key and size, read the body, call the handler, and write the journal; a RefusedRequest becomes its status."""
     try:
         try:
-            result = await handler(await _call(service, route, request))
+            call = await _call(service, route, request)
+            try:
+                result = await handler(call)
+            except RefusedRequest as error:
+                if error.retry_after_s is None:
+                    service.use_number(call)
+                raise
         finally:
             if service.journal.is_behind and request.method != "GET" and route != "retrieve_future":
                 await asyncio.to_thread(service.journal.flush)
@@ -170,7 +178,15 @@ async def _body(request: Request) -> bytes:
     return b"".join(parts)
 
 
+async def _nowhere(call: ClientCall) -> object:
+    raise RefusedRequest(_no_route("POST", f"/api/v1/{call.path['path']}"), 404)
+
+
+def _no_route(method: str, path: str) -> str:
+    return f"There is no route {method} {path[:200]} in this version."
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    sentence = f"There is no route {request.method} {request.url.path[:200]} in this version."
-    return JSONResponse({"detail": sentence if error.status_code in (404, 405) else error.detail}, error.status_code)
+    sentence = _no_route(request.method, request.url.path) if error.status_code in (404, 405) else error.detail
+    return JSONResponse({"detail": sentence}, error.status_code)

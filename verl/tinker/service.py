@@ -6,7 +6,9 @@ train and sample, one for each. After a kill, `recover` takes the requests of th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -220,12 +222,25 @@ class Service:
             self._admit(call, work.tokens, is_next=seq_id == model.order.next_seq)
         except Exception as error:  # a number that is not used would hold up every later one
             if not isinstance(error, RefusedRequest) or error.retry_after_s is None:
-                self._accept(call, model.model_id, model.session_id, seq_id, REFUSED)
-                self._release(model, seq_id, None)
+                self._refuse(call, model, seq_id)
             raise
         future = self._future(call, model.model_id, model.session_id, seq_id, work.tokens)
         self._release(model, seq_id, self._job(seq_id, future, work))
         return future
+
+    def use_number(self, call: ClientCall) -> None:
+        """Use the number of a request of a model that was refused before it came to `queue`, if its body can be read: later
+        requests of the model would wait for it."""
+        with contextlib.suppress(ValueError, RecursionError, RefusedRequest):
+            body = json.loads(call.body)
+            model_id, seq_id = (body.get(name) for name in ("model_id", "seq_id")) if isinstance(body, dict) else (0, 0)
+            model = self.models.get(model_id) if isinstance(model_id, str) else None
+            if model is not None and call.tenant.sees(model.tenant.name) and type(seq_id) is int and seq_id < 1 << 63:
+                self._refuse(call, model, model.order.require_free(seq_id))
+
+    def _refuse(self, call: ClientCall, model: ServedModel, seq_id: int) -> None:
+        self._accept(call, model.model_id, model.session_id, seq_id, REFUSED)
+        self._release(model, seq_id, None)
 
     def queue_sample(
         self, call: ClientCall, sampler: ServedSampler, seq_id: int | None, request: SamplingRequest
