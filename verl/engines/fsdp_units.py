@@ -100,6 +100,13 @@ class _Waiting:
     def grad(self, value: torch.Tensor | None) -> None:
         self.parameter.unsharded_accumulated_grad = value
 
+    def widen(self, gathered: nn.Parameter) -> None:
+        """Add the gradient that autograd has made, such as the zeros of a parameter without use. FSDP2 exchanges gradients of
+        one dtype."""
+        gradient, gathered.grad = gathered.grad, None
+        if gradient is not None:  # autograd calls this for a parameter whose gradient is in its buffer too
+            self.grad = gradient.to(self.dtype) if self.grad is None else self.grad.add_(gradient)
+
 
 class GatheredGradients(GradientBuffers):
     """Buffers for the gradients of gathered parameters, float32 or wider. FSDP2 exchanges them from there, with no rounding to
@@ -116,6 +123,7 @@ class GatheredGradients(GradientBuffers):
                 if parameter.sharded_param.requires_grad:
                     whole = parameter._unsharded_param
                     self._holders[whole] = _Waiting(parameter, torch.promote_types(whole.dtype, torch.float32))
+                    whole.register_post_accumulate_grad_hook(self._holders[whole].widen)
         return super().wants(parameters)
 
     def _new_buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -104,8 +104,8 @@ class PPO(PPOProgram):
             with self.spans("values"):
                 values = self.critic.forward(columns, {"values": "values"})
         if self.old_log_probs == "recompute" and self.actor is not None:
-            outputs = {"log_probs": "old_log_probs", "entropy": "entropys"}
-            outputs |= {"sum_pi_squared": "sum_pi_squared"} if self.needs.sum_pi_squared else {}
+            squared = {"sum_pi_squared": "sum_pi_squared"} if self.needs.sum_pi_squared else {}
+            outputs = {"log_probs": "old_log_probs", "entropy": "entropys", **squared}
             with self.spans("old_log_prob"):
                 batch.union(self.actor.forward(batch, outputs).get())
             entropy = chosen_values(batch.batch["entropys"], batch.batch["response_mask"])
@@ -125,8 +125,7 @@ class PPO(PPOProgram):
     def assign_credit(self, result: StepBatch, step: int) -> None:
         """Scores to advantages: KL in reward, rollout correction, the estimator, PF-PPO's resampling."""
         with self.spans("adv"):
-            algorithm, batch = self.config.algorithm, result.batch
-            columns = batch.batch
+            algorithm, batch, columns = self.config.algorithm, result.batch, result.batch.batch
             columns["token_level_rewards"] = columns["token_level_scores"]
             if not self.needs.credit:
                 columns["advantages"] = columns["returns"] = torch.zeros_like(columns["token_level_scores"])
@@ -152,8 +151,7 @@ class PPO(PPOProgram):
                 result.batch = self.stages.credited(result.batch, step)
 
     def _penalise_kl(self, batch: DataProto) -> dict[str, Metric]:
-        columns, controller = batch.batch, self.kl_controller
-        beta = controller.value
+        columns, controller, beta = batch.batch, self.kl_controller, self.kl_controller.value
         columns["token_level_rewards"], mean_kl = apply_kl_penalty(
             columns["token_level_scores"], columns["old_log_probs"], columns["ref_log_prob"], columns["response_mask"],
             beta=beta, kind=self.config.algorithm.kl_penalty,

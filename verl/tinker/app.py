@@ -69,8 +69,12 @@ def application(service: Service) -> Starlette:
             Route(f"/api/v1/{path}", partial(_answer, service, path, handler), methods=methods)
             for path, methods, handler in table
         ]
-        # every POST is counted, so that later requests of the model do not wait for it
-        + [Route("/api/v1/{path:path}", partial(_answer, service, "", _nowhere), methods=post)]
+        # a request that is not served uses its number too, so that later requests of the model do not wait for it
+        + [
+            Route(
+                "/api/v1/{path:path}", partial(_answer, service, "", _nowhere), methods=["GET", "PUT", "DELETE", *post]
+            )
+        ]
         + [Route("/", partial(_answer, service, _PAGE, states.page)), Mount("/static", StaticFiles(directory=STATIC))],
         exception_handlers={HTTPException: _http_error},
         lifespan=lambda app: _lifespan(service, handlers),
@@ -136,7 +140,7 @@ async def _call(service: Service, route: str, request: Request) -> ClientCall:
     tenant = Tenant() if route == "healthz" else _tenant(service, request)
     body = decompressed(await _body(request), request.headers.get("content-encoding", ""))
     digest = hashlib.sha256(body).hexdigest()
-    return ClientCall(route, body, tenant, digest, request.path_params, request.query_params)
+    return ClientCall(route, body, tenant, digest, request.path_params, request.query_params, method=request.method)
 
 
 def _tenant(service: Service, request: Request) -> Tenant:
@@ -179,14 +183,10 @@ async def _body(request: Request) -> bytes:
 
 
 async def _nowhere(call: ClientCall) -> object:
-    raise RefusedRequest(_no_route("POST", f"/api/v1/{call.path['path']}"), 404)
-
-
-def _no_route(method: str, path: str) -> str:
-    return f"There is no route {method} {path[:200]} in this version."
+    raise RefusedRequest(f"There is no route {call.method} /api/v1/{call.path['path'][:200]} in this version.", 404)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    sentence = _no_route(request.method, request.url.path) if error.status_code in (404, 405) else error.detail
-    return JSONResponse({"detail": sentence}, error.status_code)
+    sentence = f"There is no route {request.method} {request.url.path[:200]} in this version."
+    return JSONResponse({"detail": sentence if error.status_code in (404, 405) else error.detail}, error.status_code)

@@ -132,6 +132,7 @@ class ClientCall:
     path: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
     stored: AcceptedRequest | None = None
+    method: str = "POST"
 
     def read(self, kind: type[Message]) -> Message:
         try:
