@@ -39,10 +39,10 @@ from verl.reshard.shared_memory import (
     Named,
     SharedBuckets,
     bucketed,
-    content_of,
     read_bucket,
     read_shared_bucket,
     synchronize,
+    tensor_bytes,
     views,
 )
 
@@ -246,7 +246,7 @@ class Delivery:
             return []
         assert bucket.description is not None
         assert bucket.memory is not None
-        content, sends = content_of(bucket.memory, bucket.description["entries"]), self.rank == group[0]
+        content, sends = tensor_bytes(bucket.memory, bucket.description["entries"]), self.rank == group[0]
         self.num_received_bytes += 0 if sends else content.nbytes
         with TRAFFIC.exchanging(content.nbytes if sends else 0):
             work = dist.broadcast(content, group[0], group=self._groups[group], async_op=True)

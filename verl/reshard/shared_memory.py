@@ -243,7 +243,7 @@ def read_bucket(
     _check_number(memory, number)  # the bucket may have been overwritten while it was copied
 
 
-def content_of(memory: torch.Tensor, entries: Sequence[list[Any]]) -> torch.Tensor:
+def tensor_bytes(memory: torch.Tensor, entries: Sequence[list[Any]]) -> torch.Tensor:
     """The bytes of a bucket's tensors in `memory`, uint8."""
     return memory[HEAD_BYTES : _end(entries)]
 
