@@ -283,11 +283,13 @@ def train(model: Model, data: Data, reward: Reward | None = None, **arguments: A
         return trainer.run
 
 
+@short_traceback
 def sft(model: Model, data: Data, **arguments: Any) -> Run:
     """Fine-tune on rows of docs/sft.md: messages, prompt and completion, or text. Further arguments as of `Trainer`."""
     return train(model, data, algorithm="sft", **arguments)
 
 
+@short_traceback
 def preference(model: Model, data: Data, *, loss: str | None = None, **arguments: Any) -> Run:
     """Train on rows of docs/preferences.md with one of its losses; default: the key preference.loss (DPO). Further
     arguments as of `Trainer`."""
@@ -301,6 +303,7 @@ simpo = partial(preference, loss="simpo")
 cpo = partial(preference, loss="cpo")
 
 
+@short_traceback
 def reward_model(model: Model, data: Data, **arguments: Any) -> Run:
     """Train a reward model on rows of docs/reward-models.md. Further arguments as of `Trainer`."""
     return train(model, data, algorithm="reward_model", **arguments)

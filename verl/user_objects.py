@@ -37,11 +37,18 @@ T = TypeVar("T")
 
 def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
     """`function` of our API. Its VerlError or KeyboardInterrupt shows one frame of verl. The frames of the user's code stay, in
-    the error and in its cause. With LOG_LEVEL=DEBUG all frames stay."""
+    the error and in its cause. With LOG_LEVEL=DEBUG all frames stay. An argument that is given by place and by name, as by
+    `data={...}` for keys of that section, is a ConfigError."""
+    names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
+            if twice := [name for name in names[: len(args)] if name in kwargs]:
+                section = f"config={{'{twice[0]}': {{...}}}}"
+                raise ConfigError(
+                    f"The argument {twice[0]} has two values. Give keys of a section of this name by {section}."
+                )
             return function(*args, **kwargs)
         except (VerlError, KeyboardInterrupt) as error:
             if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":

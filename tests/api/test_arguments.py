@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from functools import partial
 
 import pytest
 
@@ -111,6 +112,20 @@ def test_the_loss_of_a_name_and_another_loss_are_refused(values):
     for entry in ("kto", "orpo", "simpo", "cpo"):
         with pytest.raises(ConfigError, match=r"preference.loss='ipo' .* the argument loss of the call"):
             values(entry, config={"preference.loss": "ipo"})
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (verl.orpo, "data"),
+        (verl.sft, "model"),
+        (partial(verl.train, "m"), "data"),
+        (partial(verl.evaluate, "m"), "data"),
+    ],
+)
+def test_a_section_with_the_name_of_an_argument_belongs_to_config(call, name):
+    with pytest.raises(ConfigError, match=rf"config=\{{'{name}'"):
+        call("m", [], **{name: {"train_batch_size": 2}})
 
 
 def test_samples_are_scored_by_the_function_of_a_key(values):

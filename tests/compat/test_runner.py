@@ -383,6 +383,21 @@ class TestRefusals:
         assert runner.state.max_steps == values["trainer.total_training_steps"]
         assert str(runner.inputs).startswith(values["trainer.default_local_dir"])
 
+    def test_keys_name_columns_of_the_scripts_rows(self, tiny_llama, tmp_path):
+        keys = {"data.prompt_key": "question", "data.reward_fn_key": "task"}
+        rows = [{"question": "a", "task": "sums"}] * 8
+        runner = RLRunner(
+            str(tiny_llama),
+            TrainingArguments(str(tmp_path), report_to="none"),
+            train_dataset=rows,
+            reward_funcs=len,
+            config=keys,
+        )
+        runner._load({})
+        row = json.loads((runner.inputs / "train.jsonl").read_text().splitlines()[0])
+        assert row["question"] == "a"
+        assert row["task"] == "sums"
+
     def test_bad_rows(self, tiny_llama, tmp_path):
         shifted = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]}] * 4
         with pytest.raises(DataError, match="row 0.*labels differ from input_ids"):

@@ -268,7 +268,15 @@ def test_an_evaluation_has_the_adapters_that_it_names(tiny_run):
     for name, keys in {"adapted": (adapter,), "base": ()}.items():
         run = tiny_run(*keys, "trainer.val_only=True", folder=name)
         log_probs[name] = [row["log_probs"][0] for row in Run(run.folder / "eval").samples_of(0, "val")]
+    tiny_run(f"{model}.lora_rank=4", "trainer.val_only=True")  # the checkpoint of the folder, as existing releases do
+    tiny_run(f"{model}.path={trained.folder}", "trainer.val_only=True", folder="of_a_run")
     validated = [row["log_probs"][0] for row in trained.samples_of(2, "val")]
+    for folder in (trained.folder, trained.folder.parent / "of_a_run"):
+        evaluated = [row["log_probs"][0] for row in Run(folder / "eval").samples_of(0, "val")]
+        assert evaluated == pytest.approx(validated, abs=1e-4)
+    tiny_run("trainer.val_only=True", "trainer.resume_mode=disable")
+    first = [row["log_probs"][0] for row in Run(trained.folder / "eval").samples_of(0, "val")]
+    assert first == log_probs["base"]
     assert log_probs["adapted"] == pytest.approx(validated, abs=1e-4)
     assert log_probs["base"] != pytest.approx(validated, abs=1e-2)
 

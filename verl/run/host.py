@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from verl.roles.api import Roles
 from verl.run.facts import about_steps, num_rows_of, with_facts
 from verl.run.inputs import inputs_of
 from verl.run.loop import Loop, StopSignal
-from verl.run.schedule import Phases, scheduler_of
+from verl.run.schedule import Phases, named_steps, scheduler_of, validation_times
 from verl.run.state import (
     START_FILE,
     Resume,
@@ -46,6 +46,7 @@ from verl.tracking.run_folder import RunFolder
 from verl.tracking.summary import Summary
 from verl.tracking.timeline import Spans, Timeline, expected_step_s
 from verl.tracking.tracker import NullOutput, Tracker
+from verl.tracking.trained import newest_model
 from verl.user_objects import short_traceback
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def train(loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: b
     """Train a program of PROGRAMS with the config `loaded`; returns the exit code. `restarted`: after a crash of the same
     command. Raises VerlError with its message."""
     if loaded.config.trainer.val_only:
-        return evaluate(loaded, program)
+        return evaluate(_with_checkpoint(loaded), program)
     with run_settings(), open_run(loaded, program, restarted=restarted) as (loop, finish):
         loop.run()
         finish()
@@ -157,7 +158,8 @@ def _open_run(
 def evaluate(loaded: LoadedConfig[RunConfig], program: str = "ppo") -> int:
     """Validate the model once (`trainer.val_only`, `verl eval`). Metrics and samples go to `eval/` in the run folder, next to
     the files of a training run."""
-    config = loaded.absolute().config
+    loaded = _with_weights(loaded.absolute(), None)
+    config = loaded.config
     load_plugins(config)
     kind: type[Program[Any]] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
@@ -181,6 +183,31 @@ def evaluate(loaded: LoadedConfig[RunConfig], program: str = "ppo") -> int:
         console.validation(None, metrics)
         log.info("All metrics are in %s, the samples are in %s.", folder.root / "eval.json", folder.samples)
     return 0
+
+
+def _with_checkpoint(loaded: LoadedConfig[RunConfig]) -> LoadedConfig[RunConfig]:
+    """`loaded` with the weights from which its run would resume: a validation of existing releases has them."""
+    loaded = loaded.absolute()
+    trainer = loaded.config.trainer
+    source = trainer.resume_from_path if trainer.resume_mode == "resume_path" else trainer.default_local_dir
+    saved = None if trainer.resume_mode == "disable" else newest_model(Path(str(source)))
+    if saved is not None:
+        log.info("This validates %s. trainer.resume_mode=disable validates the model that the config names.", saved)
+    return _with_weights(loaded, saved)
+
+
+def _with_weights(loaded: LoadedConfig[Any], saved: Path | None) -> LoadedConfig[Any]:
+    """`loaded` with the model folder `saved`, whose weights have the adapters; None: of the checkpoint if the model is one."""
+    config = loaded.config
+    owner = getattr(config, "actor_rollout_ref", config)
+    saved = saved or newest_model(Path(owner.model.path).expanduser())
+    if saved is None:
+        return loaded
+    if getattr(config, "ref", None) is not None and config.ref.model_path is None:  # the run compares with its start
+        config = replace(config, ref=replace(config.ref, model_path=owner.model.path))
+    model = replace(owner.model, path=str(saved), lora_adapter_path=None)
+    whole = {"model": model} if owner is loaded.config else {"actor_rollout_ref": replace(owner, model=model)}
+    return replace(loaded, config=replace(config, **whole))
 
 
 def _checkpoints(
@@ -248,10 +275,10 @@ def _facts(
         **roles.facts,
         **program.header(),
         "steps": f"{state.step + 1} to {total}{rest}" if 0 < state.step < total else f"{total}{rest}",
-        "validation": _validates(loaded.config.trainer, state.step, program.schedule.get("validation", ""))
+        "validation": validation_times(loaded.config.trainer, state.step, program.schedule.get("validation", ""))
         if data.has_validation
         else "none: data.val_files is empty",
-        "checkpoints": _every(loaded.config.trainer.save_freq)
+        "checkpoints": named_steps(loaded.config.trainer.save_freq)
         or program.schedule.get("checkpoints")
         or "none on schedule, one when interrupted; trainer.save_freq=after_each_epoch keeps the trained model",
         "run folder": str(folder.root),
@@ -281,25 +308,6 @@ def _last_validation(metrics_file: Path) -> dict[str, float]:
     """The metrics of the last validation after a step: for a run that has nothing left to do."""
     rows = [row for row in read_metrics(metrics_file) if row["step"] > 0 and any(k.startswith("val") for k in row)]
     return rows[-1] if rows else {}
-
-
-def _validates(trainer: TrainerConfig, step: int, added: str) -> str:
-    """The times of validation, with the key of the time that is missing. `added`: times that the program adds."""
-    before = "before training" if trainer.val_before_train else "trainer.val_before_train=True adds it before training"
-    after = _every(trainer.test_freq) or added
-    if step and after:  # a resumed run
-        return after
-    missing = after or "trainer.test_freq above 0 adds it after steps"
-    return f"{before}; {missing}" if trainer.val_before_train or after else f"none: {before}, {missing}"
-
-
-def _every(freq: int | str) -> str:
-    """The steps of trainer.save_freq or test_freq; "" for none."""
-    if isinstance(freq, str):
-        return f"{freq.replace('_', ' ')} and at the end"
-    if freq > 0:
-        return f"every {freq} steps and at the end" if freq > 1 else "every step"
-    return ""
 
 
 def _finish(

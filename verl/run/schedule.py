@@ -1,4 +1,4 @@
-"""Keys of the config that change during a run, by phase of training."""
+"""Keys of the config that change during a run, by phase of training, and the times of validations and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from verl.config import RunConfig
+from verl.config.sections.trainer import TrainerConfig
 from verl.engines.hybrid_3d import CHANGEABLE, check_change, require_3d_hybrid
 from verl.errors import ConfigError, nearest
 from verl.registry import load_object
@@ -150,3 +151,22 @@ def _check_phase(number: int, phase: object) -> None:
     if not isinstance(phase["changes"], Mapping):
         raise ConfigError(f"{place}: changes must be a mapping of keys to values, not {phase['changes']!r}.")
     _check_changes(phase["changes"])
+
+
+def validation_times(trainer: TrainerConfig, step: int, added: str) -> str:
+    """The times of validation, with the key of the time that is missing. `added`: times that the program adds."""
+    before = "before training" if trainer.val_before_train else "trainer.val_before_train=True adds it before training"
+    after = named_steps(trainer.test_freq) or added
+    if step and after:  # a resumed run
+        return after
+    missing = after or "trainer.test_freq above 0 adds it after steps"
+    return f"{before}; {missing}" if trainer.val_before_train or after else f"none: {before}, {missing}"
+
+
+def named_steps(freq: int | str) -> str:
+    """The steps of trainer.save_freq or test_freq; "" for none."""
+    if isinstance(freq, str):
+        return f"{freq.replace('_', ' ')} and at the end"
+    if freq > 0:
+        return f"every {freq} steps and at the end" if freq > 1 else "every step"
+    return ""

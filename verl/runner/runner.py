@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,7 @@ class RLRunner:
         if self.algorithm != "dpo" and ref_model is not None:
             raise ConfigError(f"RLRunner reads ref_model only for algorithm='dpo'; this is {self.algorithm!r}.")
         model = with_adapters(model, peft_config)
-        self.ref_model = ref_model
-        self.data_collator, self.compute_metrics = data_collator, compute_metrics
+        self.ref_model, self.data_collator, self.compute_metrics = ref_model, data_collator, compute_metrics
         self.folder = Path(str(self.args.output_dir)).absolute()
         self.inputs = self.folder / "inputs" / os.environ.get("RANK", "0")  # each rank of torchrun has its own
         is_path = isinstance(model, str | os.PathLike)
@@ -318,12 +318,12 @@ class RLRunner:
 
     def _write_rows(self, split: str, rows: Sequence[Mapping[str, object]]) -> str:
         file = self.inputs / f"{split}.jsonl"
-        convert: Callable[[Row, int], Row] = checked_row if self.algorithm in GIVEN_ROWS else prompt_row
-        if self._is_tokenized:
-            convert = self._tokens
-        order: Iterable[int] = range(len(rows))
-        if split == "train" and self.algorithm in GIVEN_ROWS:
-            order = self._order(len(rows))
+        keys = {"data.prompt_key": "prompt", "data.reward_fn_key": "data_source", **_values(self.overrides)}
+        names = keys["data.prompt_key"], keys["data.reward_fn_key"]
+        is_given = self.algorithm in GIVEN_ROWS
+        convert: Callable[[Row, int], Row] = checked_row if is_given else partial(prompt_row, names=names)
+        convert = self._tokens if self._is_tokenized else convert
+        order: Iterable[int] = self._order(len(rows)) if is_given and split == "train" else range(len(rows))
         with file.open("w", encoding="utf-8") as out:
             out.writelines(row_as_json(convert(rows[place], place), place) + "\n" for place in order)
         return str(file)

@@ -12,6 +12,16 @@ from verl.tracking.run_folder import require_run_folder
 _STEP = re.compile(r"global_step_([0-9]{1,15})")
 
 
+def newest_model(folder: Path) -> Path | None:
+    """Hugging Face folder of the newest checkpoint of a run folder, or of the checkpoint `folder`; None without one."""
+    for role in ("actor", "model"):
+        if _STEP.fullmatch(folder.name) and (saved := folder / role / "huggingface").is_dir():
+            return saved
+        if newest := max(folder.glob(f"global_step_*/{role}/huggingface"), key=_step_of, default=None):
+            return newest
+    return None
+
+
 class TrainedRun:
     """A run folder and its model. `verl.Run` of verl-page, its subclass, also reads metrics and samples. Raises ConfigError for
     another folder."""
@@ -23,10 +33,8 @@ class TrainedRun:
     @property
     def model_path(self) -> Path:
         """Hugging Face folder of the trained model in the newest checkpoint. Raises CheckpointError without one."""
-        for role in ("actor", "model"):
-            folders = self.folder.glob(f"global_step_*/{role}/huggingface")
-            if newest := max(folders, key=_step_of, default=None):
-                return newest
+        if newest := newest_model(self.folder):
+            return newest
         raise CheckpointError(
             f"{self.folder} has no checkpoint with a model. Set trainer.save_freq, or call Trainer.save()."
         )

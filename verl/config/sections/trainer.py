@@ -161,7 +161,7 @@ class TrainerConfig(Section):
         words=(AFTER_EACH_EPOCH,),
     )
     val_before_train: bool = used(True, "validate before the first step")
-    val_only: bool = used(False, "validate and stop")
+    val_only: bool = used(False, "validate the checkpoint of resume_mode, or without one the model, and stop")
     resume_mode: str = used(
         "auto", "continue the newest checkpoint, never, or a given one", choices=("auto", "disable", "resume_path")
     )
