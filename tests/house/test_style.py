@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 74_502,
+    "core": 74_497,
     "compat": 7_737,
     "page": 3_760,
     "planner": 2_736,

@@ -153,10 +153,8 @@ def zero_unused_gradients(units: Iterable[Any], used: Collection[nn.Parameter] =
             (part, name, p) for part in unit.modules() if part not in nested for name, p in part._parameters.items()
         )
         places = [(part, name) for part, name, p in inside if p not in used]
-        if places:
-            unit.register_forward_hook(
-                partial(_anchor, places), prepend=True
-            )  # before FSDP frees the gathered parameters
+        if places:  # before FSDP frees the gathered parameters
+            unit.register_forward_hook(partial(_anchor, places), prepend=True)
 
 
 def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: object, output: object) -> object:

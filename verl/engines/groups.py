@@ -43,10 +43,10 @@ def shared_group(ranks: Sequence[int], timeout_s: float | None = None, *, among_
     key = tuple(sorted(ranks))
     if len(ranks) == everyone.size():
         groups[key, False] = everyone
-    is_of_them = among_them and (key, False) not in groups  # what all have made, these have too
-    if (key, is_of_them) not in groups:
-        groups[key, is_of_them] = dist.new_group(list(ranks), use_local_synchronization=among_them)
-    group = groups[key, is_of_them]
+    is_local = among_them and (key, False) not in groups  # these ranks have a group that all ranks have made
+    if (key, is_local) not in groups:
+        groups[key, is_local] = dist.new_group(list(ranks), use_local_synchronization=among_them)
+    group = groups[key, is_local]
     if timeout_s is not None and dist.get_rank() in ranks:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return group

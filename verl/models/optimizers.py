@@ -142,11 +142,8 @@ class Muon(torch.optim.AdamW):
         **settings: Any,
     ):
         """`settings`: AdamW's."""
-        self.matrices, self._divided, self._cut = (
-            matrices,
-            divided,
-            [] if divided is None else divided.cut_matrices(matrices),
-        )
+        self.matrices, self._divided = matrices, divided
+        self._cut = [] if divided is None else divided.cut_matrices(matrices)
         self._names, self._dtype = {p: name for name, p in named.items()}, next(iter(named.values())).dtype
         groups = []
         for is_matrix in (True, False):

@@ -6,8 +6,8 @@
     to the engine      each rank's bucket for the worker on its GPU                    CUDA IPC
                        or one bucket of the host, which all its engines read           shared memory
 
-So each byte crosses a link once. It travels as it lies: the bucket that a link fills is the bucket that an engine opens. While
-the engines read a bucket, the next one travels.
+So each byte crosses a link once. A bucket has one layout: an engine opens the memory that a broadcast has filled. While the
+engines read a bucket, the next one travels.
 
 Before an engine reads a bucket, all ranks have it and have sent its places (on gloo). They meet again before the next is
 gathered: a rank that waits for a gather in NCCL would hold the GPU that the engine's worker copies on (TRL issue 7103).
@@ -241,7 +241,7 @@ class Delivery:
         return bucket
 
     def _broadcast(self, group: tuple[int, ...], bucket: _Bucket) -> list[dist.Work]:
-        """Send or receive the bucket in `group`, as it lies in memory."""
+        """Send or receive the memory of the bucket in `group`."""
         if self.rank not in group or len(group) == 1:
             return []
         assert bucket.description is not None

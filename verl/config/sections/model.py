@@ -27,7 +27,7 @@ _MAX_LR = 10.0  # Adam changes each weight by about the learning rate in a step
 
 @dataclass(frozen=True)
 class OptimConfig(Section):
-    optimizer: str = used("AdamW", "class of the optimizer; Muon steps matrices, and AdamW what is none")
+    optimizer: str = used("AdamW", "class of the optimizer; Muon steps matrices, and AdamW the other parameters")
     optimizer_impl: str = used("torch.optim", "module that holds the class")
     lr: float = used(1e-6, "learning rate after warm-up", gt=0, le=_MAX_LR)
     lr_warmup_steps_ratio: float = used(

@@ -15,7 +15,7 @@ from verl.models.ops.linear import Matmul
 
 
 def adapters_of(projection: Projection) -> list[LoRALinear | None]:
-    """The parts that compute with an adapter, None in place of others; empty without any."""
+    """For each part, the layer if its adapter is active, else None. Empty if no adapter is active."""
     parts = [part if isinstance(part, LoRALinear) and part.active else None for part in projection.parts]
     return parts if any(part is not None for part in parts) else []
 
@@ -28,7 +28,7 @@ def adapter_parameters(projection: Projection) -> list[nn.Parameter]:
 def linear(
     x: torch.Tensor, projection: Projection, matmul: Matmul, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [tokens, inputs] -> [tokens, outputs], and the sum of that with `residual`."""
+    """x [tokens, inputs] -> [tokens, outputs], with `residual` added."""
     pair = _joined(projection)
     if pair is None:
         return matmul.linear(x, projection.weight, projection.bias, residual)
@@ -37,7 +37,7 @@ def linear(
 
 
 def input_gradient(d_y: torch.Tensor, projection: Projection, matmul: Matmul) -> torch.Tensor:
-    """The gradient of `x` in `linear`, given that of its result."""
+    """The gradient of `x` in `linear`, from the gradient of its result."""
     d_x, pair = matmul.input_gradient(d_y, projection.weight), _joined(projection)
     return d_x if pair is None else d_x.add_(matmul.input_gradient(matmul.input_gradient(d_y, pair.up), pair.down))
 
@@ -45,7 +45,7 @@ def input_gradient(d_y: torch.Tensor, projection: Projection, matmul: Matmul) ->
 def add_adapter_gradients(
     projection: Projection, d_y: torch.Tensor, x: torch.Tensor, matmul: Matmul, gradients: GradientBuffers
 ) -> None:
-    """Adds the gradients of A and B in `linear`, given that of its result."""
+    """Adds the gradients of A and B in `linear`, from the gradient of its result."""
     pair = _joined(projection)
     if pair is None or not gradients.wants(adapter_parameters(projection)):
         return
