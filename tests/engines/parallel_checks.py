@@ -92,15 +92,17 @@ def check_calls_of_modules(folder):
     """Calls of modules of transformers and torch in a forward and a step, by family: of all within the decoder but its layers,
     which FSDP surrounds with hooks, and the rotary embedding. With the layers of a CPU, and of a GPU."""
     counts, batch = {}, make_batch(0, (3, 1, 4, 2))
+    divisions = [{}] if dist.get_world_size() == 1 else [{}, {"ulysses_sequence_parallel_size": 2}]
     for family in [name for name, row in FAMILIES.items() if row.decoder and row.trains and row.tiny is not None]:
-        for lora, run in itertools.product((0, 4), (with_autograd, lambda function: function())):
-            count = run(lambda: _num_calls(folder, family, batch, lora))  # noqa: B023
-            counts[f"{family} {lora} {run is with_autograd}"] = count
+        for division, lora, run in itertools.product(divisions, (0, 4), (with_autograd, lambda function: function())):
+            count = run(lambda: _num_calls(folder, family, batch, lora, **division))  # noqa: B023
+            counts[f"{family} {division} {lora} {run is with_autograd}"] = count
     return {"dense": counts, "gemma": _num_calls(folder, "gemma", batch)}
 
 
-def _num_calls(folder, family, batch, lora=0):
-    engine, calls = make_engine(one_layer(folder, family), FSDPEngine, model={"lora_rank": lora}), []
+def _num_calls(folder, family, batch, lora=0, **division):
+    model = {"lora_rank": lora}
+    engine, calls = make_engine(one_layer(folder, family), FSDPEngine, model=model, engine=division), []
     for name, part in engine.module.get_decoder().named_modules():
         if name != "rotary_emb" and not isinstance(part, FSDPModule):
             part.register_forward_pre_hook(lambda part, _: calls.append(part))
@@ -362,6 +364,14 @@ def check_left_out_rows(folder):
 check_hsdp = comparison((4,), "qwen3", model={"tie_word_embeddings": False}, fsdp_size=2)
 check_tensor = comparison((2,), "qwen3", tensor_parallel_size=2)
 check_sequence = comparison((2,), "qwen3", ulysses_sequence_parallel_size=2)
+check_sequence_layers_of_a_gpu = on(2)(
+    lambda folder: with_autograd(
+        lambda: compare(model_folder(folder, "qwen3"), checkpointing=True, ulysses_sequence_parallel_size=2)
+    )
+)
+check_sequence_window = comparison(
+    (2,), "mistral", model={"sliding_window": 5, "num_key_value_heads": 1}, lora=4, ulysses_sequence_parallel_size=2
+)
 check_lora = comparison((2,), "qwen3", lora=4)
 check_lora_tensor = comparison((4,), "qwen3", lora=4, tensor_parallel_size=2)
 check_value_sequence = comparison((4,), "qwen3", head="token_value", ulysses_sequence_parallel_size=2)

@@ -59,13 +59,13 @@ def test_four_ranks_equal_one_device(four, check):
     assert_equal_in_float64(four[check])
 
 
-@pytest.mark.parametrize("ranks", ["one", "two"])
-def test_dense_families_call_no_module_of_transformers(request, ranks):
+@pytest.mark.parametrize(("ranks", "divisions"), [("one", 1), ("two", 2)])
+def test_dense_families_call_no_module_of_transformers(request, ranks, divisions):
     counts = request.getfixturevalue(ranks)["check_calls_of_modules"]
     assert counts["gemma"] > 0, "which has its own norms"
     assert counts["dense"] == dict.fromkeys(counts["dense"], 0)
-    assert len(counts["dense"]) == 16, (
-        "four families, with adapters and without, each with the layers of a CPU and of a GPU"
+    assert len(counts["dense"]) == 16 * divisions, (
+        "four families, with adapters and without, each with the layers of a CPU and of a GPU, tokens divided or not"
     )
 
 

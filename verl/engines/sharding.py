@@ -68,7 +68,7 @@ def shard_model(
     shard = partial(_shard, fill=fill, config=config, offload=on_host if config.offload_policy else OffloadPolicy())
     for part in [p for p in module.modules() if groups.expert is not None and is_experts(p)]:
         shard([part], groups.experts_mesh, compute_dtype)
-    if groups.tensor.size() * groups.sequence.size() == 1 and groups.expert is None:
+    if groups.tensor.size() == 1 and groups.expert is None:
         parts = [part for unit in groups_of_layers for part in unit]
         model.in_units = make_units(module, parts, device, compute_dtype)
     for unit in groups_of_layers:

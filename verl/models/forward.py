@@ -24,6 +24,7 @@ from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind, padded_logits, padded_states
+from verl.models.parallel.sequence import SequenceLayout
 from verl.models.vision import is_vision_model, language_model_of, vision_states, with_features
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ _FUSED_DEVICES = ("cpu",)  # the fused decoder has been measured and checked on 
 _STRAIGHT_DEVICES = ("cuda",)  # training computes as the sampler does on these
 # In float64 the modules' norms still round to float32, unlike the fused decoder's: modules compute float64.
 _FUSED_DTYPES = {torch.float32, torch.bfloat16}
+_LAYOUTS = (PackedLayout, SequenceLayout)
 
 
 def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
@@ -44,7 +46,7 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     if forward_kind(module) != "packed":
         return padded_states(module, packed)
     device = packed.input_ids.device
-    if type(packed.layout) is PackedLayout:
+    if type(packed.layout) in _LAYOUTS:
         if (dense := fused_decoder(module, device)) is not None:
             packed, images = with_features(module, packed)
             checkpointing = language_model_of(module).gradient_checkpointing

@@ -73,6 +73,38 @@ class PackedLayout:
             return out[..., : v.shape[-1]] if padding else out
         return masked_attention(q, k, v, self.segments, scoring, self.chunk_tokens)
 
+    def attend_kept(self, index: int, heads: HeadViews, scoring: Scoring, by: Matmul, keep: bool) -> Attended:
+        """Attention of layer `index`; with `keep`, fit for `attend_backward`."""
+        q, k, v = heads.q, heads.k, heads.v
+        if choose_kernel(q, self.without_idle_window(scoring)) == "flash_cpu":
+            _, num_heads, tokens, head_dim = q.shape
+            q, k, v = by.operand(q), by.operand(k), by.operand(v)
+            out = q.new_empty(tokens, num_heads, head_dim)
+            lse = flash_forward(self, q, k, v, as_heads(out), scoring.scale)
+            return Attended(out.flatten(1).to(heads.q.dtype), lse if keep else None)
+        if not keep:
+            return Attended(self.attend(index, q, k, v, scoring)[0].flatten(1))
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            attended = self.attend(index, q, k, v, scoring)
+        return Attended(attended.detach()[0].flatten(1), graph=(attended, (q, k, v)))
+
+    def attend_backward(
+        self, heads: HeadViews, attended: Attended, d_out: torch.Tensor, scale: float, by: Matmul, into: HeadViews
+    ) -> None:
+        """Writes the gradients of queries, keys and values into `into`, given the gradient of the output."""
+        if attended.graph is not None:
+            out, leaves = attended.graph
+            grads = torch.autograd.grad(out, leaves, d_out.view_as(out))
+            for target, grad in zip(into, grads, strict=True):
+                target.copy_(grad)
+            return
+        assert attended.lse is not None
+        shape = (d_out.shape[0], heads.q.shape[1], heads.q.shape[3])
+        out, d_out = (by.operand(as_heads(x.view(shape))) for x in (attended.out, d_out))
+        q, k, v = by.operand(heads.q), by.operand(heads.k), by.operand(heads.v)
+        flash_backward(self, d_out, q, k, v, out, attended.lse, scale, into)
+
     def without_idle_window(self, scoring: Scoring) -> Scoring:
         """`scoring` without a window that is as long as every row: it hides no token."""
         return scoring if scoring.window is None or scoring.window < self.longest else scoring._replace(window=None)
@@ -209,51 +241,10 @@ class Attended(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor | None = None
     graph: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+    inside: tuple[HeadViews, Attended] | None = None  # of all tokens and some heads, if ranks divide the tokens
 
 
-def attend_packed(
-    layout: PackedLayout, index: int, heads: HeadViews, scoring: Scoring, by: Matmul, keep: bool
-) -> Attended:
-    """Attention of layer `index`; with `keep`, fit for `attend_backward`."""
-    q, k, v = heads.q, heads.k, heads.v
-    if choose_kernel(q, layout.without_idle_window(scoring)) == "flash_cpu":
-        _, num_heads, tokens, head_dim = q.shape
-        q, k, v = by.operand(q), by.operand(k), by.operand(v)
-        out = q.new_empty(tokens, num_heads, head_dim)
-        lse = flash_forward(layout, q, k, v, _as_heads(out), scoring.scale)
-        return Attended(out.flatten(1).to(heads.q.dtype), lse if keep else None)
-    if not keep:
-        return Attended(layout.attend(index, q, k, v, scoring)[0].flatten(1))
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad():
-        attended = layout.attend(index, q, k, v, scoring)
-    return Attended(attended.detach()[0].flatten(1), graph=(attended, (q, k, v)))
-
-
-def attend_backward(
-    layout: PackedLayout,
-    heads: HeadViews,
-    attended: Attended,
-    d_out: torch.Tensor,
-    scale: float,
-    by: Matmul,
-    into: HeadViews,
-) -> None:
-    """Writes the gradients of queries, keys and values into `into`, given the gradient of the output."""
-    if attended.graph is not None:
-        out, leaves = attended.graph
-        grads = torch.autograd.grad(out, leaves, d_out.view_as(out))
-        for target, grad in zip(into, grads, strict=True):
-            target.copy_(grad)
-        return
-    assert attended.lse is not None
-    shape = (d_out.shape[0], heads.q.shape[1], heads.q.shape[3])
-    out, d_out = (by.operand(_as_heads(x.view(shape))) for x in (attended.out, d_out))
-    q, k, v = by.operand(heads.q), by.operand(heads.k), by.operand(heads.v)
-    flash_backward(layout, d_out, q, k, v, out, attended.lse, scale, into)
-
-
-def _as_heads(x: torch.Tensor) -> torch.Tensor:
+def as_heads(x: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, head_dim] -> [1, heads, tokens, head_dim], a view."""
     return x.transpose(0, 1).unsqueeze(0)
 

@@ -44,7 +44,7 @@ def check_layout(subject: Subject) -> Iterator[Line]:
         return
     if specs.main is not None:
         yield passed(f"sharding: {specs.main.describe_sharding(devices)}")
-        sizes = ("tensor_parallel_size", "ulysses_sequence_parallel_size", "expert_parallel_size")
+        sizes = ("tensor_parallel_size", "expert_parallel_size")
         dividing = [f"{name}={size}" for name in sizes if (size := getattr(specs.main.engine, name)) > 1]
         if devices > 1 and specs.main.settings is None and dividing:
             keys = ", ".join(dividing)

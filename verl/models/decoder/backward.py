@@ -31,7 +31,7 @@ from verl.models.ops.pointwise import (
     scaled_norm,
     swiglu_backward_,
 )
-from verl.models.packed import Attended, HeadViews, attend_backward, attend_packed
+from verl.models.packed import Attended, HeadViews
 from verl.models.packing import PackedBatch
 from verl.models.vision import ImageFeatures
 
@@ -246,7 +246,7 @@ class TrainingPass(DecoderPass):
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
         heads, scoring = self._heads(weights, qkv), Scoring(self.decoder.scale, weights.sliding_window)
-        attended = attend_packed(self.layout, number, heads, scoring, self.matmul, self._tape is not None)
+        attended = self.layout.attend_kept(number, heads, scoring, self.matmul, self._tape is not None)
         self._keep(heads, attended)
         return attended.out
 
@@ -277,7 +277,7 @@ class TrainingPass(DecoderPass):
         self._add_weight_gradient(weights.o, d_o, saved.attended.out, gradients)
         d_qkv = torch.empty_like(saved.qkv)
         into = HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in by_head(decoder, d_qkv)))
-        attend_backward(self.layout, saved.heads, saved.attended, d_attended, decoder.scale, matmul, into)
+        self.layout.attend_backward(saved.heads, saved.attended, d_attended, decoder.scale, matmul, into)
         self._heads_backward_(weights, saved, d_qkv, gradients)
         return self._norm_and_projection_backward(saved.x, weights.qkv, d_qkv, d_middle, gradients)
 

@@ -9,7 +9,8 @@
     sampling on a GPU  rollout/native/cuda          in the op of the norm   torch and adapters       stores on the device
 
 On a CPU with the compiled kernels, one call of C samples with the same layers (rollout/native/compiled). Training runs on one
-device, or under FSDP2 with a unit for each layer (decoder/weights.py).
+device, or under FSDP2 with a unit for each layer (decoder/weights.py). Ranks that divide tokens exchange them for heads in
+attention (parallel/sequence.py).
 """
 
 from __future__ import annotations

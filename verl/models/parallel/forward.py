@@ -50,15 +50,15 @@ class ParallelModel(nn.Module):
             return logit_outputs(self.model, packed, outputs, temperature)
         part = take_slice(packed, self.sequence)
         if self.in_units:
-            hidden = hidden_states(self.model, packed, self.gradients)
+            hidden = hidden_states(self.model, part, self.gradients)
         elif forward_kind(self.model) == "padded":  # no group divides the tokens of these
             hidden = padded_states(self.model, packed)
         elif self.sequence is self.tensor is None and is_vision_model(self.model):
             hidden = vision_states(self.model, packed).index_select(0, part.hidden_index)
         else:
             hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
-            if packed.layout.routing is not None and self.sequence is not None:
-                packed.layout.routing.gather(part.layout.routing, packed.num_tokens, self.sequence)
+        if packed.layout.routing is not None and self.sequence is not None:
+            packed.layout.routing.gather(part.layout.routing, packed.num_tokens, self.sequence)
         statistics = partial(self._statistics, hidden, part, outputs, temperature)
         inputs = HeadInputs(self.model, hidden, part.targets, temperature, statistics)
         return computed_outputs(inputs, packed, outputs, part.whole)

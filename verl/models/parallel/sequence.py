@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
 from verl.models.attention import Scoring
-from verl.models.packed import PackedLayout
+from verl.models.ops.linear import Matmul
+from verl.models.packed import Attended, HeadViews, PackedLayout, as_heads
 from verl.models.packing import PackedBatch
 from verl.models.parallel.collectives import exchange_rows, gather_rows_with_grad
 
@@ -40,30 +41,54 @@ class SequenceLayout:
 
     def __init__(self, whole: PackedLayout, num_tokens: int, num_local: int, group: dist.ProcessGroup):
         self.whole, self.num_tokens, self.num_local, self.group = whole, num_tokens, num_local, group
+        self.chunk_tokens = whole.chunk_tokens
         self.routing = None if whole.routing is None else whole.routing.part(num_local, group)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """As AttentionLayout.attend, with `num_local` tokens in and out."""
-        ranks = self.group.size()
-        if k.shape[1] % ranks:  # fewer key-value heads than ranks: each rank gets a copy of the one it needs
-            k, v = (x.repeat_interleave(ranks // x.shape[1], dim=1) for x in (k, v))
-        q, k, v = (self._all_tokens(x) for x in (q, k, v))
-        out = self.whole.attend(layer, q, k, v, scoring)
-        return self._all_heads(out)
+        q, k, v = self._all_tokens(q, k, v)
+        (out,) = self._all_heads(self.whole.attend(layer, q, k, v, scoring).transpose(1, 2))
+        return out.transpose(1, 2)
 
-    def _all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, heads, local, dim] -> [1, heads / ranks, num_tokens, dim]."""
-        ranks = self.group.size()
-        heads_first = x[0].reshape(ranks, -1, *x.shape[2:])  # [ranks, heads / ranks, local, dim]
-        mine = self._exchange(heads_first)
-        return mine.transpose(0, 1).flatten(1, 2)[:, : self.num_tokens].unsqueeze(0)
+    def attend_kept(self, index: int, heads: HeadViews, scoring: Scoring, by: Matmul, keep: bool) -> Attended:
+        """As PackedLayout.attend_kept, with `num_local` tokens in and out."""
+        inside = HeadViews(*self._all_tokens(*heads))
+        attended = self.whole.attend_kept(index, inside, scoring, by, keep)
+        (out,) = self._all_heads(as_heads(attended.out.unflatten(1, (inside.q.shape[1], -1))))
+        return Attended(out[0].transpose(0, 1).flatten(1), inside=(inside, attended) if keep else None)
 
-    def _all_heads(self, out: torch.Tensor) -> torch.Tensor:
-        """[1, num_tokens, heads / ranks, dim] -> [1, local, heads, dim]."""
+    def attend_backward(
+        self, heads: HeadViews, attended: Attended, d_out: torch.Tensor, scale: float, by: Matmul, into: HeadViews
+    ) -> None:
+        """As PackedLayout.attend_backward."""
+        assert attended.inside is not None
+        inside, inner = attended.inside
+        (d_inside,) = self._all_tokens(as_heads(d_out.unflatten(1, (heads.q.shape[1], -1))))
+        gradients = HeadViews(*(torch.empty_like(x) for x in inside))
+        self.whole.attend_backward(inside, inner, d_inside[0].transpose(0, 1).flatten(1), scale, by, gradients)
+        for target, gradient in zip(into, self._all_heads(*gradients), strict=True):
+            copies = gradient.shape[1] // target.shape[1]  # of a key-value head, on as many ranks
+            target.copy_(gradient.unflatten(1, (-1, copies)).sum(2) if copies > 1 else gradient)
+
+    def _all_tokens(self, *heads: torch.Tensor) -> list[torch.Tensor]:
+        """[1, heads, local, dim] each -> [1, heads / ranks, num_tokens, dim], in one exchange."""
+        ranks, parts = self.group.size(), []
+        for x in heads:
+            if x.shape[1] % ranks:  # fewer key-value heads than ranks: each rank gets a copy of the one it needs
+                x = x.repeat_interleave(ranks // x.shape[1], dim=1)
+            parts.append(x[0].transpose(0, 1).unflatten(1, (ranks, -1)).flatten(2))  # [local, ranks, width]
+        mine = self._exchange(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)[: self.num_tokens]
+        columns = mine.split([part.shape[2] for part in parts], dim=1)
+        return [as_heads(y.unflatten(1, (-1, x.shape[3]))) for x, y in zip(heads, columns, strict=True)]
+
+    def _all_heads(self, *heads: torch.Tensor) -> list[torch.Tensor]:
+        """[1, heads / ranks, num_tokens, dim] each -> [1, heads, local, dim], in one exchange."""
         ranks = self.group.size()
-        padded = F.pad(out[0], (0, 0, 0, 0, 0, ranks * self.num_local - self.num_tokens))
-        slices = self._exchange(padded.unflatten(0, (ranks, self.num_local)))  # [ranks, local, heads / ranks, dim]
-        return slices.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        rows = torch.cat([x[0].transpose(0, 1).flatten(1) for x in heads], dim=1)
+        padded = F.pad(rows, (0, 0, 0, ranks * self.num_local - self.num_tokens))
+        slices = self._exchange(padded.unflatten(0, (ranks, self.num_local)))  # [ranks, local, width]
+        parts = slices.transpose(0, 1).split([x.shape[1] * x.shape[3] for x in heads], dim=2)
+        return [as_heads(y.flatten(1).unflatten(1, (-1, x.shape[3]))) for x, y in zip(heads, parts, strict=True)]
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         """x[r] goes to rank r; in its place comes what rank r had for this one."""
@@ -72,20 +97,14 @@ class SequenceLayout:
 
 
 @dataclass(frozen=True)
-class TokenSlice:
-    """One rank's tokens of a packed batch. `hidden_index` and `targets` are of the predictions made here,
+class TokenSlice(PackedBatch):
+    """One rank's tokens of a packed batch. `hidden_index`, `targets` and `columns` are of the predictions made here,
     `counts[r]` is how many rank r makes; predictions are in the order of their tokens, `order` leads back."""
 
-    input_ids: torch.Tensor  # [1, local]
-    position_ids: torch.Tensor  # [1, local]
     layout: Any
-    hidden_index: torch.Tensor
-    targets: torch.Tensor
-    counts: tuple[int, ...]
-    order: torch.Tensor | None
-    group: dist.ProcessGroup | None
-    noise: torch.Tensor | None  # [local, hidden_size]
-    columns: dict[str, torch.Tensor]  # [predictions here, ...]
+    counts: tuple[int, ...] = ()
+    order: torch.Tensor | None = None
+    group: dist.ProcessGroup | None = None
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """[predictions here] -> [all predictions], in the packed batch's order."""
@@ -97,10 +116,7 @@ class TokenSlice:
 def take_slice(packed: PackedBatch, group: dist.ProcessGroup | None) -> TokenSlice:
     """This rank's part of `packed`; all of it in a group of one (None: this rank)."""
     if group is None or group.size() == 1:
-        return TokenSlice(
-            packed.input_ids, packed.position_ids, packed.layout, packed.hidden_index, packed.targets,
-            (len(packed.targets),), None, group, packed.noise, packed.columns,
-        )  # fmt: skip
+        return TokenSlice(**vars(packed), counts=(len(packed.targets),))
     ranks, rank = group.size(), group.rank()
     size = -(-packed.num_tokens // ranks)
 
@@ -111,15 +127,14 @@ def take_slice(packed: PackedBatch, group: dist.ProcessGroup | None) -> TokenSli
     by_owner = owner.sort(stable=True).indices
     here = by_owner[owner[by_owner] == rank]
     order = torch.empty_like(by_owner).scatter_(0, by_owner, torch.arange(len(by_owner), device=by_owner.device))
-    return TokenSlice(
-        input_ids=mine(packed.input_ids),
-        position_ids=mine(packed.position_ids),
-        layout=SequenceLayout(packed.layout, packed.num_tokens, size, group),
-        hidden_index=packed.hidden_index[here] - size * rank,
-        targets=packed.targets[here],
-        counts=tuple(torch.bincount(owner, minlength=ranks).tolist()),
-        order=order,
-        group=group,
-        noise=None if packed.noise is None else mine(packed.noise.t()).t(),
-        columns={name: values[here] for name, values in packed.columns.items()},
-    )
+    here_only = {
+        "input_ids": mine(packed.input_ids),
+        "position_ids": mine(packed.position_ids),
+        "layout": SequenceLayout(packed.layout, packed.num_tokens, size, group),
+        "hidden_index": packed.hidden_index[here] - size * rank,
+        "targets": packed.targets[here],
+        "noise": None if packed.noise is None else mine(packed.noise.t()).t(),
+        "columns": {name: values[here] for name, values in packed.columns.items()},
+    }
+    counts = tuple(torch.bincount(owner, minlength=ranks).tolist())
+    return TokenSlice(**{**vars(packed), **here_only}, counts=counts, order=order, group=group)
