@@ -297,7 +297,8 @@ class TestFilesInThePackage:
         monkeypatch.chdir(tmp_path)
         spec = RewardFunctionSpec("verl/utils/reward_score/rlla.py")
         score = load_reward_function(spec)(data_source="rlla", solution_str=reply, ground_truth=self.GOLD)
-        assert score == {"score": pytest.approx(form + correct), "format": form, "correctness": pytest.approx(correct)}
+        parts = {"format_reward": form, "accuracy_reward": pytest.approx(correct)}
+        assert score == {"score": pytest.approx(form + correct), **parts}
         assert spec.file_digest() is None  # a module, not a file of the user
 
     def test_replies_without_calls(self):
@@ -305,7 +306,7 @@ class TestFilesInThePackage:
 
         gold = "<think> t </think>\n<response> hi </response>"
         assert compute_score(gold, gold)["score"] == 4
-        assert compute_score(self.GOLD, gold)["correctness"] == -3
+        assert compute_score(self.GOLD, gold)["accuracy_reward"] == -3
 
     @pytest.mark.parametrize(
         ("reply", "score"),

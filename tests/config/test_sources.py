@@ -104,6 +104,14 @@ def test_the_folder_of_the_package_as_scripts_name_it(tmp_path, monkeypatch, fol
         assert load_config([], folder, "ppo_megatron_trainer").config.trainer.total_epochs == 3
 
 
+def test_modules_of_the_environment_come_before_modules_of_the_config(monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "json, csv")
+    key = "actor_rollout_ref.model.external_lib"
+    loaded = load(f"{key}=decimal,json")
+    assert loaded.config.actor_rollout_ref.model.external_lib == ["json", "csv", "decimal"]
+    assert loaded.origins[key] == "follows VERL_USE_EXTERNAL_MODULES"
+
+
 def test_adapters_bring_their_rank_and_scale(tmp_path):
     model = "actor_rollout_ref.model"
     saved = {"r": 8, "lora_alpha": 24, "target_modules": ["q_proj", "v_proj"]}

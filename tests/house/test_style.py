@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 74_506,
+    "core": 74_543,
     "compat": 7_737,
     "page": 3_760,
     "planner": 2_736,
@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 2_530,
     "agents": 5_802,
     "tasks": 1_001,
-    "tests": 83_329,
+    "tests": 83_355,
     "benchmarks": 5_998,
 }
 MAX_MEAN_FUNCTION_LINES = 12

@@ -215,6 +215,14 @@ def test_override_config(tiny_folder, caplog):
     assert "embd_pdrop=0.0 has no effect" in caplog.text
 
 
+def test_override_of_a_field_of_the_language_model(tmp_path):
+    transformers.Qwen2_5_VLConfig(text_config={"max_position_embeddings": 64}).save_pretrained(tmp_path)
+    config = load_model_config(tmp_path, False, {"max_position_embeddings": 128})
+    assert config.text_config.max_position_embeddings == 128
+    with pytest.raises(ModelError, match="Qwen2_5_VLConfig has no such field"):
+        load_model_config(tmp_path, False, {"max_positions": 128})
+
+
 @pytest.mark.seed("B8", "G3")
 @pytest.mark.parametrize("head", ["lm", "token_value"])
 @pytest.mark.parametrize(

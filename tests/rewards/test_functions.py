@@ -22,7 +22,6 @@ BROKEN = {
         "def compute_score(data_source, solution_str, ground_truth, extra_info, tokenizer): return 1",
         r"tokenizer.*missing a required argument: 'tokenizer'",
     ),
-    "no_extra_info": ("def compute_score(data_source, solution_str, ground_truth): return 1", "extra_info"),
     "not_there": ("def compute_scores(**kw): return 1", "no reward function 'compute_score'; did you mean"),
     "not_callable": ("compute_score = 3", "is a int, not a function"),
     "syntax": ("def compute_score(:", "cannot be loaded.*SyntaxError"),
@@ -39,6 +38,16 @@ def test_an_unusable_function_is_refused_before_the_run(tmp_path, case):
     path.write_text(source)
     with pytest.raises(RewardError, match=sentence):
         start(RewardFunctionSpec(str(path)))
+
+
+@pytest.mark.parametrize("parameters", ["solution_str, ground_truth", "solution_str, ground_truth, method='strict'"])
+def test_a_function_of_reply_and_answer(tmp_path, parameters):
+    path = tmp_path / "f.py"
+    path.write_text(f"def compute_score({parameters}): return {{'score': solution_str == ground_truth}}")
+    arguments = {"data_source": "countdown", "solution_str": "3", "ground_truth": "3", "extra_info": {}}
+    assert load_reward_function(RewardFunctionSpec(str(path)))(**arguments) == {"score": True}
+    with pytest.raises(RewardError, match="unexpected keyword argument 'penalty'"):
+        load_reward_function(RewardFunctionSpec(str(path), kwargs={"penalty": 1}))
 
 
 def test_a_missing_file_and_reward_kwargs_that_it_does_not_take(tmp_path):

@@ -19,10 +19,10 @@ Call = dict[str, Any]
 
 
 def compute_score(solution_str: str, ground_truth: object, **_other: object) -> dict[str, Any]:
-    """{"score": format + correctness, "format": 0 or 1, "correctness": -3 to 3}."""
+    """{"score": sum of both, "format_reward": 0 or 1, "accuracy_reward": -3 to 3}. Scripts of GDPO name them."""
     reference = str(ground_truth)
     form, correct = format_score(solution_str, reference), correctness(solution_str, reference)
-    return {"score": form + correct, "format": form, "correctness": correct}
+    return {"score": form + correct, "format_reward": form, "accuracy_reward": correct}
 
 
 def format_score(reply: str, reference: str) -> float:

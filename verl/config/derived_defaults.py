@@ -94,6 +94,7 @@ def derive_sft(values: Mapping[str, object], set_keys: set[str]) -> Derived:
         _folder(values, set_keys)
         | _launched(set_keys)
         | _adapter(values, set_keys, "model")
+        | _plugins(values, "model")
         | _fallback(values, "engine.strategy", "")
         | _device(values)
     )
@@ -128,7 +129,7 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
         derived[turn_rewards] = (True, "follows algorithm.adv_estimator")
     derived |= _ahead(values, set_keys) | _device(values)
     for model in (_MODEL, "critic.model"):
-        derived |= _adapter(values, set_keys, model)
+        derived |= _adapter(values, set_keys, model) | _plugins(values, model)
     strategies = {f"{_ACTOR}.strategy": "fsdp_config", f"{_REF}.strategy": "fsdp_config", "critic.strategy": "fsdp"}
     engine = values["model_engine"]
     if engine == "megatron" or engine in ELSEWHERE:
@@ -246,6 +247,16 @@ def _adapter(values: Mapping[str, Any], set_keys: set[str], model: str) -> Deriv
         for ours, theirs in names.items()
         if saved.get(theirs) is not None and (ours == "lora_rank" or f"{model}.{ours}" not in set_keys)
     }
+
+
+def _plugins(values: Mapping[str, object], model: str) -> Derived:
+    """Modules of VERL_USE_EXTERNAL_MODULES, which existing releases import too, before its modules."""
+    key, variable = f"{model}.external_lib", os.environ.get("VERL_USE_EXTERNAL_MODULES", "")
+    value = values[key]
+    parts = [variable, *(value if isinstance(value, list) else [value or ""])]
+    names = [name.strip() for part in parts for name in str(part).split(",")]
+    modules = list(dict.fromkeys(filter(None, names)))
+    return {key: (modules, "follows VERL_USE_EXTERNAL_MODULES")} if variable else {}
 
 
 def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:

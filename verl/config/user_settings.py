@@ -105,7 +105,8 @@ class UserSettings:
         if by_prefix and where != path and one_typo_away(self._known(), spelled):
             where = None  # no entry of a free-form key, but a typo
         if where is None:
-            if reason := self.schema.compat.without_effect(spelled, value) or self._only_elsewhere(path):
+            reasons = (self.schema.compat.without_effect(key, value) for key in (spelled, path))
+            if reason := next(filter(None, reasons), "") or self._only_elsewhere(path):
                 self.without_effect.append((f"{spelled}={value}", reason))
             elif path not in self.schema.sections or value not in (None, {}):
                 self._fault(path, self._unknown(spelled, path, source))

@@ -225,6 +225,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
             type(config),
         )
     for key, value in (override or {}).items():
+        section = config if hasattr(config, key) else config.get_text_config()  # of the language model, with a tower
         if key == "attn_implementation":
             check_attention(value)
         elif key == "output_router_logits" and value:
@@ -232,17 +233,17 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
                 "model.override_config.output_router_logits=True asks for the router's balancing loss, which verl does "
                 "not train; remove it."
             )
-        elif not hasattr(config, key) and value:
+        elif not hasattr(section, key) and value:
             hint = nearest(key, vars(config)) or ". Remove it, or name a field of the model's config.json."
             raise ModelError(
                 f"actor_rollout_ref.model.override_config.{key}={value}: {type(config).__name__} has no such field{hint}"
             )
-        elif not hasattr(config, key):
+        elif not hasattr(section, key):
             log.info(
                 "model.override_config.%s=%s has no effect: %s has no such field.", key, value, type(config).__name__
             )
         else:
-            setattr(config, key, value)
+            setattr(section, key, value)
     _require_known_vision(path, config)
     return config
 

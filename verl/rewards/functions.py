@@ -8,6 +8,7 @@ f(prompts, completions, **columns) -> list of numbers or None      (TRL; a colum
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import threading
@@ -15,7 +16,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from verl.errors import RewardError, VerlError, nearest
@@ -81,11 +81,13 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
         function = _load_user_function(spec.path, spec.name)
         if spec.by_position:
             function = _by_position(function)
+        if not spec.batched:
+            function = _of_answers(function)
     check_signature(function, spec)
     if spec.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        function = partial(function, **{_OF_A_SERVICE[1]: AutoTokenizer.from_pretrained(spec.tokenizer)})
+        function = functools.partial(function, **{_OF_A_SERVICE[1]: AutoTokenizer.from_pretrained(spec.tokenizer)})
     return function
 
 
@@ -108,6 +110,28 @@ def _by_position(function: RewardFunction) -> RewardFunction:
         signature.bind(*SAMPLE_ARGUMENTS[:3])
     except TypeError:
         return function  # the check of its signature refuses it
+    return call
+
+
+def _of_answers(function: RewardFunction) -> RewardFunction:
+    """`function`, or if it takes the reply and the reference answer only, a function that also takes the source and
+    `extra_info`. Scorers of TinyZero and Logic-RL are like this."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind(**dict.fromkeys(SAMPLE_ARGUMENTS[1:3]))
+        by_keyword = not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    except (TypeError, ValueError):  # further arguments, or written in C
+        return function
+    surplus = set(SAMPLE_ARGUMENTS) - signature.parameters.keys() if by_keyword else ()
+    if not surplus:
+        return function
+
+    @functools.wraps(function)
+    def call(**arguments: object) -> object:
+        return function(**{name: value for name, value in arguments.items() if name not in surplus})
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(surplus)]
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *parameters])  # type: ignore[attr-defined]
     return call
 
 
