@@ -157,7 +157,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, weig
     return 0.0
 
 
-def compute_score_of_two(solution_str, ground_truth):
+def compute_score_of_one(solution_str):
     return 0.0
 
 
@@ -181,7 +181,7 @@ def test_a_python_file(checked, tmp_path):
         "line 6: verl.no_such_module cannot be imported",
         "line 7: a_package_that_is_not_there is not installed",
         "compute_score(data_source, solution_str, ground_truth, extra_info, weight) can score",
-        "compute_score_of_two(solution_str, ground_truth) takes no data_source, extra_info",
+        "compute_score_of_one(solution_str) takes no ground_truth",
         "Rows is a dataset for data.custom_cls; it replaces __init__, _build_messages",
         "own of Rows: verl does not call it",
         "Rows.__init__ takes no processor, max_samples",
@@ -335,3 +335,52 @@ def test_files_of_seeds_and_examples_and_commands_of_pages_pass(tmp_path, capsys
             files.append(tmp_path / f"{page.stem}.sh")
             files[-1].write_text(commands.replace(" ...", ""))
     assert main(["import-check", *map(str, files)]) == 0, capsys.readouterr().out
+
+
+MAIN = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+PROJECTS = {  # layout of a public project: its files -> (runs, runs with notices, stops), words of a stop
+    "a fork with its copy of verl": (
+        {"verl/__init__.py": "", "verl/a.py": "from verl import gone", "scripts/a.sh": f"{MAIN} trainer.remove_clip=True"},
+        (0, 0, 1), "trainer.remove_clip",
+    ),
+    "a fork whose keys change nothing": (
+        {"verl/__init__.py": "", "main_grpo.sh": f"{MAIN} trainer.remove_previous_ckpt=True"}, (0, 1, 0), "",
+    ),
+    "a scorer with two arguments": (
+        {"rewards/countdown.py": "def compute_score(solution_str, ground_truth): return 1"}, (1, 0, 0), "",
+    ),
+    "a trainer over its own packages": (
+        {"ragen/__init__.py": "", "ragen/env.py": "", "train.py": "from verl.protocol import DataProto\nimport ragen.env"},
+        (1, 0, 0), "",
+    ),
+    "packages below a folder of sources": (
+        {"src/pkg/__init__.py": "", "src/pkg/a.py": "import pkg\nfrom verl import DataProto"}, (1, 0, 0), "",
+    ),
+    "a script that names its config": (
+        {"run.sh": "python -m verl.trainer.main_ppo --config-path=config --config-name=mine",
+         "config/mine.yaml": "algorithm: {adv_estimator: gae}\nactor_rollout_ref:\n  rollout: {n: 2}"}, (1, 0, 0), "",
+    ),
+    "a config of tools": ({"tools.yaml": "tools:\n- class_name: verl.tools.gone.Tool"}, (0, 0, 1), "verl.tools.gone"),
+    "workers of its own": (
+        {"w.py": "from verl.workers.fsdp_workers import ActorRolloutRefWorker\nclass W(ActorRolloutRefWorker): pass"},
+        (0, 0, 1), "W would not be used",
+    ),
+    "a name that is missing": ({"m.py": "from verl.trainer.main_ppo import gone"}, (0, 0, 1), "has no 'gone'"),
+    "files of other programs and hidden folders": (
+        {"a.py": "import json", "b.sh": "ls", "c.yaml": "a: 1", ".git/x.py": "from verl import gone"}, (0, 0, 0), "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", PROJECTS)
+def test_a_project(layout, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)  # scripts name paths of the project's folder, wherever the command starts
+    files, (runs, noticed, stops), words = PROJECTS[layout]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = main(["import-check", tmp_path.name])
+    output = capsys.readouterr().out
+    assert f"run {runs}, run with notices {noticed}, stop {stops}" in output, output
+    assert (code, words in output) == (int(stops > 0), True), output
+    assert ("a copy of verl" in output) == ("verl/__init__.py" in files)

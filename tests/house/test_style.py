@@ -14,14 +14,14 @@ MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
     "core": 74_543,
-    "compat": 7_737,
+    "compat": 7_790,
     "page": 3_760,
     "planner": 2_736,
     "tinker": 3_526,
     "clusters": 2_530,
     "agents": 5_802,
     "tasks": 1_001,
-    "tests": 83_355,
+    "tests": 83_404,
     "benchmarks": 5_998,
 }
 MAX_MEAN_FUNCTION_LINES = 12

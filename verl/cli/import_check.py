@@ -7,7 +7,9 @@ import ast
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,14 +35,15 @@ _LISTS = {
 _GIVEN = {*SAMPLE_ARGUMENTS, *BATCH_ARGUMENTS, *MODEL_SCORE, *MODEL_REPLY}
 
 
-def examine_file(file: Path) -> Iterator[Line]:
-    """Findings of `file`: available and missing names of verl, packages, reward functions, dataset classes."""
+def examine_file(file: Path, folders: Sequence[Path] = ()) -> Iterator[Line]:
+    """Findings of `file`: available and missing names of verl, packages, reward functions, dataset classes. Packages may lie
+    in its folder and in `folders`."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     except (SyntaxError, ValueError) as error:
         yield fail(f"it is not Python: {error}")
         return
-    yield from _imports(tree, file.parent)
+    yield from _imports(tree, (file.parent, *folders))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("compute_score"):
             yield _reward_function(node)
@@ -55,7 +58,7 @@ def examine_file(file: Path) -> Iterator[Line]:
                 yield fail(f"{unused}: engines compute here, not workers of a script")
 
 
-def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
+def _imports(tree: ast.Module, folders: Sequence[Path]) -> Iterator[Line]:
     available: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -71,7 +74,7 @@ def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
                     yield fail(f"line {node.lineno}: {problem}")
                 else:
                     available.append(f"{module}.{name}".rstrip("."))
-            elif problem := _missing_package(module, folder):
+            elif problem := _missing_package(module, folders):
                 yield warn(f"line {node.lineno}: {problem}")
     if available:
         yield passed(f"imports {', '.join(dict.fromkeys(available))}")
@@ -93,9 +96,10 @@ def missing_name(module: str, name: str) -> str:
     return f"{module} has no {name!r}{nearest(name, dir(imported))}"
 
 
-def _missing_package(module: str, folder: Path) -> str:
+def _missing_package(module: str, folders: Sequence[Path]) -> str:
     package = module.split(".")[0]
-    if (folder / package).is_dir() or (folder / f"{package}.py").is_file() or importlib.util.find_spec(package):
+    in_folders = any((f / package).is_dir() or (f / f"{package}.py").is_file() for f in folders)
+    if in_folders or importlib.util.find_spec(package):
         return ""
     fix = f"install it with: {install_command(EXTRA[package], package)}" if package in EXTRA else "install it"
     return f"{package} is not installed; {fix}"
@@ -108,7 +112,7 @@ def _reward_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Line:
     optional = {a.arg for a in arguments.args[len(arguments.args) - len(arguments.defaults) :]}
     optional |= {a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None}
     batched = BATCH_ARGUMENTS[1] in names
-    expected = BATCH_ARGUMENTS if batched else SAMPLE_ARGUMENTS
+    expected = BATCH_ARGUMENTS if batched else SAMPLE_ARGUMENTS[1:3]
     lacking = [] if arguments.kwarg else [name for name in expected if name not in names]
     required = [name for name in names if name not in optional and name not in _GIVEN]
     place = f"line {node.lineno}: {node.name}({', '.join(names)})"
@@ -181,6 +185,11 @@ _ABOUT = """Read files that were written for other verl releases, without runnin
 and Python files (reward functions, datasets, recipes). Reports what runs, what was renamed and what is missing."""
 _NUM_NAMED = 12
 _MAX_BYTES = 10_000_000
+_SUFFIXES = (".sh", ".py", ".yaml", ".yml")
+# in a project: an import of verl, a command that starts a module of it, a config, a class in a list of tools, a scorer
+_NAMES_VERL = re.compile(
+    r"^\s*(from|import) verl\b|-m verl\.|^actor_rollout_ref:|:\s*verl\.\w|def compute_score\b", re.M
+)
 _LEVELS = {"error": "fail", "warning": "warn", "notice": "info"}
 
 # commands that read a config -> its schema; and the config of commands that have their own defaults
@@ -196,31 +205,75 @@ _PROGRAMS: dict[str, Schema[RunConfig]] = {
 def run_import_check(argv: list[str]) -> int:
     """Report on each file: the exit code."""
     parser = Parser(prog="verl import-check", description=_ABOUT)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a .sh, .yaml or .py file")
-    files = [Path(name) for name in parser.parse_args(argv).files]
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a .sh, .yaml or .py file, or the folder of a project")
+    paths = [Path(name) for name in parser.parse_args(argv).files]
     report = Report()
+    for folder in filter(Path.is_dir, paths):
+        _examine_folder(folder, report)
+    files = [path for path in paths if not path.is_dir()]
     configs = {os.path.realpath(config) for file in files for config in _configs_of(file)}  # of links in a circle too
     for file in files:
         if os.path.realpath(file) in configs:
             report.add(file.name, info("read with the command of the script that names it"))
             continue
-        try:
-            for line in _examine(file):
-                report.add(file.name, line)
-        except (RecursionError, MemoryError):  # of Python's own parser
-            report.add(file.name, fail("it is nested too deep to be read"))
+        for line in _readable(file):
+            report.add(file.name, line)
     return report.close(
         "All names and keys exist here; `verl check` tries model, data and devices", "Something is missing"
     )
 
 
-def _examine(file: Path) -> Iterator[Line]:
+def _readable(file: Path, folders: Sequence[Path] = ()) -> list[Line]:
+    try:
+        return list(_examine(file, folders))
+    except (RecursionError, MemoryError):  # of Python's own parser
+        return [fail("it is nested too deep to be read")]
+
+
+def _examine_folder(folder: Path, report: Report) -> None:
+    """Report on the files of a project that name verl: a line for each file that runs, findings without the passed ones for
+    each other file, and counts. Paths in its scripts are relative to the folder."""
+    start = Path.cwd()
+    os.chdir(folder)
+    try:
+        files = [f for f in sorted(Path().glob("**/*")) if f.suffix in _SUFFIXES and f.is_file() and not _is_hidden(f)]
+        copies = [f.parent for f in files if f.parts[-2:] == ("verl", "__init__.py")]
+        for copy in copies:
+            report.add(str(copy), info("a copy of verl, which is not read: this installation takes its place"))
+        files = [f for f in files if not any(copy in f.parents for copy in copies) and _names_verl(f)]
+        configs = {os.path.realpath(path) for file in files for path in _configs_of(file)}
+        counts: Counter[str] = Counter()
+        for file in files:
+            if os.path.realpath(file) in configs:
+                continue
+            lines = _readable(file, file.parents)
+            levels = {line.level for line in lines}
+            counts["fail" if "fail" in levels else "info" if levels & {"warn", "info"} else "pass"] += 1
+            for line in [line for line in lines if line.level != "pass"] or [passed("runs")]:
+                report.add(str(file), line)
+    finally:
+        os.chdir(start)
+    verdicts = f"run {counts['pass']}, run with notices {counts['info']}, stop {counts['fail']}"
+    report.add(folder.resolve().name, info(f"files that name verl: {verdicts}"))
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith(".") or part in ("node_modules", "site-packages") for part in file.parts)
+
+
+def _names_verl(file: Path) -> bool:
+    if file.stat().st_size > _MAX_BYTES:
+        return False
+    return _NAMES_VERL.search(file.read_text(encoding="utf-8", errors="replace")) is not None
+
+
+def _examine(file: Path, folders: Sequence[Path] = ()) -> Iterator[Line]:
     if not file.is_file():
         yield fail(f"{file} is not a file" if file.exists() else f"there is no file {file}")
     elif file.stat().st_size > _MAX_BYTES:
         yield fail(f"{file} has more than {_MAX_BYTES // 10**6} MB, which no script or config has")
     elif file.suffix == ".py":
-        yield from examine_file(file)
+        yield from examine_file(file, folders)
     elif file.suffix in (".yaml", ".yml"):
         yield from list(_declared(file)) or _config([], str(file), None)
     else:
@@ -244,7 +297,7 @@ def _declared(file: Path) -> Iterator[Line]:
             module, _, name = str(entry.get(field) or "" if isinstance(entry, dict) else "").rpartition(".")
             if module.split(".")[0] == "verl" and (problem := missing_name(module, name)):
                 yield fail(problem)
-            elif module and (problem := _missing_package(module, Path())):
+            elif module and (problem := _missing_package(module, (Path(),))):
                 yield warn(f"{module}.{name}: {problem}, or put its folder on PYTHONPATH")
 
 
