@@ -254,13 +254,14 @@ def _profile(bench: sizes.Bench, name: str, work: Any) -> None:
         bench.note(f"{name}, {event.count} x {event.key[:90]}", getattr(event, _TIME) / 1000, "ms")
 
 
-_ROUTES = (("device", 2), ("host", 2)) if ON_GPU else (("host", 2), ("link", 2), ("link", 3))
+_ROUTES = (("device", 2), ("host", 2)) if ON_GPU else (("host", 2), ("link", 2), ("link", 3), ("changes", 2))
 _BUCKET = (256 if ON_GPU else 64) << 20
 
 
 def weights(results: Results) -> None:
     """GB/s of an update between processes, by their number: `device` or `host` (a copy into shared memory and out of it) until
-    an engine process has it, `link` until it is verified in memory of each other host."""
+    an engine process has it, `link` until it is verified in memory of each other host, `changes` the same if one value in 200
+    has changed."""
     for (route, size), mebibytes in itertools.product(_ROUTES, (3072,) if ON_GPU else (64, 512, 2048)):
         name = f"through the {route}, {size} processes, {mebibytes} MiB"
         command = [sys.executable, __file__, "weights-rank", route, str(size), str(mebibytes), str(free_port())]
@@ -276,20 +277,22 @@ def weights_rank(route: str, *numbers: str) -> None:
     size, mebibytes, port, rank = map(int, numbers)
     comm = Collectives.start(Peer(rank, size, "127.0.0.1", port), timeout_s=60, start_timeout_s=60, call_timeout_s=60)
     delivery.hosts_of = lambda comm: {other: other for other in range(size)}
-    takes = [(other,) for other in range(1, size)] if route == "link" else [(0,)]
-    way = delivery.Delivery(comm, DEVICE, (0,), takes, torch.bfloat16, _BUCKET, on_device=route == "device")
+    is_far, few = route in ("link", "changes"), route == "changes"
+    takes = [(other,) for other in range(1, size)] if is_far else [(0,)]
+    way = delivery.Delivery(comm, DEVICE, (0,), takes, torch.bfloat16, _BUCKET, delta=few, on_device=route == "device")
     way.connect()
     flat = torch.full((mebibytes << 20,), rank, dtype=torch.uint8, device=DEVICE)
     tensors = {f"w{i}": part for i, part in enumerate(flat.view(torch.bfloat16).split(4 << 20))}
     seconds = []
     for _ in range(4):
+        flat[::400] += few
         comm.any(False)
         start = time.perf_counter()
         for bucket in way(tensors.items() if rank == 0 else ()):
-            if route != "link":  # the other process is the engine
+            if not is_far:  # the other process is the engine
                 bucket = from_bytes(comm.broadcast(to_bytes(bucket) if rank == 0 else None, 0))
             for name, tensor in read_device_bucket(bucket) if rank else ():
-                if route != "link":
+                if not is_far:
                     tensors[name].copy_(tensor)
         seconds.append(time.perf_counter() - start)
     print(min(seconds))

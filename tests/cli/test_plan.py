@@ -36,10 +36,18 @@ def test_a_plan_as_tables(verl):
     assert "plan.cluster names no GPU" not in said
 
 
-@pytest.mark.parametrize(("restarts", "words"), [(2, "once a step and stay in its memory"), (0, "once a step\n")])
-def test_weights_for_an_engine_that_takes_them_whole(verl, restarts, words):
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("max_engine_restarts=2", "once a step and stay in its memory"),
+        ("max_engine_restarts=0", "once a step\n"),
+        ("checkpoint_engine.backend=delta", "once a step and stay in its memory"),
+    ],
+)
+def test_weights_for_an_engine_that_takes_them_whole(verl, key, words):
     rollout = "actor_rollout_ref.rollout"
-    said = verl.ends(0, "plan", *ARGUMENTS, f"{rollout}.name=vllm", f"{rollout}.max_engine_restarts={restarts}")
+    keys = "name=vllm", "max_engine_restarts=0", key
+    said = verl.ends(0, "plan", *ARGUMENTS, *(f"{rollout}.{key}" for key in keys))
     assert re.search(r"weights of \d+\.\d GB go to each host " + words, said)
 
 

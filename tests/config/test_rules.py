@@ -45,6 +45,7 @@ error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.name=hf
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.multi_turn.enable=True
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.name=vllm  ROLLOUT.stop=[x]
 notice   ACTOR.megatron  model_engine=megatron  +ACTOR.megatron.override_transformer_config.num_layers=3
+notice   ROLLOUT.checkpoint_engine.backend  ROLLOUT.name=vllm  ROLLOUT.checkpoint_engine.backend=nixl
 error    algorithm.program  algorithm.program=rejection
 error    rejection.keep  REJECTION  rejection.keep=5
 warning  rejection.keep  REJECTION  rejection.keep=4

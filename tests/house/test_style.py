@@ -13,16 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 74_543,
+    "core": 74_675,
     "compat": 7_790,
     "page": 3_760,
-    "planner": 2_736,
+    "planner": 2_738,
     "tinker": 3_526,
     "clusters": 2_530,
     "agents": 5_802,
     "tasks": 1_001,
-    "tests": 83_404,
-    "benchmarks": 5_998,
+    "tests": 83_487,
+    "benchmarks": 6_001,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9

@@ -10,8 +10,11 @@ import torch
 
 from tests.reshard.simulated_device import simulate_driver
 from tests.runtime.threaded import Broadcasts, on_ranks
+from verl.errors import ModelError
 from verl.reshard import delivery as module
+from verl.reshard import shared_memory
 from verl.reshard.delivery import Delivery, Route
+from verl.reshard.delta import apply, changes
 from verl.reshard.device_memory import read_device_bucket
 
 BUCKET = 1 << 10
@@ -43,37 +46,51 @@ def new_weights(version):
     return [(f"w{i}", torch.full((size,), version + i / 8)) for i, size in enumerate(SIZES)]
 
 
-def equal(actual, version):
-    expected = new_weights(version)
+def few_changes(version):
+    """As `new_weights(0)`, with one value in fifty of a version."""
+    weights = new_weights(0)
+    for _, tensor in weights:
+        tensor[::50] += version
+    return weights
+
+
+def equal(actual, version, weights=new_weights):
+    expected = weights(version)
     return [name for name, _ in actual] == [name for name, _ in expected] and all(
         torch.equal(tensor, other) for (_, tensor), (_, other) in zip(actual, expected, strict=True)
     )
 
 
-def sent(name, monkeypatch, *, on_device=False, keeps=False, num_updates=2, read=None):
-    """Deliveries of the ranks of a placement after updates that each engine has read, with its workers in turn."""
+def sent(name, monkeypatch, *, on_device=False, num_updates=2, read=None, weights=new_weights, cuts=None, **settings):
+    """Deliveries of the ranks of a placement after updates that each engine has read, with its workers in turn. In update
+    `cuts` all ranks stop after a bucket."""
     trains, replicas, hosts = PLACEMENTS[name]
     monkeypatch.setattr(module, "hosts_of", lambda comm: dict(enumerate(hosts)))
 
     def rank(comm):
         device = torch.device("cuda", comm.rank) if on_device else torch.device("cpu")
         delivery = Delivery(
-            comm, device, trains, replicas, torch.float32, BUCKET, keeps=keeps, timeout_s=9, on_device=on_device
+            comm, device, trains, replicas, torch.float32, BUCKET, timeout_s=9, on_device=on_device, **settings
         )
         delivery.connect()
         engine = next((ranks for ranks in replicas if ranks[0] == comm.rank), ())
         delivery.probe((lambda bucket: list(read_device_bucket(bucket))) if engine and not on_device else None)
-        delivery.buckets = []
+        delivery.buckets, delivery.received = [], []
         for version in range(num_updates):
             held = {worker: [] for worker in engine}
-            weights = new_weights(version) if comm.rank in trains else ()
             delivery.buckets.clear()
-            for bucket in delivery(weights):
+            update = delivery(weights(version) if comm.rank in trains else ())
+            if version == cuts:
+                next(update)
+                update.close()
+                continue
+            for bucket in update:
                 bucket = json.loads(json.dumps(bucket))
                 for worker in engine:
                     held[worker] += (read or read_as)(worker, bucket)
                 delivery.buckets.append({key: value for key, value in bucket.items() if key != "devices"})
-            assert all(equal(tensors, version) for tensors in held.values())
+            assert all(equal(tensors, version, weights) for tensors in held.values())
+            delivery.received.append(delivery.num_received_bytes)
         return delivery
 
     return on_ranks(len(hosts), rank)
@@ -133,6 +150,63 @@ def test_an_update_is_kept_once_in_the_memory_of_a_host(on_device, links, driver
         on_host[hosts[rank]] += sum(block.values.nbytes for block in delivery._on_host._blocks if block is not None)
     for ranks in replicas:
         assert MODEL_BYTES <= on_host[hosts[ranks[0]]] < 2 * MODEL_BYTES
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_only_changes_travel_to_other_hosts(name, on_device, links, driver, monkeypatch):
+    trains, replicas, hosts = PLACEMENTS[name]
+    read, more = partial(read_on, driver), {"num_updates": 3, "weights": few_changes, "delta": True}
+    deliveries = sent(name, monkeypatch, on_device=on_device, read=read, **more)
+    far = {hosts[rank] for ranks in replicas for rank in ranks} - {hosts[rank] for rank in trains}
+    assert all(delivery.delta == bool(far) for delivery in deliveries)
+    assert ("only changes" in deliveries[0].describe()) == bool(far)
+    for rank in far:
+        first, *later = deliveries[rank].received
+        assert first >= MODEL_BYTES
+        assert max(later) < MODEL_BYTES / 5
+        assert deliveries[rank]._on_host.num_bytes >= MODEL_BYTES, "what changes apply to"
+        again = [pair for bucket in deliveries[rank].buckets for pair in read_as(rank, bucket)]
+        assert equal(again, 2, few_changes) or on_device
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_after_an_update_that_was_cut_off_all_travels(on_device, links, driver, monkeypatch):
+    read = partial(read_on, driver)
+    more = {"num_updates": 4, "weights": few_changes, "delta": True, "cuts": 1}
+    deliveries = sent("with other roles", monkeypatch, on_device=on_device, read=read, **more)
+    first, second, third = deliveries[0].received
+    assert first == second >= MODEL_BYTES
+    assert third < MODEL_BYTES / 5
+
+
+def test_a_receiver_with_other_values_than_the_sender_is_found_out(links, monkeypatch):
+    """Changes to other values would make weights that no update has made."""
+
+    def read(worker, bucket):
+        tensors = read_as(worker, bucket)
+        shared_memory.open_segment(bucket["segment"], bucket["num_bytes"], "it")[-1000:] += 1
+        return tensors
+
+    with pytest.raises(ModelError, match="does not match its digest"):
+        sent("with other roles", monkeypatch, read=read, weights=few_changes, delta=True)
+
+
+def test_changes_are_sent_where_they_are_fewer_bytes():
+    torch.manual_seed(0)
+    before = torch.randint(0, 256, (1 << 19,), dtype=torch.uint8)
+    for num_changes, is_smaller in ((0, True), (1000, True), (80_000, True), (200_000, False)):
+        words = before.view(torch.int16).clone()
+        words[torch.randperm(len(words))[:num_changes]] ^= -1
+        patch = changes(before, words.view(torch.uint8))
+        assert (patch is not None) == is_smaller
+        if patch is not None:
+            assert patch.nbytes == 4 * 4 + 4 * num_changes, (
+                "a count for each block, a place and a value for each change"
+            )
+            patched = before.clone()
+            apply(patch, patched)
+            assert torch.equal(patched.view(torch.int16), words)
 
 
 def test_no_rank_gathers_while_an_engine_reads(links, monkeypatch):

@@ -99,7 +99,9 @@ def _show_weights(config: object, num_parameters: int, console: Console) -> None
     from verl.models.memory import WEIGHT
 
     if isinstance(config, PPOConfig) and engine_facts(config.actor_rollout_ref.rollout.name).takes_buckets:
-        stays = " and stay in its memory" if bytes_for_restarts(config, num_parameters, WEIGHT) else ""
+        delta = config.actor_rollout_ref.rollout.checkpoint_engine.backend == "delta"
+        keeps = delta or bytes_for_restarts(config, num_parameters, WEIGHT)
+        stays = " and stay in its memory" if keeps else ""
         size = f"{WEIGHT * num_parameters / 1e9:.1f} GB"
         console.print(f"weights of {size} go to each host once a step{stays}", soft_wrap=True)
 

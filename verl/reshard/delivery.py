@@ -13,16 +13,19 @@ Before an engine reads a bucket, all ranks have it and have sent its places (on 
 gathered: a rank that waits for a gather in NCCL would hold the GPU that the engine's worker copies on (TRL issue 7103).
 
 A lost engine reads the newest update again, from one copy in the memory of its host.
+
+With `delta`, what goes to another host is the change since the last update (verl.reshard.delta). Both ends compare and patch
+by the copy in the memory of their host. After an update that did not end, the next one travels whole.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,7 @@ from verl.errors import ModelError
 from verl.parallel.collectives import Collectives
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.traffic import TRAFFIC
+from verl.reshard.delta import apply, changes
 from verl.reshard.device_memory import DeviceBuckets, on_devices
 from verl.reshard.host_memory import hosts_of
 from verl.reshard.shared_memory import (
@@ -39,6 +43,7 @@ from verl.reshard.shared_memory import (
     Named,
     SharedBuckets,
     bucketed,
+    lay_out,
     read_bucket,
     read_shared_bucket,
     synchronize,
@@ -86,11 +91,12 @@ class Route:
 
 class _Bucket(NamedTuple):
     """`tensors` on the ranks that have them. `description` and `memory` (uint8, from the head on) of the bucket that they lie
-    in on this rank, if they do."""
+    in on this rank, if they do. `patch`: what travels to other hosts in place of the tensors."""
 
     tensors: Sequence[Named] | None = None
     description: Description | None = None
     memory: torch.Tensor | None = None
+    patch: torch.Tensor | None = None
 
 
 @dataclass
@@ -100,8 +106,9 @@ class Delivery:
     process.
 
     `devices` are the GPUs that this rank writes buckets for: its own, and in a run of one process those of further workers.
-    With `keeps` an update stays in the memory of each host. `on_device`: engines may open memory of GPUs; set to False by a
-    `probe` that fails.
+    With `keeps` an update stays in the memory of each host. With `delta` it stays in the memory of each host that sends to
+    another or receives, and only changes travel; set to False by `connect` if the weights reach no other host. `on_device`:
+    engines may open memory of GPUs; set to False by a `probe` that fails.
     """
 
     comm: Collectives | None
@@ -111,6 +118,7 @@ class Delivery:
     dtype: torch.dtype
     bucket_bytes: int
     keeps: bool = False
+    delta: bool = False
     devices: Sequence[torch.device] = ()
     timeout_s: float | None = None
     on_device: bool | None = None
@@ -119,7 +127,7 @@ class Delivery:
 
     def __post_init__(self) -> None:
         self.rank = 0 if self.comm is None else self.comm.rank
-        self.takes = tuple(chain.from_iterable(self.replicas))
+        self.takes = tuple(itertools.chain.from_iterable(self.replicas))
         self.on_device = self.device.type == "cuda" if self.on_device is None else self.on_device
         self.bucket_bytes = min(self.bucket_bytes, _MAX_BUCKET_BYTES[self.device.type == "cuda"])
         self._on_host = SharedBuckets(self.bucket_bytes, keeps=self.keeps)
@@ -128,6 +136,10 @@ class Delivery:
         self._on_devices = [DeviceBuckets(self.bucket_bytes, device) for device in devices] if on_gpu else []
         self._travelling: Buckets = self._on_devices[0] if self._on_devices else self._on_host
         self._is_probed = not self.on_device
+        self._layouts: list[list[list[Any]]] = []  # of the buckets of this update
+        self._last_layouts: list[list[list[Any]]] = []
+        self._is_complete = self._patches = False  # the last update; whether changes travel in this one
+        self._copy = torch.empty(0, dtype=torch.uint8)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.route = Route.of(self.trains, self.takes, dict.fromkeys((*self.trains, *self.takes), 0), by_device=False)
 
@@ -137,6 +149,8 @@ class Delivery:
             return
         hosts, by_device = hosts_of(self.comm), self.device.type == "cuda"
         self.route = Route.of(self.trains, self.takes, hosts, by_device=by_device)
+        self.delta &= len(self.route.link) > 1
+        self._on_host.keeps |= self.delta
         timeout = None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
         for ranks in self.route.groups:
             self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
@@ -145,6 +159,7 @@ class Delivery:
         """The way of the weights, for the header of a run."""
         library = "NCCL" if self.device.type == "cuda" else "gloo"
         links = [f"{library} to {count(len(self.route.link) - 1, 'host')}"] if len(self.route.link) > 1 else []
+        links += ["only changes"] if self.delta else []
         links += ["NCCL between devices"] if self.route.nodes else []
         links += ["CUDA IPC" if self.on_device else "shared memory"]
         return ", ".join(links) + (" (one copy in the memory of each host)" if self.keeps else "")
@@ -188,11 +203,15 @@ class Delivery:
         """The buckets of an update, numbered, as they have arrived on this rank."""
         self.num_received_bytes = self.num_copied_bytes = 0
         self._on_host.begin()
+        # a rank whose last update was cut off needs the whole
+        self._patches = self.delta and self.comm is not None and not self.comm.any(not self._is_complete)
+        self._is_complete, self._last_layouts, self._layouts = False, self._layouts, []
         try:
             for number, bucket in enumerate(self._carried(weights)):
                 yield number, bucket
                 if self.comm is not None:
                     self.comm.any(False)  # the engines have read it
+            self._is_complete = True
         finally:
             for buckets in self._on_devices:
                 buckets.close()
@@ -205,34 +224,75 @@ class Delivery:
             yield from map(_Bucket, gathered)
             return
         flight: tuple[_Bucket, list[dist.Work]] | None = None
-        while True:
-            following = self._start(next(gathered, None) if self.rank in self.trains else None)
-            if flight is not None:
-                yield self._landed(*flight)
-            if following is None:
-                return
-            flight = following
+        try:
+            for number in itertools.count():
+                landing = flight
+                flight = self._start(number, next(gathered, None) if self.rank in self.trains else None)
+                if landing is not None:
+                    yield self._landed(*landing)
+                if flight is None:
+                    return
+        finally:
+            for work in () if flight is None else flight[1]:
+                work.wait()  # it writes into memory that may be freed now
 
-    def _start(self, tensors: Sequence[Named] | None) -> tuple[_Bucket, list[dist.Work]] | None:
+    def _start(self, number: int, tensors: Sequence[Named] | None) -> tuple[_Bucket, list[dist.Work]] | None:
         """Announce the next bucket and send it to other hosts; None after the last one."""
         assert self.comm is not None
         bucket, source, groups = _Bucket(tensors), self.route.source, self.route.groups
         if tensors is not None and any(self.rank == group[0] for group in groups):
-            self.num_copied_bytes += sum(tensor.nbytes for _, tensor in tensors)
-            bucket = _Bucket(tensors, *self._travelling.laid_out(tensors))
-        entries = None if tensors is None else (bucket.description or {}).get("entries", [])
-        entries = from_bytes(self.comm.broadcast(to_bytes(entries) if self.rank == source else None, source))
-        if entries is None:
+            bucket = self._written(number, tensors)
+        announced = None
+        if tensors is not None and self.rank == source:
+            patch_bytes = None if bucket.patch is None else bucket.patch.nbytes
+            announced = (bucket.description or {}).get("entries", []), patch_bytes
+        announced = from_bytes(self.comm.broadcast(to_bytes(announced) if self.rank == source else None, source))
+        if announced is None:
             return None
+        entries, patch_bytes = announced
         if tensors is None and any(self.rank in group for group in groups):
             description, memory = self._travelling.room(entries)
             bucket = _Bucket(list(views(memory, entries)), description, memory)
-        return bucket, self._broadcast(self.route.link, bucket)
+            if self.rank in self.route.link and patch_bytes is not None:
+                content = tensor_bytes(memory, entries)
+                if self._on_devices:  # else it lies there
+                    content.copy_(self._last_content(number, entries))
+                bucket = bucket._replace(patch=content.new_empty(patch_bytes))
+        return bucket, self._broadcast(self.route.link, bucket, bucket.patch)
+
+    def _written(self, number: int, tensors: Sequence[Named]) -> _Bucket:
+        """The bucket of `tensors`, which this rank sends, with its changes if the receivers have the last one."""
+        self.num_copied_bytes += sum(tensor.nbytes for _, tensor in tensors)
+        layout = lay_out(tensors, self.bucket_bytes)
+        self._layouts.append(layout)
+        before = patch = None
+        if self._patches and self.rank == self.route.source and self._last_layouts[number : number + 1] == [layout]:
+            content = self._last_content(number, layout)
+            before = content if self._on_devices else self._copied(content)  # the bucket is written over it
+        description, memory = self._travelling.laid_out(tensors)
+        if before is not None:
+            content = tensor_bytes(memory, layout)
+            patch = changes(before.to(content.device), content)
+        return _Bucket(tensors, description, memory, patch)
+
+    def _copied(self, content: torch.Tensor) -> torch.Tensor:
+        """A copy until the next call; new memory would take four times as long as the copy."""
+        if self._copy.nbytes < content.nbytes:
+            self._copy = torch.empty_like(content)
+        return self._copy[: content.nbytes].copy_(content)
+
+    def _last_content(self, number: int, entries: Sequence[list[Any]]) -> torch.Tensor:
+        """The bytes of a bucket of the last update, in memory of this host."""
+        return tensor_bytes(self._on_host.memory_of(number), entries)
 
     def _landed(self, bucket: _Bucket, works: list[dist.Work]) -> _Bucket:
         """The bucket when it has arrived here, and on the ranks of this host that it is broadcast to."""
         for work in works:
             work.wait()
+        if bucket.patch is not None and self.rank != self.route.source:
+            assert bucket.description is not None
+            assert bucket.memory is not None
+            apply(bucket.patch, tensor_bytes(bucket.memory, bucket.description["entries"]))
         for group in self.route.nodes:
             for work in self._broadcast(group, bucket):
                 work.wait()
@@ -240,13 +300,14 @@ class Delivery:
             synchronize(bucket.memory)
         return bucket
 
-    def _broadcast(self, group: tuple[int, ...], bucket: _Bucket) -> list[dist.Work]:
-        """Send or receive the memory of the bucket in `group`."""
+    def _broadcast(self, group: tuple[int, ...], bucket: _Bucket, patch: torch.Tensor | None = None) -> list[dist.Work]:
+        """Send or receive `patch`, or the memory of the bucket, in `group`."""
         if self.rank not in group or len(group) == 1:
             return []
         assert bucket.description is not None
         assert bucket.memory is not None
-        content, sends = tensor_bytes(bucket.memory, bucket.description["entries"]), self.rank == group[0]
+        content = tensor_bytes(bucket.memory, bucket.description["entries"]) if patch is None else patch
+        sends = self.rank == group[0]
         self.num_received_bytes += 0 if sends else content.nbytes
         with TRAFFIC.exchanging(content.nbytes if sends else 0):
             work = dist.broadcast(content, group[0], group=self._groups[group], async_op=True)
@@ -272,7 +333,8 @@ class Delivery:
             row["devices"] = [bucket.description or self._laid_out(first, tensors)]
             row["devices"] += [self._laid_out(device, tensors) for device in others]
             row["refused"] = next((device.refused for device in self._on_devices if device.refused), "")
-        if any(self._writer(number, rank) == self.rank for rank in self.takes):
+        compares = self.delta and bool(self._on_devices) and self.rank in self.route.link
+        if compares or any(self._writer(number, rank) == self.rank for rank in self.takes):
             arrived = None if self._on_devices else bucket.description
             row["host"] = arrived or self._laid_out(self._on_host, tensors)
         return row
@@ -281,7 +343,7 @@ class Delivery:
         """The rank that writes the bucket to memory of the host for the engine of `rank`; the ranks of a host take turns at the
         copies that are kept."""
         root = self.route.roots[rank]
-        if not self.on_device:
+        if not self.on_device or self.delta:
             return root
         alike = [other for other in self.takes if self.route.roots[other] == root]
         return alike[number % len(alike)] if self.keeps else None

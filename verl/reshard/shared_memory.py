@@ -112,7 +112,7 @@ class Buckets:
 
     def __init__(self, bucket_bytes: int, *, keeps: bool = False):
         assert bucket_bytes >= 1
-        self.bucket_bytes, self._keeps = bucket_bytes, keeps
+        self.bucket_bytes, self.keeps = bucket_bytes, keeps
         self._blocks: list[SharedBlock | None] = []
         self._number, self._at = 0, -1  # of buckets written; of the newest one's block
 
@@ -136,6 +136,12 @@ class Buckets:
                 block.close()
         self._blocks = []
 
+    def memory_of(self, at: int) -> torch.Tensor:
+        """The memory of bucket `at` of the last update, counted from 0, until this update writes over it; with `keeps`."""
+        block = self._blocks[at]
+        assert block is not None
+        return block.values
+
     def write(self, tensors: Sequence[Named]) -> Description:
         """Copy tensors [any shape, any device] into the next block, ready to read on return. The result is JSON: number of
         the bucket, entries of name, dtype, shape, offset, nbytes and digest, and the place of the memory.
@@ -146,7 +152,7 @@ class Buckets:
 
     def laid_out(self, tensors: Sequence[Named]) -> tuple[Description, torch.Tensor]:
         """As `write`; returns the memory of the bucket too, uint8."""
-        entries = _lay_out(tensors, self.bucket_bytes)
+        entries = lay_out(tensors, self.bucket_bytes)
         description, memory = self.room(entries)
         for (_, tensor), (place, entry) in zip(tensors, _places(memory, entries), strict=True):
             label = _label(entry)
@@ -158,14 +164,14 @@ class Buckets:
     def room(self, entries: list[list[Any]]) -> tuple[Description, torch.Tensor]:
         """The next bucket, for tensors that will be laid out as `entries`, and its memory, uint8."""
         self._number += 1
-        at = self._at = self._at + 1 if self._keeps else self._number % 2
+        at = self._at = self._at + 1 if self.keeps else self._number % 2
         self._blocks += [None] * (at + 1 - len(self._blocks))
         block, num_bytes = self._blocks[at], _end(entries)
         if block is not None and block.values.nbytes < num_bytes:
             block.close()
             block = self._blocks[at] = None  # freed before the larger one is allocated
         if block is None:
-            size = num_bytes if self._keeps else max(num_bytes, HEAD_BYTES + self.bucket_bytes)
+            size = num_bytes if self.keeps else max(num_bytes, HEAD_BYTES + self.bucket_bytes)
             block = self._blocks[at] = self.allocate(size)
         _number_in(block.values).fill_(self._number)  # a reader that still reads the old bucket detects it
         return {"number": self._number, "entries": entries, **block.place}, block.values
@@ -253,7 +259,7 @@ def views(memory: torch.Tensor, entries: Sequence[list[Any]]) -> Iterator[Named]
     return ((entry[0], place.view(entry[2])) for place, entry in _places(memory, entries))
 
 
-def _lay_out(tensors: Sequence[Named], bucket_bytes: int) -> list[list[Any]]:
+def lay_out(tensors: Sequence[Named], bucket_bytes: int) -> list[list[Any]]:
     """Entries of name, dtype, shape, offset and nbytes."""
     entries: list[list[object]] = []
     end = HEAD_BYTES
@@ -277,8 +283,9 @@ def _places(memory: torch.Tensor, entries: Sequence[list[Any]]) -> Iterator[tupl
 
 
 def _end(entries: Sequence[list[Any]]) -> int:
-    """Bytes from the head of a bucket to the end of its last tensor."""
-    return max([HEAD_BYTES, *(int(entry[3] + entry[4]) for entry in entries)])
+    """Bytes from the head of a bucket to the end of its last tensor, aligned."""
+    end = max([HEAD_BYTES, *(int(entry[3] + entry[4]) for entry in entries)])
+    return -(-end // _ALIGNMENT) * _ALIGNMENT
 
 
 def _label(entry: Sequence[Any]) -> str:

@@ -74,6 +74,7 @@ def make_delivery(
         dtype=compute_dtype(spec.dtype, device),
         bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
         keeps=facts.takes_buckets and may_come_back,
+        delta=rollout.checkpoint_engine.backend == "delta",
         devices=devices,
         on_device=facts.takes_buckets and device.type == "cuda",
         timeout_s=run.collective_timeout_s,

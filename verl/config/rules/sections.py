@@ -12,9 +12,10 @@ from verl.config.sections.deepspeed import DeepSpeedConfig, contradictions, read
 from verl.config.sections.fsdp import FSDPConfig, SFTEngineConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import SCHEDULES, ModelConfig, OptimConfig
-from verl.config.sections.rollout import RolloutConfig
+from verl.config.sections.rollout import CheckpointEngineConfig, RolloutConfig
 from verl.config.sections.trainer import SeparateAsyncConfig, StepGuardsConfig, TrainerConfig
 from verl.errors import ConfigError
+from verl.families import engine_facts
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -267,6 +268,17 @@ def _check_rollout(path: str, rollout: RolloutConfig, root: object) -> Iterator[
         )
 
 
+def _check_checkpoint_engine(path: str, engine: CheckpointEngineConfig, root: PPOConfig) -> Iterator[Problem]:
+    key = f"{path}.backend"
+    if engine.backend not in ("naive", "delta") and engine_facts(root.actor_rollout_ref.rollout.name).takes_buckets:
+        yield Problem(
+            "error" if root.trainer.strict_config else "notice",
+            key,
+            f"{key}={engine.backend} has no effect: the placement chooses the way of weights, and the header of the run names "
+            "it under `weights`. Only delta changes it.",
+        )
+
+
 SECTION_RULES: dict[type, SectionRule] = {
     ModelConfig: _check_model,
     OptimConfig: _check_optim,
@@ -275,6 +287,7 @@ SECTION_RULES: dict[type, SectionRule] = {
     FSDPConfig: _check_fsdp,
     SFTEngineConfig: _check_fsdp,
     RolloutConfig: _check_rollout,
+    CheckpointEngineConfig: _check_checkpoint_engine,
     TrainerConfig: _check_trainer,
     SeparateAsyncConfig: _check_separate_async,
     StepGuardsConfig: _check_guards,

@@ -123,6 +123,13 @@ class AgentConfig(Section):
 
 @dataclass(frozen=True)
 class CheckpointEngineConfig(Section):
+    backend: str = used(
+        "naive",
+        "delta: only values that have changed since the last update travel to other hosts, and one copy of the weights stays "
+        "in the memory of each host. The placement chooses the way of weights in any case, so other values change nothing",
+        when="takes_buckets",
+        sizing=True,
+    )
     update_weights_bucket_megabytes: int = used(
         2048, "most weights sent at a time (vLLM)", when="takes_buckets", sizing=True
     )
