@@ -189,6 +189,10 @@ check_fsdp_no_sync_checkpointing = comparison(
 check_layers_of_a_gpu = on(2)(
     lambda folder: with_autograd(lambda: compare(model_folder(folder, "qwen3"), checkpointing=True))
 )
+check_selective = comparison((2,), "qwen3", checkpointing="selective")
+check_selective_of_a_gpu = on(2)(
+    lambda folder: with_autograd(lambda: compare(model_folder(folder, "qwen3"), checkpointing="selective", lora=4))
+)
 check_kept_weights = comparison(
     (2,), "llama", model={"attention_bias": True, "mlp_bias": True}, reshard_after_forward=False
 )

@@ -1,6 +1,7 @@
 """The hand-written decoder passes against the modules they replace: one row at a time, dense attention, autograd."""
 
 import copy
+import json
 from functools import partial
 
 import pytest
@@ -8,16 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engines.memory import kept_bytes
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
 from verl.config import OptimConfig
 from verl.models import forward
 from verl.models.decoder.weights import DenseDecoder
-from verl.models.forward import fused_decoder, packed_outputs, straight_decoder
+from verl.models.forward import fused_decoder, hidden_states, packed_outputs, recompute_of, straight_decoder
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.load import load_causal_lm, load_model
 from verl.models.lora import LoRASpec, adapters_off, add_adapters, lora_layers
+from verl.models.memory import WEIGHT, ParallelLayout, activation_bytes_of_layer
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import pack_rows
+from verl.models.shapes import ModelShape
 from verl.models.tiny import make_tiny_model
 
 
@@ -29,6 +33,8 @@ def fused_decoder_in_float64():
 
 
 OUTPUTS = ("log_probs", "entropy")
+# with 4 times as many keys and inner elements as the smallest tiny model
+SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 # family and config of each model that the passes are held to
 MODELS = {
@@ -156,16 +162,54 @@ def shared_pair(folder_of):
 def test_checkpointing_changes_no_bit(pair, name):
     module, _ = pair(name)
     packed = pack_rows(columns_of(5, [2, 2]))
-    runs = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        module.train()
-        module.zero_grad()
-        assert DenseDecoder.of(module) is not None
-        weighted(packed_outputs(module, packed, OUTPUTS)).backward()
-        runs.append({n: g.clone() for n, g in gradients_of(module).items()})
-    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+    runs = {recompute: gradients_with(module, packed, recompute) for recompute in ("none", "selective", "full")}
+    for gradients in runs.values():
+        assert all(torch.equal(runs["none"][name], gradient) for name, gradient in gradients.items())
+
+
+def gradients_with(module, packed, recompute):
+    """Gradients by name, if the backward computes again what `recompute` says."""
+    if recompute != "none":
+        module.recompute = recompute
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module.train()
+    module.zero_grad()
+    assert DenseDecoder.of(module, adapters=True) is not None and recompute_of(module) == recompute
+    weighted(packed_outputs(module, packed, OUTPUTS)).backward()
+    return {name: gradient.clone() for name, gradient in gradients_of(module).items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_adapters_with_selective_checkpointing(pair, name):
+    module, _ = pair(name)
+    add_adapters(module, LoRASpec(3, 6.0, "all-linear"), torch.float64)
+    for layer in lora_layers(module).values():
+        layer.lora_B.data.normal_()
+    packed = pack_rows(columns_of(5, [2, 2]))
+    runs = [gradients_with(module, packed, recompute) for recompute in ("none", "selective")]
+    assert all(torch.equal(runs[0][name], gradient) for name, gradient in runs[1].items())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_memory_of_a_layer_is_as_planned(tmp_path, family, recompute):
+    """On a CPU a layer without checkpointing keeps as much as with the selective form, and rotated heads if they are normed."""
+    kept, planned = kept_and_planned(tmp_path, family, recompute)
+    assert kept == pytest.approx(planned, rel=0.02)
+
+
+def kept_and_planned(tmp_path, family, recompute):
+    """Bytes of a token and layer that a forward leaves for its backward, against the closed forms of verl.models.memory."""
+    packed, kept = pack_rows(columns_of(5, [3, 3], longest_prompt=60, longest_response=60)), {}
+    for num_layers in (2, 4):
+        folder = make_tiny_model(tmp_path / str(num_layers), family, num_hidden_layers=num_layers, **SHAPE)
+        module = load_causal_lm(folder, dtype=torch.float32, gradient_checkpointing=recompute != "none").train()
+        module.recompute = recompute
+        hidden_states(module, packed)  # which makes what stays
+        kept[num_layers] = kept_bytes(lambda module=module: hidden_states(module, packed))
+    shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
+    planned = activation_bytes_of_layer(shape, ParallelLayout(recompute=recompute), 0) * 4 / WEIGHT
+    return (kept[4] - kept[2]) / 2 / packed.num_tokens, planned
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -1,6 +1,7 @@
 """Triton's kernels against definitions in float64, with gradients: on a GPU compiled, on a CPU by Triton's interpreter, in
 which tests/models/test_interpreted_kernels.py runs this file."""
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -9,10 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.models.test_cpu_decoder import columns_of, gradients_with
 from tests.rollout.counted_launches import KERNELS, Launches
-from verl.models import kernel_log_probs, log_probs, rounding
+from verl.models import forward, kernel_log_probs, log_probs, rounding
+from verl.models.load import load_causal_lm
 from verl.models.ops import decoding, logits, pointwise
-from verl.models.ops.table import by_torch, has_triton, load
+from verl.models.ops.table import OPS, by_torch, has_triton, load
+from verl.models.packing import pack_rows
+from verl.models.tiny import make_tiny_model
 from verl.rollout import sampling, uniforms
 from verl.rollout.native.cuda import device
 from verl.rollout.native.cuda.device import assign_places
@@ -491,6 +496,36 @@ def test_dithered_rounding_has_the_bits_of_torch():
         by_torch(rounding.dither)(master, expected, phase, whole, first)
         assert torch.equal(rounded.isnan(), expected.isnan())
         assert torch.equal(*(x.nan_to_num(0.0).view(torch.int16) for x in (rounded, expected)))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the dispatcher calls Triton on a GPU by itself")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_selective_checkpointing_changes_no_bit(family, tmp_path, monkeypatch):
+    """Of the layers that train on a GPU, in bfloat16."""
+    monkeypatch.setattr(forward, "_FUSED_DEVICES", ())
+    monkeypatch.setattr(forward, "_STRAIGHT_DEVICES", ("cpu",))
+    module = load_causal_lm(make_tiny_model(tmp_path, family), dtype=torch.bfloat16)
+    packed, calls = pack_rows(columns_of(5, [2])), Counter()
+    with interpreted_ops(calls):
+        runs = [gradients_with(module, packed, recompute) for recompute in ("none", "selective", "full")]
+    assert min(calls.values()) > 0 and len(calls) == 5
+    for gradients in runs[1:]:
+        assert all(torch.equal(runs[0][name], gradient) for name, gradient in gradients.items())
+
+
+@contextlib.contextmanager
+def interpreted_ops(calls):
+    """Inside, the dispatcher calls the kernels of pointwise ops on a CPU; `calls` counts them by name."""
+    library = torch.library.Library("verl", "IMPL")
+    for name in ("rms_norm", "add_norm", "swiglu", "rms_norm_backward", "swiglu_backward"):
+
+        def call(*arguments, name=name):
+            calls[name] += 1
+            return load(OPS[name].triton)(*arguments)
+
+        library.impl(name, call, "CPU")
+    yield
+    library._destroy()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the dispatcher calls torch on a CPU")

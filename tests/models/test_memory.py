@@ -47,7 +47,7 @@ def megatron(name):
 @pytest.mark.parametrize("name", MEGATRON)
 def test_memory_of_megatron_to_four_digits(name):
     shape, layout, tokens = megatron(name)
-    both = layout.replace(sequence_parallel=True, recompute="selective")
+    both = layout.replace(sequence_parallel=True, recompute="scores")
     sizes = (
         training_state(shape, layout).total / GIB,
         kept_activations(shape, layout, tokens, 2048) / GIB,
@@ -63,8 +63,8 @@ def test_shares_of_recomputation(name):
     whole = kept_activations(shape, layout, tokens, 2048)
     changes = (
         {"sequence_parallel": True},
-        {"recompute": "selective"},
-        {"sequence_parallel": True, "recompute": "selective"},
+        {"recompute": "scores"},
+        {"sequence_parallel": True, "recompute": "scores"},
         {"recompute": "full"},
     )
     shares = [100 * kept_activations(shape, layout.replace(**change), tokens, 2048) / whole for change in changes]

@@ -7,11 +7,13 @@ from tests.models.test_cpu_decoder import (
     bfloat16_results,
     columns_of,
     folder_of,  # noqa: F401 - a fixture, as the next two
+    kept_and_planned,
     fused_decoder_in_float64,  # noqa: F401
     pair,  # noqa: F401
     relative,
     test_a_padding_token_that_stands_in_a_row_learns,  # noqa: F401 - these run here again
     test_adapters,  # noqa: F401
+    test_adapters_with_selective_checkpointing,  # noqa: F401
     test_checkpointing_changes_no_bit,  # noqa: F401
     test_equals_the_module_in_float64,  # noqa: F401
     test_float32_is_close_to_the_module,  # noqa: F401
@@ -41,6 +43,13 @@ def test_it_computes_what_these_tests_compare(pair, monkeypatch):  # noqa: F811
     assert "sampler" in computed_by(module, cpu)
     monkeypatch.setattr(forward, "_STRAIGHT_DEVICES", ("cuda",))
     assert straight_decoder(module, cpu) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_memory_of_a_layer_is_as_planned(tmp_path, family, recompute):
+    kept, planned = kept_and_planned(tmp_path, family, recompute)
+    assert kept == pytest.approx(planned, rel=0.02)
 
 
 def test_bfloat16_is_as_good_as_the_module_over_all_values(pair):  # noqa: F811

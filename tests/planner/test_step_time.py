@@ -3,7 +3,9 @@
 import pytest
 
 from tests.models.test_memory import MEGATRON, megatron
+from verl.models.memory import kept_activations
 from verl.planner import Cluster, ModelShape, ParallelLayout, SequenceBatch, known_shape, time_forward, time_train
+from verl.planner.overrides import _checkpointing
 from verl.planner.step_time import layer_matmuls, mlp_matmuls
 
 # iteration in seconds on A100s, measured (arXiv:2205.05198, table 5): full recomputation; sequence parallel and selective
@@ -22,7 +24,7 @@ def test_megatron_iterations_within_a_tenth(name):
     shape = ModelShape.gpt(layers, hidden, heads, 51200)
     _, layout, tokens = megatron(name)
     layout = layout.replace(micro_batch=tokens)
-    ways = layout.replace(recompute="full"), layout.replace(sequence_parallel=True, recompute="selective")
+    ways = layout.replace(recompute="full"), layout.replace(sequence_parallel=True, recompute="scores")
     batch = SequenceBatch.equal(SEQUENCES[name], 2048)
     cluster = Cluster.of("a100_sxm", tensor * pipeline)
     seconds = tuple(time_train(shape, way, cluster, batch).seconds for way in ways)
@@ -73,6 +75,16 @@ def test_backward_costs_twice_a_forward_and_recomputation_a_third_more():
     assert 2.8 < compute / forward < 3.3
     again = time_train(shape, layout.replace(recompute="full"), cluster, batch)
     assert again.seconds == pytest.approx(train.seconds + forward - forward_head(train), rel=0.02)
+
+
+def test_selective_recomputation_costs_little_and_keeps_less():
+    shape, cluster, batch = known_shape("Qwen2.5-7B"), Cluster.of("h100_sxm", 8), SequenceBatch.equal(64, 4096)
+    layouts = [ParallelLayout(data=8, micro_batch=8192, recompute=again) for again in ("none", "selective", "full")]
+    none, selective, full = (time_train(shape, layout, cluster, batch).seconds for layout in layouts)
+    assert none < selective < none + 0.25 * (full - none)
+    kept = [kept_activations(shape, layout, 8192, 4096) for layout in layouts]
+    assert kept[2] < 0.1 * kept[1] < 0.1 * 0.7 * kept[0]
+    assert _checkpointing(layouts[1]) == "selective"
 
 
 def forward_head(train):

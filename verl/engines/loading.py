@@ -36,7 +36,7 @@ def build_module(
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
-    checkpoints = model.enable_gradient_checkpointing
+    checkpoints = model.recompute != "none"
     if not trains:
         module = load_frozen(model.path, head, device=device, dtype=dtype, rounding=rounding, build=build, **options)
     elif build is not None:
@@ -44,7 +44,7 @@ def build_module(
     else:
         module = load_model(model.path, head, device=device, dtype=dtype, gradient_checkpointing=checkpoints, **options)
     _make_uniform(module, dtype)
-    module.fused_log_probs = model.use_fused_kernels
+    module.fused_log_probs, module.recompute = model.use_fused_kernels, model.recompute
     _adapt(module, model, spec, wide)
     if spec is not None and model.lora_adapter_path:
         load_adapter(module, read_adapter(model.lora_adapter_path, spec, model.path))
@@ -64,9 +64,9 @@ def build_skeleton(
     spec = LoRASpec.of(model) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
-    module = empty_model(model, head, dtype, model.enable_gradient_checkpointing and trains, forward)
+    module = empty_model(model, head, dtype, trains and model.recompute != "none", forward)
     _make_uniform(module, dtype)
-    module.fused_log_probs = model.use_fused_kernels
+    module.fused_log_probs, module.recompute = model.use_fused_kernels, model.recompute
     _adapt(module, model, spec, wide)
     return module
 

@@ -20,6 +20,7 @@ from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import HFModule
 from verl.models.log_probs import TokenStats, logit_statistics, token_log_probs
 from verl.models.lora import LoRALinear
+from verl.models.memory import Recompute
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
@@ -49,15 +50,20 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     if type(packed.layout) in _LAYOUTS:
         if (dense := fused_decoder(module, device)) is not None:
             packed, images = with_features(module, packed)
-            checkpointing = language_model_of(module).gradient_checkpointing
             recorded = recorded_batch(module, packed) if torch.is_grad_enabled() else None
-            return dense_hidden_states(dense, packed, gradients, checkpointing, images, recorded)
+            return dense_hidden_states(dense, packed, gradients, recompute_of(module), images, recorded)
         if (dense := straight_decoder(module, device)) is not None:
             packed, images = with_features(module, packed)
-            return straight_states(dense, packed, language_model_of(module).gradient_checkpointing, images)
+            return straight_states(dense, packed, recompute_of(module), images)
     if is_vision_model(module):
         return vision_states(module, packed).index_select(0, packed.hidden_index)
     return decoder_states(module.get_decoder(), packed).index_select(0, packed.hidden_index)
+
+
+def recompute_of(module: Any) -> Recompute:
+    """What the backward of `module` computes again, by verl.models.decoder; its own forward computes all or nothing again."""
+    checkpoints = bool(getattr(language_model_of(module), "gradient_checkpointing", False))
+    return getattr(module, "recompute", "full") if checkpoints else "none"
 
 
 def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
@@ -106,6 +112,8 @@ def computed_by(module: nn.Module, device: torch.device) -> str:
         forward = "the forward of verl's sampler, with gradients"
     else:
         forward = "transformers' modules with verl's packed attention"
+        if recompute_of(module) == "selective":
+            forward += ", which recompute whole layers"
     if kind == "packed" and is_vision_model(module):
         forward += ", images by transformers' modules"
     if not fuses_log_probs(module):

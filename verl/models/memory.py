@@ -21,7 +21,7 @@ from typing import Any, Literal
 from verl.config.active_keys import MOST_REUSED_TOKENS
 from verl.models.shapes import ModelShape
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "scores", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class ParallelLayout:
 
     `micro_batch` is in tokens of a device's data parallel group. `zero` is the stage of ZeRO (arXiv:1910.02054): 1 divides the
     optimizer's state over data and context ranks, 2 gradients too, 3 weights too (FSDP). `offload`: the state lies in the
-    host's memory while the role is idle. `chunks`: chunks of a stage in an interleaved pipeline. `recompute` "selective"
-    leaves out the scores of attention, since fused attention never keeps them (`keeps_scores`). `logit_chunk`: rows of
-    logits that exist at once; 0: all.
+    host's memory while the role is idle. `chunks`: chunks of a stage in an interleaved pipeline. `recompute`: "scores" of
+    attention, which fused attention never keeps (`keeps_scores`), "selective" norms, rotary embedding and SwiGLU, or "full"
+    layers. `logit_chunk`: rows of logits that exist at once; 0: all.
     """
 
     data: int = 1
@@ -78,7 +78,7 @@ class ParallelLayout:
         sizes = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.expert}
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["dp 1"]
         parts += [f"ZeRO-{self.zero}"] if self.data_ranks > 1 and self.zero else []
-        parts += [f"{self.recompute} recompute"] if self.recompute == "full" else []
+        parts += [f"{self.recompute} recompute"] if self.recompute in ("selective", "full") else []
         parts += ["offload"] if self.offload else []
         return ", ".join(parts)
 
@@ -180,14 +180,18 @@ def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequenc
     tokens_divided = t if layout.sequence_parallel else 1
     if layout.recompute == "full":
         return 2 * h / tokens_divided
-    masks = 2 * h if layout.keeps_scores or layout.dropout else 0
-    undivided = 8 * h + masks
-    inner = 2 * (shape.query_size + shape.output_size) + 2 * (
-        2 * shape.kv_heads * shape.head_dim if not shape.is_latent else 2 * shape.query_size
-    )
-    mlp = 2 * (shape.num_in + 1) * _inner_size(shape)
-    scores = 5 * shape.heads * sequence if layout.keeps_scores and layout.recompute == "none" else 0
-    return undivided / tokens_divided + (inner + mlp + scores) / t
+    keys = shape.query_size if shape.is_latent else shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.query_size + 2 * keys + shape.output_size)
+    undivided, products, scores = 4 * h, shape.num_in, 0.0
+    if layout.recompute != "selective":  # outputs of both norms and of the activation
+        undivided, products = 8 * h, shape.num_in + 1
+    if layout.keeps_scores or layout.dropout:
+        undivided += 2 * h  # masks
+        scores = 5 * shape.heads * sequence if layout.keeps_scores and layout.recompute == "none" else 0
+    else:  # fused attention: its log-sum-exp, and rotated copies
+        attention += FLOAT32 * shape.heads
+        attention += 0 if layout.recompute == "selective" else 2 * (shape.query_size + keys)
+    return undivided / tokens_divided + (attention + 2 * products * _inner_size(shape) + scores) / t
 
 
 def _inner_size(shape: ModelShape) -> float:
@@ -225,7 +229,7 @@ def training_buffers(
     # gradients of the layer in its backward: of the MLP's inner vector before and after its activation, and of two others
     layer = rows * width * 2 * (_inner_size(shape) + shape.hidden) / layout.tensor
     if layout.recompute == "full":
-        again = layout.replace(recompute="selective")
+        again = layout.replace(recompute="none")
         layer += rows * activation_bytes_of_layer(shape, again, sequence) * width / WEIGHT
     # as they are computed, and a float32 copy with its gradient
     logits = min(rows, layout.logit_chunk or rows) * shape.vocab / layout.tensor * (width + 2 * FLOAT32)
@@ -265,12 +269,12 @@ def forward_memory(
     """Memory of a frozen model that computes micro-batches of `tokens` tokens: its weights, the vectors of one layer, and the
     logits of a chunk."""
     state = training_state(shape, layout, 0, width, frozen_width)
-    one = activation_bytes_of_layer(shape, layout.replace(recompute="selective"), 0) * width / WEIGHT
+    one = activation_bytes_of_layer(shape, layout.replace(recompute="none"), 0) * width / WEIGHT
     one *= tokens / layout.context
     logits = (
         min(tokens / layout.context, layout.logit_chunk or math.inf) * shape.vocab / layout.tensor * (width + FLOAT32)
     )
-    gathered = training_buffers(shape, layout.replace(recompute="selective"), 0, 0, width)
+    gathered = training_buffers(shape, layout.replace(recompute="none"), 0, 0, width)
     return Bytes(weights=state.weights, buffers=max(one, logits) + gathered)
 
 

@@ -277,7 +277,10 @@ def _variants(
     each = batch.tokens / (workload.updates if trains else 1) / base.data
     sizes = {min(each, max(workload.longest, 2048) * k) for k in ((1, 2, 4, 8) if trains else (4,))}
     zeros = [z for z in space.zero if z < 3 or base.pipeline == 1]
-    recompute = space.recompute if trains else ("selective",)
+    recompute: tuple[str, ...] = ("none",)
+    if trains:  # mixtures and latent attention train with modules of their family, which recompute all or nothing
+        by_modules = shape.is_mixture or shape.is_latent
+        recompute = tuple(again for again in space.recompute if again != "selective" or not by_modules)
     for zero in zeros:
         for expert in _expert_sizes(shape, base, zero):
             for again in recompute:

@@ -89,7 +89,11 @@ def _one_engine(layout: ParallelLayout, engine: str, shape: ModelShape) -> Itera
     yield from _sizes("", layout, engine, shape)
     yield "data.use_dynamic_bsz", "True"
     yield "data.max_token_len_per_gpu", max(layout.micro_batch // layout.context, 1)
-    yield "model.enable_gradient_checkpointing", str(layout.recompute == "full")
+    yield "model.enable_gradient_checkpointing", _checkpointing(layout)
+
+
+def _checkpointing(layout: ParallelLayout) -> str:
+    return {"none": "False", "full": "True"}.get(layout.recompute, layout.recompute)
 
 
 def _sizes(role: str, layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, object]]:
@@ -126,7 +130,7 @@ def _batches(role: str, layout: ParallelLayout) -> Iterator[str]:
     yield f"{key}.use_dynamic_bsz=True"
     yield f"{key}.ppo_max_token_len_per_gpu={tokens}"
     model = f"{_GROUP}.model" if role == "actor" else "critic.model"
-    yield f"{model}.enable_gradient_checkpointing={layout.recompute == 'full'}"
+    yield f"{model}.enable_gradient_checkpointing={_checkpointing(layout)}"
 
 
 def plan_as_json(plan: RunPlan) -> dict[str, object]:

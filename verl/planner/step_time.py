@@ -105,7 +105,8 @@ def _layer(
     matmul = _matmuls(cluster, tokens, sizes, backward=backward)
     experts = _experts(shape, layout, cluster, tokens, backward) if mixture else ZERO
     attention = _attention(shape, layout, cluster, tokens, length, backward)
-    moved = _moved_bytes(shape, layout, mixture) * tokens * (2 if backward else 1) * cluster.device.width / kernels.BF16
+    passes = 1 if not backward else 3 if layout.recompute == "selective" else 2
+    moved = _moved_bytes(shape, layout, mixture) * tokens * passes * cluster.device.width / kernels.BF16
     elementwise = float(kernels.elementwise_time(cluster.device, moved))
     messages = _tensor_messages(shape, layout, cluster, tokens, backward)
     messages += _context_messages(shape, layout, cluster, tokens)
@@ -131,7 +132,7 @@ def _attention(
     flops = 4 * tokens * length * heads * shape.head_dim  # without regard to causality
     once = flops / (cluster.device.peak * cluster.device.kernels.matmul.compute)
     once += float(kernels.elementwise_time(cluster.device, _SCORE_BYTES * tokens * length * heads))
-    again = once if layout.recompute == "selective" else 0.0
+    again = once if layout.recompute == "scores" else 0.0
     return 2 * once + again if backward else once
 
 

@@ -32,6 +32,7 @@ from verl.models.memory import (
     FLOAT32,
     WEIGHT,
     ParallelLayout,
+    Recompute,
     kv_bytes_per_token,
     memory,
     optimizer_bytes,
@@ -83,12 +84,10 @@ def cache_bytes(
     return int(kv_bytes_per_token(model, 1) * width / WEIGHT * tokens)
 
 
-def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpointing: bool) -> int:
-    """Bytes that a micro-batch of `num_tokens` tokens adds: activations kept for the backward pass (with checkpointing the
-    layers' inputs), and the buffers of the current layer and of a chunk of logits."""
-    layout = ParallelLayout(
-        zero=0, recompute="full" if checkpointing else "none", logit_chunk=_CHUNK_ELEMENTS // max(model.vocab, 1) or 1
-    )
+def activation_bytes(model: ModelShape, num_tokens: int, width: int, recompute: Recompute) -> int:
+    """Bytes that a micro-batch of `num_tokens` tokens adds: activations kept for the backward pass, and the buffers of the
+    current layer and of a chunk of logits."""
+    layout = ParallelLayout(zero=0, recompute=recompute, logit_chunk=_CHUNK_ELEMENTS // max(model.vocab, 1) or 1)
     return int(memory(model, layout, tokens=num_tokens, width=width).transient)
 
 
@@ -118,7 +117,7 @@ def memory_needed(
     samples = min(rollout.max_num_seqs, data.train_batch_size * rollout.n)
     cache = cache_bytes(policy, samples, rollout.n, rollout.prompt_length, rollout.response_length, width)
     tokens = min(_micro_batch_tokens(actor, length), actor.ppo_mini_batch_size * rollout.n * length)
-    active = activation_bytes(policy, tokens, width, checkpointing=group.model.enable_gradient_checkpointing)
+    active = activation_bytes(policy, tokens, width, group.model.recompute)
     if engine_bytes:
         on_host = offloads and actor.fsdp_config.param_offload and width < FLOAT32
         gradients = 0 if on_host else FLOAT32 * policy.num_parameters  # there are none while it generates
@@ -151,7 +150,7 @@ def memory_of_fine_tuning(
         tokens = data.micro_batch_size_per_gpu * data.max_length
     parts = {
         "model": trained_bytes(model.num_parameters, width) - on_host,
-        "activations": activation_bytes(model, tokens, width, checkpointing=config.model.enable_gradient_checkpointing),
+        "activations": activation_bytes(model, tokens, width, config.model.recompute),
         "processes": PROCESS_BYTES,
     }
     if (
@@ -186,8 +185,8 @@ def _what_to_lower(config: PPOConfig | SFTConfig | PreferenceConfig, parts: Mapp
     micro_batch = f"{prefix}{'micro_batch_size_per_gpu' if by_rows else 'max_token_len_per_gpu'}"
     sizes = {"activations": micro_batch, "KV cache": "actor_rollout_ref.rollout.max_num_seqs"}
     keys = " or ".join(key for part, key in sizes.items() if part in parts) or micro_batch
-    is_off = "activations" in parts and not model.enable_gradient_checkpointing
-    return f"{keys}, set model.enable_gradient_checkpointing=True" if is_off else keys
+    keeps = "activations" in parts and model.recompute != "full"
+    return f"{keys}, set model.enable_gradient_checkpointing=True" if keeps else keys
 
 
 def _micro_batch_tokens(actor: ActorConfig, length: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from verl.config.keys import Section, used
 
@@ -85,7 +85,12 @@ class ModelConfig(Section):
         None, "Python modules that are imported first, to register models, losses or estimators", path=True
     )
     override_config: dict[str, Any] = used({}, "entries of the model's config.json to replace")
-    enable_gradient_checkpointing: bool = used(True, "recompute activations in the backward pass, for memory")
+    enable_gradient_checkpointing: bool | str = used(
+        True,
+        "recompute activations in the backward pass, for memory: True all of a layer, of which the input is kept; selective "
+        "norms, rotary embedding and SwiGLU, which cost little",
+        choices=(True, False, "selective"),
+    )
     use_fused_kernels: bool = used(
         True, "compute log-probabilities in chunks, without whole logits; false: whole logits by torch, for comparison"
     )
@@ -102,6 +107,13 @@ class ModelConfig(Section):
     lora_adapter_path: str | None = used(
         None, "folder of adapters to start from; without lora_rank they bring their rank and scale", path=True
     )
+
+    @property
+    def recompute(self) -> Literal["none", "selective", "full"]:
+        """The parts of a layer that the backward computes again."""
+        if isinstance(self.enable_gradient_checkpointing, str):
+            return "selective"
+        return "full" if self.enable_gradient_checkpointing else "none"
 
     @property
     def lends_its_base(self) -> bool:

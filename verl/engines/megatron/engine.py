@@ -63,7 +63,7 @@ class MegatronEngine(TrainedEngine):
         super().__init__(**settings)
         model, device = self.model_config, self.device
         self.section = section or MegatronConfig()
-        self.checkpointing = model.enable_gradient_checkpointing
+        self.checkpointing = model.recompute != "none"
         load_external(model.external_lib)
         num_ranks = dist.get_world_size() if mesh is None else len(mesh.ranks)
         assert mesh is None or tuple(mesh.ranks) == tuple(range(num_ranks)), mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import cast
 
@@ -13,28 +14,32 @@ from torch.utils.checkpoint import checkpoint
 from verl.models.attention import Scoring
 from verl.models.decoder.adapted import adapted
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Projection
+from verl.models.decoder.kept import Recipe, computed_again
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Norm, Projection
 from verl.models.hf_module import AutogradContext
-from verl.models.ops.pointwise import rotated
+from verl.models.memory import Recompute
+from verl.models.ops.pointwise import rms_norm, rotated
 from verl.models.packing import PackedBatch
 from verl.models.vision import ImageFeatures
 
 
 def straight_states(
-    decoder: DenseDecoder, packed: PackedBatch, checkpointing: bool = False, images: ImageFeatures | None = None
+    decoder: DenseDecoder, packed: PackedBatch, recompute: Recompute = "none", images: ImageFeatures | None = None
 ) -> torch.Tensor:
     """[predictions, hidden_size]: the normed hidden states at `packed.hidden_index`, differentiable in the weights and in the
-    features of `images`. With `checkpointing` only the layers' inputs are kept, and the backward computes the layers again."""
+    features of `images`. The backward computes again what `recompute` names: "full" layers, of which only the inputs are kept,
+    or "selective" norms, rotary embedding and SwiGLU."""
     x = embedded(decoder, packed.input_ids[0], images, packed.noise)
-    run = _AutogradPass(decoder, packed, x, checkpointing)
+    run = _AutogradPass(decoder, packed, x, recompute)
     x, _ = run.states(decoder, x, images)
     return run.normed(x.index_select(0, packed.hidden_index), None, decoder.final_norm)[1]
 
 
 class _AutogradPass(DecoderPass):
-    def __init__(self, decoder: DenseDecoder, packed: PackedBatch, x: torch.Tensor, checkpointing: bool):
+    def __init__(self, decoder: DenseDecoder, packed: PackedBatch, x: torch.Tensor, recompute: Recompute):
         self.decoder, self.layout = decoder, packed.layout
-        self.checkpointing = checkpointing and torch.is_grad_enabled()
+        self.recompute = recompute if torch.is_grad_enabled() else "none"
+        self._next: tuple[torch.Tensor, Recipe] | None = None  # the input of the next product
         cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
         self.cos, self.sin = cos[0], sin[0]
 
@@ -44,27 +49,49 @@ class _AutogradPass(DecoderPass):
 
     def _checkpointed(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         run = partial(self._summed, number, layer)
-        out: torch.Tensor = (
-            checkpoint(run, x, use_reentrant=False, preserve_rng_state=False) if self.checkpointing else run(x)
-        )
+        if self.recompute != "full":
+            return run(x)
+        out: torch.Tensor = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
         return out
 
     def _summed(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         x, delta = super().layer(number, layer.gathered(), x, None)
         return x if delta is None else x + delta
 
+    def normed(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderPass."""
+        x, normed = super().normed(x, delta, norm)
+        self._next = normed, partial(rms_norm, x.detach(), norm.weight, norm.eps)
+        return x, normed
+
+    def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        activated = super().activated(gate_up)
+        self._next = activated, partial(super().activated, gate_up.detach())
+        return activated
+
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
         q, k, v = by_head(self.decoder, qkv)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            (_, q), (_, k) = self.normed(q, None, weights.q_norm), self.normed(k, None, weights.k_norm)
-        turned = rotated(q, self.cos, self.sin), rotated(k, self.cos, self.sin), v
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in turned)
-        return self.layout.attend(number, q, k, v, Scoring(self.decoder.scale, weights.sliding_window))[0].flatten(1)
+        normed = (q, weights.q_norm), (k, weights.k_norm)
+        turned = [self._turned(x, norm) for x, norm in normed]
+        recipes = [partial(self._turned, x.detach(), norm) for x, norm in normed]
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (*turned, v))
+        scoring = Scoring(self.decoder.scale, weights.sliding_window)
+        with self._keeping(*zip(turned, recipes, strict=True)):
+            return self.layout.attend(number, q, k, v, scoring)[0].flatten(1)
+
+    def _turned(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return rotated(x if norm is None else rms_norm(x, norm.weight, norm.eps), self.cos, self.sin)
 
     def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         """See DecoderPass."""
-        return adapted(self._product(x, projection), x, projection)
+        recipe, self._next = self._next, None
+        with self._keeping(*([recipe] if recipe is not None and recipe[0] is x else [])):
+            return adapted(self._product(x, projection), x, projection)
+
+    def _keeping(self, *recipes: tuple[torch.Tensor, Recipe]) -> AbstractContextManager[None]:
+        return computed_again(*recipes) if recipes and self.recompute == "selective" else nullcontext()
 
     def _product(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         weights = [cast(nn.Parameter, part.weight) for part in projection.parts]

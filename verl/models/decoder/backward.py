@@ -22,6 +22,7 @@ from verl.models.decoder.reuse import RecordedBatch, is_equal
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Norm, Projection
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
+from verl.models.memory import Recompute
 from verl.models.ops.linear import Matmul
 from verl.models.ops.pointwise import (
     Turns,
@@ -40,21 +41,22 @@ def dense_hidden_states(
     decoder: DenseDecoder,
     packed: PackedBatch,
     gradients: GradientBuffers | None = None,
-    checkpointing: bool = False,
+    recompute: Recompute = "none",
     images: ImageFeatures | None = None,
     recorded: RecordedBatch | None = None,
 ) -> torch.Tensor:
     """[predictions, hidden_size]: the normed hidden states at `packed.hidden_index`.
 
     Differentiable once, in the weights and in the features of `images`. With `gradients` the weights' gradients are summed
-    there; without, autograd gets them. With `checkpointing` only the layers' inputs are kept, and the backward computes the
-    layers again. Nothing is kept if activations are `recorded`, which take the place of the forward.
+    there; without, autograd gets them. If `recompute` is "full" only the layers' inputs are kept, and the backward computes the
+    layers again; "selective" leaves out normed heads. Nothing is kept if activations are `recorded`, which take the place of
+    the forward.
     """
     if recorded is not None and not recorded.store.is_checked:  # once a run
         with torch.no_grad():
             passes = (TrainingPass(decoder, packed, recorded=x) for x in (None, recorded))
             recorded = recorded if is_equal(recorded, *(run.forward() for run in passes)) else None
-    return TrainingPass(decoder, packed, gradients, checkpointing, images, recorded).forward()
+    return TrainingPass(decoder, packed, gradients, recompute, images, recorded).forward()
 
 
 class _Part(torch.autograd.Function):
@@ -102,7 +104,7 @@ class Saved(NamedTuple):
 
     x: Normed
     qkv: torch.Tensor  # rotated, unless the heads are normed: then as projected
-    heads: HeadViews
+    heads: HeadViews | None  # None: computed again
     attended: Attended
     middle: Normed
     gate_up: torch.Tensor | None  # None: computed in chunks, and so again
@@ -116,12 +118,12 @@ class TrainingPass(DecoderPass):
         decoder: DenseDecoder,
         packed: PackedBatch,
         gradients: GradientBuffers | None = None,
-        checkpointing: bool = False,
+        recompute: Recompute = "none",
         images: ImageFeatures | None = None,
         recorded: RecordedBatch | None = None,
     ):
         self.decoder, self.packed, self.images, self.recorded = decoder, packed, images, recorded
-        self.layout, self.gradients, self.checkpointing = packed.layout, gradients, checkpointing
+        self.layout, self.gradients, self.recompute = packed.layout, gradients, recompute
         self.matmul = Matmul(decoder.embed.dtype, decoder.embed.device)
         self._tape: list[Any] | None = None  # the fields of Saved, in a layer whose activations are kept
 
@@ -185,13 +187,14 @@ class TrainingPass(DecoderPass):
     def _forward_of_layer(
         self, number: int, weights: DenseLayer, x: torch.Tensor
     ) -> tuple[torch.Tensor, Saved | torch.Tensor | None]:
-        """The output, and what is kept: only the input when checkpointing."""
+        """The output, and what is kept: only the input if the layer is computed again."""
         if self.recorded is not None:  # any output will do
             return x, None
-        if self.checkpointing:
+        if self.recompute == "full":
             return super().layer(number, weights, x, None)[0], x
         (out, _), saved = self._with_saved(number, weights, x)
-        return out, saved
+        recomputes = self.recompute == "selective" and weights.q_norm is not None and saved.attended.graph is None
+        return out, saved._replace(heads=None) if recomputes else saved
 
     def _backward_of_layer(
         self,
@@ -277,7 +280,8 @@ class TrainingPass(DecoderPass):
         self._add_weight_gradient(weights.o, d_o, saved.attended.out, gradients)
         d_qkv = torch.empty_like(saved.qkv)
         into = HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in by_head(decoder, d_qkv)))
-        self.layout.attend_backward(saved.heads, saved.attended, d_attended, decoder.scale, matmul, into)
+        heads = self._heads(weights, saved.qkv) if saved.heads is None else saved.heads
+        self.layout.attend_backward(heads, saved.attended, d_attended, decoder.scale, matmul, into)
         self._heads_backward_(weights, saved, d_qkv, gradients)
         return self._norm_and_projection_backward(saved.x, weights.qkv, d_qkv, d_middle, gradients)
 
