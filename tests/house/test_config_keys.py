@@ -19,6 +19,9 @@ WORKED_OUT_IN_CONFIG = {
         f"{role}.megatron.use_megatron_fsdp"
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "engine")
     ),
+    *(
+        f"{role}model.enable_gradient_checkpointing" for role in ("actor_rollout_ref.", "critic.", "")
+    ),  # ModelConfig.recompute
     "trainer.v1.trainer_mode",
     "trainer.v1.colocate_async.num_warmup_batches",
     "trainer.v1.separate_async.num_warmup_batches",

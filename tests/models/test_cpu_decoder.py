@@ -34,7 +34,13 @@ def fused_decoder_in_float64():
 
 OUTPUTS = ("log_probs", "entropy")
 # with 4 times as many keys and inner elements as the smallest tiny model
-SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 # family and config of each model that the passes are held to
 MODELS = {
@@ -174,7 +180,8 @@ def gradients_with(module, packed, recompute):
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module.train()
     module.zero_grad()
-    assert DenseDecoder.of(module, adapters=True) is not None and recompute_of(module) == recompute
+    assert DenseDecoder.of(module, adapters=True) is not None
+    assert recompute_of(module) == recompute
     weighted(packed_outputs(module, packed, OUTPUTS)).backward()
     return {name: gradient.clone() for name, gradient in gradients_of(module).items()}
 
@@ -194,22 +201,22 @@ def test_adapters_with_selective_checkpointing(pair, name):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_memory_of_a_layer_is_as_planned(tmp_path, family, recompute):
     """On a CPU a layer without checkpointing keeps as much as with the selective form, and rotated heads if they are normed."""
-    kept, planned = kept_and_planned(tmp_path, family, recompute)
-    assert kept == pytest.approx(planned, rel=0.02)
+    num_bytes, planned = kept_and_planned(tmp_path, family, recompute)
+    assert num_bytes == pytest.approx(planned, rel=0.02)
 
 
 def kept_and_planned(tmp_path, family, recompute):
     """Bytes of a token and layer that a forward leaves for its backward, against the closed forms of verl.models.memory."""
-    packed, kept = pack_rows(columns_of(5, [3, 3], longest_prompt=60, longest_response=60)), {}
+    packed, sizes = pack_rows(columns_of(5, [3, 3], longest_prompt=60, longest_response=60)), {}
     for num_layers in (2, 4):
         folder = make_tiny_model(tmp_path / str(num_layers), family, num_hidden_layers=num_layers, **SHAPE)
         module = load_causal_lm(folder, dtype=torch.float32, gradient_checkpointing=recompute != "none").train()
         module.recompute = recompute
         hidden_states(module, packed)  # which makes what stays
-        kept[num_layers] = kept_bytes(lambda module=module: hidden_states(module, packed))
+        sizes[num_layers] = kept_bytes(lambda module=module: hidden_states(module, packed))
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
     planned = activation_bytes_of_layer(shape, ParallelLayout(recompute=recompute), 0) * 4 / WEIGHT
-    return (kept[4] - kept[2]) / 2 / packed.num_tokens, planned
+    return (sizes[4] - sizes[2]) / 2 / packed.num_tokens, planned
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

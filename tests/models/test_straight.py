@@ -7,8 +7,8 @@ from tests.models.test_cpu_decoder import (
     bfloat16_results,
     columns_of,
     folder_of,  # noqa: F401 - a fixture, as the next two
-    kept_and_planned,
     fused_decoder_in_float64,  # noqa: F401
+    kept_and_planned,
     pair,  # noqa: F401
     relative,
     test_a_padding_token_that_stands_in_a_row_learns,  # noqa: F401 - these run here again
@@ -48,8 +48,8 @@ def test_it_computes_what_these_tests_compare(pair, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_memory_of_a_layer_is_as_planned(tmp_path, family, recompute):
-    kept, planned = kept_and_planned(tmp_path, family, recompute)
-    assert kept == pytest.approx(planned, rel=0.02)
+    num_bytes, planned = kept_and_planned(tmp_path, family, recompute)
+    assert num_bytes == pytest.approx(planned, rel=0.02)
 
 
 def test_bfloat16_is_as_good_as_the_module_over_all_values(pair):  # noqa: F811

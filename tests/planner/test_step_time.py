@@ -82,8 +82,8 @@ def test_selective_recomputation_costs_little_and_keeps_less():
     layouts = [ParallelLayout(data=8, micro_batch=8192, recompute=again) for again in ("none", "selective", "full")]
     none, selective, full = (time_train(shape, layout, cluster, batch).seconds for layout in layouts)
     assert none < selective < none + 0.25 * (full - none)
-    kept = [kept_activations(shape, layout, 8192, 4096) for layout in layouts]
-    assert kept[2] < 0.1 * kept[1] < 0.1 * 0.7 * kept[0]
+    sizes = [kept_activations(shape, layout, 8192, 4096) for layout in layouts]
+    assert sizes[2] < 0.1 * sizes[1] < 0.1 * 0.7 * sizes[0]
     assert _checkpointing(layouts[1]) == "selective"
 
 

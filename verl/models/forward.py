@@ -60,8 +60,8 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     return decoder_states(module.get_decoder(), packed).index_select(0, packed.hidden_index)
 
 
-def recompute_of(module: Any) -> Recompute:
-    """What the backward of `module` computes again, by verl.models.decoder; its own forward computes all or nothing again."""
+def recompute_of(module: HFModule) -> Recompute:
+    """Parts of a layer of `module` that its backward computes again, if verl.models.decoder computes them."""
     checkpoints = bool(getattr(language_model_of(module), "gradient_checkpointing", False))
     return getattr(module, "recompute", "full") if checkpoints else "none"
 
@@ -112,7 +112,7 @@ def computed_by(module: nn.Module, device: torch.device) -> str:
         forward = "the forward of verl's sampler, with gradients"
     else:
         forward = "transformers' modules with verl's packed attention"
-        if recompute_of(module) == "selective":
+        if recompute_of(cast("HFModule", module)) == "selective":
             forward += ", which recompute whole layers"
     if kind == "packed" and is_vision_model(module):
         forward += ", images by transformers' modules"

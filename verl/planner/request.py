@@ -30,7 +30,10 @@ from verl.planner.step_time import layer_matmuls, mlp_matmuls
 from verl.planner.workload import Dataflow, Lengths, Workload
 from verl.regular_files import require_regular
 
-_SPACES = {"fsdp": Space(zero=(3,), pipelines=(1,), recompute=("none", "selective", "full")), "megatron": Space(zero=(1,), contexts=(1,), same_sizes=True)}
+_SPACES = {
+    "fsdp": Space(zero=(3,), pipelines=(1,), recompute=("none", "selective", "full")),
+    "megatron": Space(zero=(1,), contexts=(1,), same_sizes=True),
+}
 _CHOICES = {"asynchronous": ("off", "auto", "on"), "engine": tuple(_SPACES)}
 _SPELLINGS = {"async": "asynchronous"}
 _SAMPLE_BYTES, _CONFIG_BYTES = 1 << 30, 1 << 24

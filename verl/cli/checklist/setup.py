@@ -49,6 +49,9 @@ def check_layout(subject: Subject) -> Iterator[Line]:
         if devices > 1 and specs.main.settings is None and dividing:
             keys = ", ".join(dividing)
             yield info(f"the family's own modules compute the layers in training, not verl's fused ones: {keys}")
+        by_others = dividing if specs.main.settings is None else [f"strategy={specs.main.strategy}"]
+        if by_others and specs.main.model.recompute == "selective":
+            yield info(f"enable_gradient_checkpointing=selective recomputes whole layers with {', '.join(by_others)}")
     yield passed(plan.describe())
     if plan.sizes.tensor > 1 and engine_facts(plan.engine).is_in_run and subject.config.trainer.device != "cpu":
         yield info(

@@ -193,7 +193,7 @@ class TrainingPass(DecoderPass):
         if self.recompute == "full":
             return super().layer(number, weights, x, None)[0], x
         (out, _), saved = self._with_saved(number, weights, x)
-        recomputes = self.recompute == "selective" and weights.q_norm is not None and saved.attended.graph is None
+        recomputes = self.recompute == "selective" and weights.q_norm is not None and saved.attended.lse is not None
         return out, saved._replace(heads=None) if recomputes else saved
 
     def _backward_of_layer(

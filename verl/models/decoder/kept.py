@@ -1,11 +1,10 @@
-"""What autograd keeps of a layer for its backward: recipes in place of tensors that are cheap to compute again."""
+"""Recipes that autograd keeps of a layer for its backward, in place of tensors that are cheap to compute again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,7 +20,9 @@ def computed_again(*recipes: tuple[torch.Tensor, Recipe]) -> Iterator[None]:
 
     def pack(saved: torch.Tensor) -> torch.Tensor | Recipe:
         recipe = by_memory.get(_memory(saved))
-        return saved if recipe is None else partial(_view, recipe, saved.size(), saved.stride(), saved.storage_offset())
+        if recipe is None:
+            return saved
+        return partial(_view, recipe, saved.size(), saved.stride(), int(saved.storage_offset()))
 
     with saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, torch.Tensor) else saved()):
         yield
@@ -31,5 +32,5 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _view(recipe: Recipe, *place: Any) -> torch.Tensor:
-    return recipe().as_strided(*place)
+def _view(recipe: Recipe, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    return recipe().as_strided(size, stride, offset)
