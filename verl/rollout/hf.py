@@ -1,9 +1,9 @@
 """The reference engine: Hugging Face `generate`, plain, over a view of the training module with eager attention.
 
-Slow on purpose: prompts are padded on the left, every sample computes its prompt again, and every turn its history. It samples
-with the same uniforms and the same rule as the native engine, so that in float32 both give the same samples; the contract
-tests rest on it. Models that take no packed batches generate with it too, in batches of equal prompt length, since not every
-family can be padded on the left. If the cache of a model differs from its forward, each new token computes all tokens.
+It is slow on purpose: prompts are padded on the left, every sample computes its prompt again, and every turn its history. It
+samples with the same uniforms and the same rule as the native engine, so in float32 both give the same samples. The contract
+tests compare them. Models without a packed forward generate with it too, in batches of equal prompt length: some families
+cannot be padded on the left. If the cache of a model differs from its forward, each new token computes all tokens.
 """
 
 from __future__ import annotations

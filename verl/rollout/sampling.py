@@ -72,8 +72,8 @@ def keep_threshold(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor 
 
 @op(triton="threshold:launch_top_p_threshold")
 def top_p_threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """The largest probability, [rows, 1], at or above which lies a mass of `needed` (float64 [rows, 1]): of the last token of
-    the smallest set, likeliest first, that holds it."""
+    """The largest probability p [rows, 1] so that the tokens with probability p or more have the mass `needed` (float64
+    [rows, 1]). It is the probability of the last token in the smallest such set, likeliest first."""
     return (_ranked_threshold if probs.device.type == "cpu" else _bisected_threshold)(probs, needed)
 
 

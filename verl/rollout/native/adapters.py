@@ -35,8 +35,8 @@ class TokenAdapters:
 
 
 class ArrangedAdapters(Generic[Arranged]):
-    """Adapters as a forward reads them: `arrange` gets the joined adapters of each product of `projections`, None where nothing
-    is adapted. They stay until the adapter is gone."""
+    """Adapters in the layout of a forward, cached until the adapter is garbage. `arrange` gets a list with the joined
+    adapter of each product of `projections`, or None for a product without one."""
 
     def __init__(
         self, module: nn.Module, projections: Sequence[Projection], arrange: Callable[[list[LowRank | None]], Arranged]

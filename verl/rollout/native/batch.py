@@ -43,7 +43,7 @@ class Group:
     num_live: int  # samples that have not ended
     saved: SavedTokens = NOTHING_SAVED  # of a sample that continues, until it starts
     slot: int = -1  # of the prefix store
-    num_computed: int = 0  # tokens whose keys and values are stored
+    num_computed: int = 0  # tokens with stored keys and values
     drawn: tuple[np.ndarray, np.ndarray] | None = (
         None  # tokens and log-probs of a sample that was preempted; its prompt's end
     )
@@ -63,9 +63,9 @@ class Group:
 
 
 class Prompts:
-    """Order of the prompts: samples that continue, which are longer than new ones, then prompts with long responses in an
-    earlier epoch, so that few rows are left at the end. Without a known length, long prompts, so that neighbours have
-    similar lengths and the long ones do not come last."""
+    """Queues of prompts. Samples that continue come first, because they are the longest. Prompts with long responses in an
+    earlier epoch follow, so that few rows run at the end. Prompts without such a length come by their own length, longest
+    first: neighbours then have similar lengths."""
 
     def __init__(self) -> None:
         self.waiting: deque[Group] = deque()
@@ -79,9 +79,9 @@ class Prompts:
         return not (self.waiting or self.prefilling or self.ready)
 
     def sort(self) -> None:
-        """Order what waits, after additions."""
-        asked = [(g.request.num_drawn == 0, -g.request.expected_tokens, -g.num_tokens) for g in self.waiting]
-        self.waiting = deque(self.waiting[i] for i in sorted(range(len(asked)), key=asked.__getitem__))
+        """Sort the waiting groups, after additions."""
+        order = [(g.request.num_drawn == 0, -g.request.expected_tokens, -g.num_tokens) for g in self.waiting]
+        self.waiting = deque(self.waiting[i] for i in sorted(range(len(order)), key=order.__getitem__))
 
     def take_chunks(
         self,
@@ -89,8 +89,8 @@ class Prompts:
         budget: int,
         admits: Callable[[Group], bool] = lambda group: True,
     ) -> list[tuple[Group, Chunk]]:
-        """Prompt tokens to compute next: for as many prompts as there are rows free for their samples, and at most `budget`
-        tokens. A prompt with images is one chunk, and taken whatever the budget if it is the first."""
+        """Prompt tokens to compute next: at most `budget` tokens, of prompts with samples that fit the free rows. A prompt with
+        images is one chunk. As the first chunk it may exceed the budget."""
         begun = sum(len(g.pending) for g in (*self.ready, *self.prefilling))
         while self.waiting and begun < num_free_rows and admits(self.waiting[0]):
             group = self.waiting.popleft()
@@ -188,8 +188,8 @@ class BatchRows:
         self.groups[row] = group
         self.sample[row], self.key[row], self.num_drawn[row] = sample, key, group.request.num_drawn
         self.prompt_length[row], self.own_start[row], self.length[row] = group.num_tokens, own_start, 0
-        most = group.request.max_new_tokens
-        self.limit[row] = self.max_new_tokens if most is None else max(1, min(most, self.max_new_tokens))
+        limit = group.request.max_new_tokens
+        self.limit[row] = self.max_new_tokens if limit is None else max(1, min(limit, self.max_new_tokens))
         if group.drawn is not None:  # it continues as if it had never left its row
             tokens, log_probs = group.drawn
             count = len(tokens)
@@ -246,8 +246,8 @@ class BatchRows:
 def place_images(
     module: HFModule, chunks: Sequence[tuple[Group, Chunk]], first: int, device: torch.device
 ) -> tuple[list[PlacedMedia], list[int]]:
-    """Images in `chunks`, whose tokens lie back to back from token `first` on, and the shift of positions where each chunk
-    starts, behind images whose keys are stored; sets the shifts of the groups."""
+    """Returns (images of `chunks`, shift of positions at the start of each chunk). Tokens of `chunks` lie back to back from
+    token `first` on. A shift comes from images with stored keys. Also sets the shift of each group."""
     placed, shifts, start = [], [], first
     for group, chunk in chunks:
         end = start + chunk.end - chunk.start

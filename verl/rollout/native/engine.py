@@ -1,8 +1,8 @@
-"""The native rollout engine: continuous batching over the training module itself, on whatever device it lies.
+"""The native rollout engine: continuous batching over the training module itself, on its device.
 
-A scheduler (scheduler.py) decides which tokens each step computes; a backend computes them: host_backend.py with steps that
-the host drives, or for a plain decoder on a GPU verl.rollout.native.cuda.backend with steps that the device drives. A prompt is
-computed once for its n samples. A sample that ends frees its row at once, and the next one takes it.
+A scheduler (scheduler.py) decides the tokens of each step, and a backend computes them. The host drives the steps of
+host_backend.py. For a plain decoder on a GPU, the device drives the steps (verl.rollout.native.cuda.backend). A prompt is
+computed once for its n samples. A sample that ends frees its row at once, and the next sample takes it.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _INVARIANT = full_key("rollout.batch_invariant")
 
 @dataclass(eq=False)
 class NativeRollout(RolloutEngine):
-    """See RolloutEngine. `module` is a Hugging Face causal language model built with attn_implementation="verl", or a part of
-    one (verl.rollout.rollout_model); then all ranks of its group make the same calls, and their own forward computes.
+    """See RolloutEngine. `module` is a Hugging Face causal language model built with attn_implementation="verl", or a rank's
+    part of one (verl.rollout.rollout_model). In the second case all ranks of the group make the same calls.
 
-    Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed),
-    max_model_len, kv_cache_config (pages), prepack_weights (whether a copy of the weights may be kept that multiplies
-    faster, until `publish` or `release`), batch_invariant and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled).
-    `adapters`, where set, are the LoRA adapters that requests name, and requests without a name get the base model; samples of
-    different adapters share steps. Else the module's own adapters apply.
-    Where `invariance` holds, samples do not depend on max_num_seqs nor on each other; elsewhere but for the rounding of matmuls
-    of other shapes. Raises ConfigError when batch_invariant=require cannot be kept. `device_kernel` is the attention of the GPU
-    backend.
+    Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of a forward with prompts), max_model_len,
+    kv_cache_config (pages), batch_invariant, prepack_weights (allows a copy of the weights that multiplies faster, until
+    `publish` or `release`) and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled).
+    `adapters` are LoRA adapters by name; a request without a name gets the base model, and samples of different adapters share
+    steps. If `adapters` is None, the module's adapters apply to all requests.
+    If `invariance` holds, samples do not depend on max_num_seqs nor on each other. Else the rounding of a matmul may depend on
+    its number of rows. Raises ConfigError if batch_invariant=require cannot be kept. `device_kernel` is the attention of the
+    GPU backend.
     """
 
     facts = ROLLOUT_ENGINES.facts["native"]
@@ -75,8 +75,7 @@ class NativeRollout(RolloutEngine):
 
     @classmethod
     def for_module(cls, module: HFModule) -> type[RolloutEngine]:
-        """See RolloutEngine. A model without a packed forward is generated with by transformers, as the notice of loading
-        says."""
+        """See RolloutEngine. For a model without a packed forward, `generate` of transformers samples (HFRollout)."""
         return cls if forward_kind(module) == "packed" else HFRollout
 
     def __post_init__(self) -> None:
@@ -146,12 +145,12 @@ class NativeRollout(RolloutEngine):
         return self.own, self.prefix
 
     def paged(self, on_device: bool) -> bool:
-        """Whether the cache is paged; by default where the GPU backend computes, with a kernel that reads pages."""
+        """Whether the cache is paged. The default is True for a GPU backend with a kernel that reads pages."""
         enabled = self.config.kv_cache_config.enable_paged_attention
         return (on_device and self.device.reads_pages) if enabled is None else enabled
 
     def require_pages(self, dense: DenseForward | CpuForward | None) -> None:
-        """Raise ConfigError where no pages are read."""
+        """Raise ConfigError if `dense` reads no pages."""
         if not isinstance(dense, CpuForward):
             raise ConfigError(
                 "kv_cache_config.enable_paged_attention=True needs the compiled decoder for CPUs, or a GPU with the flash "
@@ -183,8 +182,8 @@ class NativeRollout(RolloutEngine):
         if self.adapters is not None:
             named: list[tuple[str | None, AdapterWeights | None]] = [(None, None), *self.adapters.items()]
             return dict(named)
-        own = AdapterWeights.of(self.module)
-        return {} if own is None else {None: own}
+        adapter = AdapterWeights.of(self.module)
+        return {} if adapter is None else {None: adapter}
 
 
 class NativeGeneration:
@@ -217,7 +216,7 @@ class NativeGeneration:
         self._mode.enter_context(eval_mode(module))
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
-        """See Generation. Raises ModelError for an adapter that the engine has not, or cannot mix with others, too."""
+        """See Generation. Also raises ModelError for an unknown adapter, or if the engine cannot mix adapters."""
         admitted = self.samples.admit(request)
         if admitted.adapter is not None:
             self._require_adapter(admitted.adapter)
@@ -281,7 +280,7 @@ class NativeGeneration:
         cache, paging = engine.config.kv_cache_config, None
         if engine.paged(on_device):
             paging = Paging(self.scheduler, cache.block_size, cache.max_tokens)
-        # the device drives steps without the family's own forward, in which routers are recorded
+        # only the forward of the family's modules records routers, and the device drives steps without it
         on_device = on_device and self.scheduler.experts is None
         if on_device and (paging is None or engine.device.reads_pages):
             engine.device.open(self.scheduler, longest, paging)
@@ -302,9 +301,9 @@ class NativeGeneration:
 
 
 def _kept_bytes(config: RolloutConfig) -> int | None:
-    """Memory for the keys and values of samples that wait for their next turn."""
-    most = config.agent.kv_cache_mb
-    return None if most is None else int(most * (1 << 20))
+    """Bytes for the keys and values of samples that wait for their next turn; None for no limit."""
+    size_mb = config.agent.kv_cache_mb
+    return None if size_mb is None else int(size_mb * (1 << 20))
 
 
 def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class ExpertRecords:
-    """A group keeps the record of its prompt, chunk by chunk, and this the records of samples, token by token. `config` is the
-    model's."""
+    """Experts chosen during generation: per prompt token in its group, per sampled token here. `config` is the config of the
+    model."""
 
     def __init__(self, config: PreTrainedConfig):
         self._config = config
@@ -38,7 +38,7 @@ class ExpertRecords:
             start = end
 
     def of(self, key: SampleKey, group: Group) -> np.ndarray:
-        """[tokens, layers, k] of all tokens of a sample but the last one, which no forward has read."""
+        """Experts [tokens - 1, layers, k] of a sample: no forward has read its last token."""
         drawn = self._drawn.get(key)
         return np.concatenate([*group.experts, np.stack(drawn)] if drawn else group.experts)
 

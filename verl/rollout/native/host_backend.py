@@ -1,7 +1,7 @@
-"""Steps that the host drives: one forward over [all rows' newest tokens | chunks of new prompts].
+"""Steps that the host drives: one forward over [newest token of each row | chunks of new prompts].
 
-It goes through the weights of a plain dense decoder (torch/forward.py, or the compiled kernels of compiled/), else through the
-unpatched module. The layout (verl.rollout.layout) stores keys and values and gives each token the keys that it sees.
+A plain dense decoder is computed by torch/forward.py or by the compiled kernels of compiled/, any other model by its module.
+The layout (verl.rollout.layout) stores keys and values and gives each token the keys that it sees.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class HostSampled(NamedTuple):
 
 
 class HostBackend:
-    """See Backend. `dense` is the hand-written forward of `module`, or None when the module's own is called; `stores` are the
-    own and the prefix store, which outlive a generation; `paging` bounds what both hold. `adapters` are the adapters of
-    requests by name."""
+    """See Backend. `dense` is the fused forward of `module`; None calls the module. `stores` are the own and the prefix store;
+    they outlive a generation. `paging` bounds the tokens of both. `adapters` are the adapters of requests by name."""
 
     lag = 0
 
@@ -156,14 +155,14 @@ class HostBackend:
         return stats
 
     def _keep(self) -> None:
-        """Tell the stores which tokens they have."""
+        """Set the length of every slot of both stores; memory behind a length is freed."""
         assert self.paging is not None
         assert isinstance(self.own, PagedStore)
         assert isinstance(self.prefix, PagedStore)
-        own, prompts = self.paging.lengths()
-        self.own.keep(own)
+        rows, prompts = self.paging.lengths()
+        self.own.keep(rows)
         self.prefix.keep(prompts)
-        self.paging.record(np.concatenate([own, prompts]))
+        self.paging.record(np.concatenate([rows, prompts]))
 
     def _reserve_own(self, length: int) -> None:
         longest_prompt = 0 if self.scheduler.shared else self.scheduler.longest_prompt
@@ -176,7 +175,7 @@ class HostBackend:
         self.prefix.reserve(slots, longest, longest)
 
     def _by_adapter(self) -> np.ndarray:
-        """The rows. Where the compiled kernels take them in any order, rows with equal adapters are neighbours."""
+        """int64: all rows, in the order of a step. For the compiled kernels, rows with equal adapters are neighbours."""
         if not isinstance(self.dense, CpuForward) or len(self.adapters) < 2:
             return np.arange(self.rows.end)
         return np.argsort(self._adapter_numbers(self.rows.groups[: self.rows.end]), kind="stable")
@@ -184,9 +183,9 @@ class HostBackend:
     def _token_adapters(self, rows: np.ndarray, chunks: list[tuple[Group, Chunk]]) -> TokenAdapters | None:
         if not self.adapters:
             return None
-        of_rows = self._adapter_numbers(self.rows.groups[: self.rows.end])[rows]
-        of_chunks = np.repeat(self._adapter_numbers([g for g, _ in chunks]), [c.end - c.start for _, c in chunks])
-        return TokenAdapters(list(self.adapters.values()), np.concatenate([of_rows, of_chunks]))
+        numbers = self._adapter_numbers(self.rows.groups[: self.rows.end])[rows]
+        in_chunks = np.repeat(self._adapter_numbers([g for g, _ in chunks]), [c.end - c.start for _, c in chunks])
+        return TokenAdapters(list(self.adapters.values()), np.concatenate([numbers, in_chunks]))
 
     def _adapter_numbers(self, groups: Sequence[Group | None]) -> np.ndarray:
         return np.array([self._numbers[g.request.adapter] for g in groups if g is not None], dtype=np.int64)
@@ -199,12 +198,12 @@ class HostBackend:
             if not isinstance(self._decoding, DecodeTiles):
                 slots, lengths = self._row_prompts() if shared else (None, None)
                 slots = None if slots is None else slots[rows]
-                of_rows = None if slots is None or lengths is None else lengths[slots]
-                self._decoding = self.dense.tiles(rows, slots, of_rows)
+                prompt_lengths = None if slots is None or lengths is None else lengths[slots]
+                self._decoding = self.dense.tiles(rows, slots, prompt_lengths)
             assert isinstance(self.own, BlockStore)
             assert isinstance(self.prefix, BlockStore)
-            stores, most = (self.own, self.prefix), self.dense.max_tile
-            return StepTokens.of(stores, self._decoding, own_lengths, positions, chunks, most)
+            stores = self.own, self.prefix
+            return StepTokens.of(stores, self._decoding, own_lengths, positions, chunks, self.dense.max_tile)
         if not num_rows:
             return StepLayout(None, self.prefix, chunks)
         if not isinstance(self._decoding, DecodeRows):

@@ -1,4 +1,4 @@
-"""Bookkeeping of a paged KV cache: blocks of tokens against a limit, and how much of them is in use."""
+"""Bookkeeping of a paged KV cache: blocks of tokens, their limit, and the share of them that is empty."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ UNLIMITED = 1 << 40
 
 @dataclass
 class Paging:
-    """The sequences of `scheduler`. `block_size` tokens are the unit of allocation; `max_tokens` is the limit of all sequences
-    together (None: no limit). The next step of a row takes `ahead` tokens more than the host knows to be stored. Where
-    `is_pool`, no more is ever allocated; else a preempted sample may exceed the limit for as long as it starts again."""
+    """Blocks of the sequences of `scheduler`. A block has `block_size` tokens; `max_tokens` limits all sequences together
+    (None: no limit). A row's next step may store `ahead` tokens more than the host has read. With `is_pool` the limit is
+    strict. Else a preempted sample may exceed it while it starts again."""
 
     scheduler: Scheduler
     block_size: int
@@ -65,7 +65,7 @@ class Paging:
         return self._num_free() // (self.blocks([prompt]) + 1)
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64: tokens of each row below the end (0 where no sample is) with its next ones, and of each prefix slot."""
+        """Two int64 arrays: tokens of each row below the end after its next step, 0 for a hole; tokens of each prefix slot."""
         rows = self.scheduler.rows
         running = np.array([group is not None for group in rows.groups[: rows.end]], dtype=bool)
         prompts = [group.num_tokens for group in self.scheduler.prompts.by_slot]

@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 
 def obstacle(module: HFModule, config: RolloutConfig) -> str | None:
-    """The reason why updates of `module` on a CPU compute their forward; None where they read the sampler's activations."""
+    """The reason why updates of `module` on a CPU compute their forward; None if they read the sampler's activations."""
     decoder, compiled = DenseDecoder.of(module), kernels()
     if setting := reuse_obstacle(config):
         return f"no: {setting}"
     if decoder is None or decoder.embed.dtype != torch.bfloat16 or is_vision_model(module):
-        return "no: sampler and training forward have equal bits for whole dense text models in bfloat16"
+        return "no: sampler and training forward have equal bits only for undivided dense text models in bfloat16"
     if compiled is None or not compiled.equals_trainer(decoder):
         return "no: sampler and training forward differ in the last bits on this processor"
     return None
 
 
 def open_records(module: HFModule, config: RolloutConfig, step: int) -> SlotRecords | None:
-    """The records of a generation of trainer step `step`; None where no activations are recorded."""
+    """The records of a generation of trainer step `step`; None if no activations are recorded."""
     decoder = DenseDecoder.of(module)
     if decoder is None or obstacle(module, config) is not None:
         return None
-    most = int(config.reuse_activations_gb * 1e9)
-    store = store_for(module, decoder, lambda: min(most, available_memory() // REUSED_SHARE), step)
+    max_bytes = int(config.reuse_activations_gb * 1e9)
+    store = store_for(module, decoder, lambda: min(max_bytes, available_memory() // REUSED_SHARE), step)
     return None if store.fails or not store.capacity else SlotRecords(store)
 
 
 class SlotRecords:
-    """The slots of samples; a group has the slots of its prompt, -1 where none were free. Where too few are free for a step,
-    the last samples give theirs back and are computed again by the update."""
+    """The slots of samples. A group has the slots of its prompt, or -1 if too few were free. If too few are free for a step,
+    the last samples give their slots back, and the update computes them again."""
 
     def __init__(self, store: ActivationStore):
         self.store = store
@@ -54,7 +54,7 @@ class SlotRecords:
 
     def assign(self, rows: BatchRows, chunks: list[tuple[Group, Chunk]]) -> np.ndarray:
         """int64 [tokens]: the slots of a step, in the order of its tokens: the newest token of each row, then `chunks`."""
-        free, of_rows = self.store.free, np.full(rows.end, -1)
+        free, row_slots = self.store.free, np.full(rows.end, -1)
         recorded: list[tuple[SampleKey, int, list[int]]] = []
         for row, group in enumerate(rows.groups[: rows.end]):
             if group is not None:
@@ -68,9 +68,9 @@ class SlotRecords:
             free.extend(slots)
             self._slots[key] = None
         for _, row, slots in recorded:
-            of_rows[row] = free.pop()
-            slots.append(int(of_rows[row]))
-        return np.concatenate([of_rows, *(self._of_chunk(group, chunk) for group, chunk in chunks)])
+            row_slots[row] = free.pop()
+            slots.append(int(row_slots[row]))
+        return np.concatenate([row_slots, *(self._take_slots(group, chunk) for group, chunk in chunks)])
 
     def end(self, key: SampleKey, group: Group, response: list[int]) -> None:
         """Enter a finished sample into the store."""
@@ -82,7 +82,7 @@ class SlotRecords:
         """Give back the slots of a sample that has not finished."""
         self.store.free.extend(self._slots.pop(key, None) or ())
 
-    def _of_chunk(self, group: Group, chunk: Chunk) -> np.ndarray:
+    def _take_slots(self, group: Group, chunk: Chunk) -> np.ndarray:
         size, free = chunk.end - chunk.start, self.store.free
         group.slots.append(np.array([free.pop() for _ in range(size)] if len(free) >= size else [-1] * size))
         return group.slots[-1]

@@ -32,8 +32,8 @@ class Sampled(Protocol):
 
 
 class Backend(Protocol):
-    """Computes for a scheduler, whose `rows` and `prompts` it reads. `lag` is the number of steps that may be under way when
-    the next one is launched: 0, or 1 where the device keeps the newest tokens itself."""
+    """Computes the steps of a scheduler, and reads its `rows` and `prompts`. `lag` is the number of unfinished steps at the
+    launch of the next step: 0, or 1 if the device keeps the newest tokens itself."""
 
     lag: int
     num_computed: int  # prompt tokens
@@ -51,7 +51,7 @@ class Backend(Protocol):
         """A copy of the keys and values of a row, its prompt included, for `load`."""
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> Sampled:
-        """Sample the first tokens of `rows`, which have just been placed, from `logits` [rows, vocab]."""
+        """Sample the first tokens of the new `rows` from `logits` [rows, vocab]."""
 
     def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[Sampled | None, torch.Tensor]:
         """Compute all rows and `chunks`. Returns the rows' next tokens (None without rows), and the logits after the groups
@@ -105,8 +105,8 @@ class Scheduler:
         self.step_number, self.weight_version, self.shared = step, weight_version, shared
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_saved_bytes, self.resumes_below = max_saved_bytes, 0 if paused is None else resumes_below
-        self.experts: ExpertRecords | None = None  # where they are recorded
-        self.slots: SlotRecords | None = None  # where activations are recorded
+        self.experts: ExpertRecords | None = None  # for routing replay
+        self.slots: SlotRecords | None = None  # for updates that read the sampler's activations
         self.backend: Backend
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
         self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = self.num_preempted = 0
@@ -177,7 +177,7 @@ class Scheduler:
     # -- samples start and end
 
     def _start(self) -> None:
-        """Start samples whose prompt is computed, as many as rows are free; sample their first tokens."""
+        """Start samples with a computed prompt, up to the number of free rows, and sample their first tokens."""
         while self.prompts.ready and self.rows.num_free and (room := self.backend.room()) > 0:
             started = self.prompts.start(min(self.rows.num_free, room))
             logits = torch.stack([g.logits for g, _ in started if g.logits is not None])

@@ -265,7 +265,7 @@ def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, 
 
 
 def require_vllm(key: str) -> None:
-    """Raise MissingExtraError if vLLM, which `key` asks for, is not installed. It is not imported."""
+    """Raise MissingExtraError if vLLM is not installed; the error says that `key` asks for it. Does not import vLLM."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
             f"{full_key(key)}=vllm", "vllm", "vllm", f"set {full_key(key)}=native, the engine that comes with verl"

@@ -1,1 +1,1 @@
-"""Decoding on the processor by compiled kernels; everything here is optional, and torch computes where they are missing."""
+"""Decoding on a CPU by compiled kernels. They are optional: without them torch computes."""

@@ -1,7 +1,7 @@
-"""The forward of a plain dense decoder on the processor: one call of the compiled kernels for all layers.
+"""The forward of a plain dense decoder on a CPU: one call of the compiled kernels for all layers.
 
-It rounds where the modules do. Every sum has one order, whatever else is computed with it: a token's keys, values and logits
-are the same bits with any neighbours, in any chunk of its prompt, and as a prompt token or a sampled one.
+It rounds at the same places as the modules. Every sum has one order: a token's keys, values and logits are the same bits with
+any neighbours, in any chunk of its prompt, and as a prompt token or a sampled token.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PackedAdapter:
 
 
 class AdapterRuns:
-    """The runs of a forward's tokens, and of those that `keep` holds, with their adapters from layer `first` on."""
+    """Runs of equal adapters among a forward's tokens, and among the tokens at `keep`; adapters from layer `first` on."""
 
     def __init__(
         self, tokens: TokenAdapters | None, packed: ArrangedAdapters[PackedAdapter], keep: np.ndarray, first: int = 0
@@ -152,10 +152,10 @@ class CpuForward:
         images: ImageFeatures | None = None,
         recorded: tuple[ActivationStore, np.ndarray] | None = None,
     ) -> torch.Tensor:
-        """float32 [len(keep), vocab], which the next call overwrites: the logits after the tokens whose indices `keep` holds
-        (ascending), or after all. `ids` are int64 [tokens], and `positions` [tokens] or [axes, tokens]; `images` have the
-        same tokens. Tokens with equal `adapters` are best neighbours. Without images, activations are `recorded` in the slots
-        of the tokens, int64 [tokens], where they are not -1."""
+        """Logits after the tokens at the ascending indices `keep`, or after all tokens: float32 [len(keep), vocab],
+        overwritten by the next call. `ids` are int64 [tokens], `positions` [tokens] or [axes, tokens]. Tokens with equal
+        `adapters` should be neighbours. `recorded` is a store of activations with a slot of each token, int64 [tokens], -1
+        for none. It has no effect with `images`."""
         x = embedded(self.decoder, ids, images).detach()
         cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2)))
         everything = torch.arange(len(ids))

@@ -89,7 +89,7 @@ class Kernels:
         return -(-outputs // self.panel) * self.panel
 
     def pack(self, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of `weight` [outputs, inputs] as matmuls read it (bytes, on large pages where the system gives them)."""
+        """A copy of `weight` [outputs, inputs] in the layout of the matmuls: uint8, on large pages if possible."""
         weight = weight.detach().contiguous()
         (outputs, inputs), is_bf16 = weight.shape, weight.dtype == torch.bfloat16
         num_bytes = self.packed_bytes(weight)
@@ -102,7 +102,7 @@ class Kernels:
         return packed
 
     def pack_halves(self, weight: torch.Tensor) -> torch.Tensor:
-        """`pack` of both halves, each padded to whole panels, so that gate and up stand at one distance."""
+        """`pack` of both halves of `weight` (gate and up). Each half is padded to a multiple of the panel size."""
         gate, up = weight.chunk(2)
         packed = buffer(2 * self.packed_bytes(gate))
         self.pack(gate, packed[: len(packed) // 2])
@@ -128,8 +128,8 @@ class Kernels:
         return out[:rows, :outputs]
 
     def sum_block(self, inputs: int) -> int | None:
-        """Steps of a bfloat16 product with so many inputs after which the trainer's matmul begins a new sum, 0 for one sum;
-        None where no choice gives the trainer's bits. Sampler and trainer then round alike."""
+        """Pairs of inputs that the trainer's bfloat16 matmul adds up before it begins a new sum, for products with `inputs`
+        inputs; 0 for one sum. With it, sampler and trainer round alike. None if no value gives the trainer's bits."""
         return _sum_block(self, inputs)
 
     def equals_trainer(self, decoder: DenseDecoder) -> bool:
@@ -148,8 +148,8 @@ class Kernels:
     def draw(
         self, logits: torch.Tensor, temperature: float, u: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens (int64 [rows]) and log-probs (float32 [rows]) of float32 `logits` [rows, vocab], whose rows are contiguous;
-        `u` float64 [rows] is not read at temperature 0."""
+        """Sample from float32 `logits` [rows, vocab] with contiguous rows. Returns tokens (int64 [rows]) and log-probs (float32
+        [rows]). `u` has the uniforms, float64 [rows]; temperature 0 does not read them."""
         rows, vocab = logits.shape
         tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         u = None if u is None else u.contiguous()
@@ -175,8 +175,8 @@ def _sum_block(kernels: Kernels, inputs: int) -> int | None:
     trainer = Matmul(torch.bfloat16, torch.device("cpu"))
     products = [trainer.product(x[:rows], weight).float() for rows in (2, 40, 300)]
     for block in _SUM_BLOCKS:
-        ours = kernels.product(x, packed, outputs, 1, block)
-        if all(torch.equal(ours[: len(product)], product) for product in products):
+        sums = kernels.product(x, packed, outputs, 1, block)
+        if all(torch.equal(sums[: len(product)], product) for product in products):
             return block
     return None
 
@@ -189,8 +189,8 @@ def buffer(num_bytes: int) -> torch.Tensor:
 
 
 def kernels() -> Kernels | None:
-    """The kernels for this processor, or None where torch computes. Raises ConfigError when the kernels that VERL_CPU_ISA
-    names are unavailable."""
+    """The kernels for this processor; None if torch computes instead. Raises ConfigError if VERL_CPU_ISA names kernels that are
+    unavailable."""
     return choose_kernels(_kernels, _library() is not None)
 
 

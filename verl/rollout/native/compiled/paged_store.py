@@ -82,12 +82,12 @@ class PagedStore(BlockStore):
         return new
 
     def _give_back(self, slot: int, first: int, end: int) -> None:
-        """Free blocks [first, end) of every head of a slot; pages that others share stay."""
+        """Free blocks [first, end) of every head of a slot, except pages that also hold blocks of a neighbour."""
         if not self._blocks:
             return
         _, heads, blocks, _, _ = self._blocks[0].shape
         size = self._block_bytes
-        # a whole slot is one range of addresses, the end of one a range for each head
+        # a complete slot is one range of addresses, the end of a slot is one range for each head
         ranges = [(0, heads * blocks)] if not first else [(h * blocks + first, h * blocks + end) for h in range(heads)]
         for start, stop in ranges:
             begin = -(-(slot * heads * blocks + start) * size // _PAGE) * _PAGE

@@ -68,16 +68,16 @@ class BlockStore(SlotStore):
     ) -> dict[int, list[torch.Tensor]]:
         """See SlotStore: the later tokens move to other places of their blocks."""
         (start, shift), end = divmod(num_first, BLOCK), -(-(num_first + num_then) // BLOCK)
-        whole = {}
+        layers = {}
         for layer, (held,) in first.items():
             blocks = held.new_zeros(len(held), end, *held.shape[2:])
             blocks[:, : held.shape[1]] = held
             (added,) = then.get(layer, (held[:, :0],))
-            for to, of in zip(_by_token(blocks[:, start:]), _by_token(added), strict=True):
-                to[:, : of.shape[1], shift:] = of[:, :, : BLOCK - shift]
-                to[:, 1:, :shift] = of[:, : to.shape[1] - 1, BLOCK - shift :]
-            whole[layer] = [blocks]
-        return whole
+            for new, old in zip(_by_token(blocks[:, start:]), _by_token(added), strict=True):
+                new[:, : old.shape[1], shift:] = old[:, :, : BLOCK - shift]
+                new[:, 1:, :shift] = old[:, : new.shape[1] - 1, BLOCK - shift :]
+            layers[layer] = [blocks]
+        return layers
 
     def put(self, slot: int, taken: dict[int, list[torch.Tensor]]) -> None:
         self.view()

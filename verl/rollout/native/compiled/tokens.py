@@ -1,4 +1,4 @@
-"""The tokens of one forward as the compiled decoder takes them: which keys each sees, and which are attended together."""
+"""The tokens of one forward for the compiled decoder: the keys that each token sees, and the tiles that share a prompt."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from verl.rollout.native.compiled.store import BlockStore
 
 
 class DecodeTiles:
-    """The decode rows of a forward in the order of their prompts, whose keys are then read once for several rows. Valid until
-    a sample starts or ends.
+    """The decode rows of a forward, sorted by prompt, so that several rows read the keys of a prompt together. Valid until a
+    sample starts or ends.
 
-    `rows` are their slots of the own store. `slots` and `lengths` (int64 [rows]) locate each row's prompt in the prefix store.
-    They are None when each row has its prompt in its own slot.
+    `rows` (int64 [rows]) are slots of the own store. `slots` and `lengths` (int64 [rows]) are the slot of each row's prompt in
+    the prefix store and its tokens; both are None if each row has its prompt in its own slot.
     """
 
     def __init__(self, rows: np.ndarray, slots: np.ndarray | None, lengths: np.ndarray | None, max_tile: int):
@@ -57,7 +57,7 @@ class StepTokens:
         num_rows = len(positions)
         new = [np.arange(p.start, p.end) for p in chunks]
         ends = num_rows + np.cumsum([0, *map(len, new)])
-        of_chunks = [np.arange(a, b, max_tile) for a, b in itertools.pairwise(ends)]
+        chunk_tiles = [np.arange(a, b, max_tile) for a, b in itertools.pairwise(ends)]
         num_new = ends[-1] - num_rows
         return cls(
             *stores,
@@ -69,12 +69,12 @@ class StepTokens:
             own_slot=np.concatenate([rows.rows, np.full(num_new, -1)]),
             own_end=np.concatenate([own_lengths + 1, np.zeros(num_new, dtype=np.int64)]),
             order=np.concatenate([rows.order, np.arange(num_rows, ends[-1])]),
-            tiles=np.concatenate([rows.starts, *of_chunks, ends[-1:]]),
+            tiles=np.concatenate([rows.starts, *chunk_tiles, ends[-1:]]),
         )
 
 
-def _starts(slots: np.ndarray, most: int) -> np.ndarray:
-    """Starts of the runs of at most `most` neighbours with equal `slots`."""
+def _starts(slots: np.ndarray, max_length: int) -> np.ndarray:
+    """Start indices of runs of equal `slots`; a run longer than `max_length` is cut."""
     runs = np.flatnonzero(np.diff(slots, prepend=-2))
     rank = np.arange(len(slots)) - np.repeat(runs, np.diff(runs, append=len(slots)))
-    return np.flatnonzero(rank % most == 0)
+    return np.flatnonzero(rank % max_length == 0)

@@ -41,15 +41,15 @@ from verl.rollout.native.paging import UNLIMITED, Paging
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.torch.kv_cache import rounded
 
-_MEMORY_SHARE = 0.8  # of free memory, for keys and values; the rest is for a prompt wave's activations and the graphs
-_RESTING_SHARE = 0.8  # of the device, at most in use at a time if stores and graphs stay while something else computes
+_MEMORY_SHARE = 0.8  # of free memory, for keys and values; activations of prompts and graphs take the remaining memory
+_RESTING_SHARE = 0.8  # of the device's memory: stores and graphs stay during training if the peak is below this
 _SPARE = 2  # tokens: a row that has ended may take part in one more step
 
 
 class DeviceBackend:
-    """See Backend. Computes on the module's device with `kernel`. Stores and graphs stay while the sizes, the sampling
-    parameters and the arrangement of the weights do, and until `release`; new values of the weights are seen by the old
-    graphs. `eager` means no graphs.
+    """See Backend. Computes on the module's device with `kernel`. Stores and graphs stay until `release`, or until sizes,
+    sampling parameters or weight tensors change. Graphs read weights in place, so new values need no new graph. `eager`
+    means no graphs.
     """
 
     lag = 1
@@ -78,8 +78,9 @@ class DeviceBackend:
         return self.kernel.page_multiple > 0
 
     def open(self, scheduler: Scheduler, longest: int, paging: Paging | None = None) -> None:
-        """Serve a generation of sequences of up to `longest` tokens, as far as is known. Rows do not share a prompt where a
-        window may hide parts of it: how much depends on the row. `paging` gets the sizes that kernel and memory allow."""
+        """Serve the generation of `scheduler`, with sequences of at most `longest` tokens. If an attention window is
+        smaller, each row has a copy of its prompt, because the hidden part depends on the row. Sets the block size of
+        `paging`."""
         self.paging, self._page_limit = paging, None if paging is None else paging.max_tokens
         if paging is not None:
             multiple = self.kernel.page_multiple
@@ -90,8 +91,8 @@ class DeviceBackend:
         self.num_computed, self._changed = 0, True
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
-        """See Backend. Stores that are in use double when they grow, so that few graphs are captured in vain. They keep their
-        size where the memory for it is not free."""
+        """See Backend. Stores in use double when they grow, so that few graphs are captured in vain. Without free memory for
+        the larger stores they keep their size."""
         params, decoder = self.scheduler.params, readable(self.module)
         assert decoder is not None
         if self.scheduler.shared and longest_prompt + params.max_new_tokens > self._smallest_window():
@@ -245,7 +246,7 @@ class DeviceBackend:
         return stores.launch(self._num_rows, self._num_prompts, self.rows.end, longest), logits
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        """See Backend: keys and values stay where they are."""
+        """See Backend: only columns move, keys and values keep their slots."""
         assert self.stores is not None
         self.stores.move(np.array(sources), np.array(targets))
         self._slots[sources], self._slots[targets] = self._slots[targets], self._slots[sources]
@@ -356,5 +357,5 @@ def _has_room(device: torch.device, num_bytes: int) -> bool:
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return most_memory_allocated(device) + num_bytes <= _RESTING_SHARE * (total - others)
+    other_processes = total - free - torch.cuda.memory_reserved(device)
+    return most_memory_allocated(device) + num_bytes <= _RESTING_SHARE * (total - other_processes)

@@ -33,7 +33,7 @@ NUM_COLUMNS = 6
 
 
 class DeviceSizes(NamedTuple):
-    """Sizes of the stores. `width` is the most rows that read a prompt at once, 0 where each row has a copy of its prompt.
+    """Sizes of the stores. `width` is the maximum of rows that read a prompt together; 0 if each row has a copy of its prompt.
     With a `page_size` both stores share `num_pages`."""
 
     num_rows: int
@@ -50,7 +50,7 @@ class DeviceSizes(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """The most tokens that a generation has in a slot of the own store and in one of prompts, and its most prompts."""
+    """Maxima of a generation: tokens in a slot of the own store, tokens in a slot of the prefix store, prompts."""
 
     own_tokens: int
     prefix_tokens: int
@@ -131,7 +131,7 @@ class DeviceRows:
         return self.own.num_bytes + self.prefix.num_bytes if self.pool is None else self.pool.store.num_bytes
 
     def keep(self, own_lengths: np.ndarray, prefix_lengths: np.ndarray) -> None:
-        """Give the slots pages for so many tokens, and take the others back."""
+        """Give each slot pages for its length in tokens (int64 [slots] of each store), and take back its further pages."""
         assert isinstance(self.own, PagedTokenStore)
         assert isinstance(self.prefix, PagedTokenStore)
         keep((self.own, own_lengths), (self.prefix, prefix_lengths))
@@ -144,8 +144,8 @@ class DeviceRows:
         places = np.concatenate([np.arange(c.start, c.end) + s for s, (_, c) in zip(shifts, chunks, strict=True)])
         lengths = np.array([c.end - c.start for _, c in chunks])
         starts = self.prefix.starts(np.array([c.slot for _, c in chunks]))
-        known = np.stack([ids, places, np.concatenate([self.prefix.where(c.slot, c.start, c.end) for _, c in chunks])])
-        tokens, positions, where = to_device(torch.from_numpy(known), self.device)
+        where = np.concatenate([self.prefix.where(c.slot, c.start, c.end) for _, c in chunks])
+        tokens, positions, where = to_device(torch.from_numpy(np.stack([ids, places, where])), self.device)
         pages = self.prefix.pages
         spans = TokenSpans(
             self._int32(np.cumsum([0, *lengths])),
@@ -170,31 +170,31 @@ class DeviceRows:
     def begin(self, rows: np.ndarray, columns: np.ndarray, logits: torch.Tensor) -> Readback:
         """Sample the first tokens of samples from `logits` [samples, vocab] and put the samples in `rows`. `columns`
         int64 [6, samples] as they will be at the first decode step, but for the tokens."""
-        there = to_device(torch.from_numpy(rows), self.device)
-        known = to_device(torch.from_numpy(columns), self.device)
-        tokens, log_probs = sample(logits, self.params, uniforms_at(known[KEY], known[DRAWN] - 1))
-        known[TOKEN] = tokens
-        write_at(self.columns, 1, there, known)
+        index = to_device(torch.from_numpy(rows), self.device)
+        new = to_device(torch.from_numpy(columns), self.device)
+        tokens, log_probs = sample(logits, self.params, uniforms_at(new[KEY], new[DRAWN] - 1))
+        new[TOKEN] = tokens
+        write_at(self.columns, 1, index, new)
         packed = torch.empty(2, len(rows), dtype=torch.int32, device=self.device)
         _pack(packed, tokens, log_probs)
         return Readback(packed, len(rows))
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Move rows to other places; their stored keys and values stay where they are."""
-        there, here = to_device(torch.from_numpy(np.stack([sources, targets])), self.device)
-        write_at(self.columns, 1, here, self.columns[:, there])
+        """Copy the columns of rows `sources` to rows `targets`. Stored keys and values do not move."""
+        from_rows, to_rows = to_device(torch.from_numpy(np.stack([sources, targets])), self.device)
+        write_at(self.columns, 1, to_rows, self.columns[:, from_rows])
 
     def retire(self, rows: np.ndarray) -> None:
-        """Mark `rows` as rows of no sample. Their further results are stored where nothing reads them, since other rows may
-        take their slots."""
+        """Mark `rows` as rows of no sample. Their further results go to the spare slot, since new samples may take their
+        slots."""
         if len(rows):
-            there = to_device(torch.from_numpy(rows), self.device)
-            self.columns[OWN_START].index_fill_(0, there, int(self.own.starts(np.array(self.sizes.num_rows))))
-            self.columns[OWN_LENGTH].index_fill_(0, there, 0)
+            index = to_device(torch.from_numpy(rows), self.device)
+            self.columns[OWN_START].index_fill_(0, index, int(self.own.starts(np.array(self.sizes.num_rows))))
+            self.columns[OWN_LENGTH].index_fill_(0, index, 0)
 
     def share(self, slots: np.ndarray, lengths: np.ndarray, members: np.ndarray) -> int:
-        """Assign row r to prompt `members[r]` (-1: to none) of the prompts in prefix `slots`, which have `lengths`.
-        Returns the number of prompts that a step computes."""
+        """Assign row r to prompt `members[r]`, or to none for -1. Prompt i is in slot `slots[i]` of the prefix store and has
+        `lengths[i]` tokens. Returns the number of prompts that a step computes."""
         num_prompts = min(next_power(len(slots)), self.bounds.num_prefixes)
         gather, place = assign_places(members, self.sizes.width, num_prompts)
         start, used = np.zeros((2, num_prompts), dtype=np.int64)
@@ -219,9 +219,9 @@ class DeviceRows:
         return Readback(self._out[: 2 * num_rows].view(2, num_rows), count)
 
     def _forward(self, num_rows: int, num_prompts: int, longest: int) -> torch.Tensor:
-        columns, decoder, most = self.columns[:, :num_rows], self.forward.decoder, self.bounds.own_tokens
+        columns, decoder, max_tokens = self.columns[:, :num_rows], self.forward.decoder, self.bounds.own_tokens
         pages = self.own.pages, self.sizes.page_size
-        slots = Slots(columns[OWN_START], columns[OWN_LENGTH], most, *pages, longest)
+        slots = Slots(columns[OWN_START], columns[OWN_LENGTH], max_tokens, *pages, longest)
         shared = self._shared(num_rows, num_prompts)
         attend = DecodeAttention(self.own, slots, self.prefix, shared, decoder.scale, self.forward.windows)
         return self.forward.logits(self.forward.hidden(columns[TOKEN], columns[POSITION], attend))
@@ -273,8 +273,8 @@ def step_rows(number: int) -> int:
 
 
 def assign_places(members: np.ndarray, width: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places for rows: row r goes to one of the `width` places of prompt `members[r]`. Returns (gather int64
-    [num_prompts * width], the row in each place, 0 where none is; place int64 [rows], 0 for rows of no prompt)."""
+    """Places for rows: row r goes to one of the `width` places of prompt `members[r]`. Returns two int64 arrays: the row in
+    each place [num_prompts * width], 0 for an empty place; the place of each row [rows], 0 for a row of no prompt."""
     used = np.flatnonzero(members >= 0)
     prompts = members[used]
     order = np.argsort(prompts, kind="stable")

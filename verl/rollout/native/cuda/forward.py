@@ -20,19 +20,19 @@ from verl.models.ops.decoding import HeadNorms
 from verl.models.ops.linear import wide_product
 from verl.models.vision import ImageFeatures
 
-_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the whole sequence
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # they do not depend on the length of the sequence
 
 
 class JoinedAdapters:
-    """LoRA adapters in a step whose addresses are fixed: copies of the adapters of `projection`, one pair of matrices for all
-    layers that it joins; `refresh` copies them again after they have changed."""
+    """LoRA adapters of `projection` at fixed addresses, for CUDA graphs: one pair of matrices for all layers that it joins.
+    They are copies; `refresh` copies them again after an update."""
 
     def __init__(self, projection: Projection, present: LowRank):
         self._projection, (self._down, self._up) = projection, present
 
     @classmethod
     def of(cls, projection: Projection) -> JoinedAdapters | None:
-        """None for a projection whose layers have no adapters."""
+        """The adapters of `projection`; None if its layers have none."""
         present = join_own(projection.parts, projection.weight.dtype)
         return None if present is None else cls(projection, present)
 

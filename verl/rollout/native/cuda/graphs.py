@@ -1,4 +1,4 @@
-"""CUDA graphs of a step whose shapes are few: one launch from the host for all of its kernels."""
+"""CUDA graphs of decode steps: the host launches all kernels of a step at once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ log = logging.getLogger(__name__)
 class StepGraphs:
     """Runs steps, and replays repeated steps.
 
-    A step reads and writes tensors that stay where they are, never waits for the device, and has the same shapes
-    for the same key. Its first run is an ordinary run, which makes everything that is made once (compiled kernels,
-    workspaces). Its second run is captured. The graphs share one memory pool, so that the contents of a step's own
-    memory are lost when another step runs.
+    A step reads and writes tensors at fixed addresses and never waits for the device. Steps of one key have the same shapes.
+    The first run of a key is an ordinary run: it compiles kernels and allocates workspaces. The second run is captured. All
+    graphs share one memory pool, so a step overwrites the temporary tensors of another step.
     """
 
     def __init__(self, device: torch.device, enabled: bool):
         self._enabled = enabled and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
-        self._refused: set[Hashable] = set()  # keys whose capture took more memory than there was
+        self._refused: set[Hashable] = set()  # keys with a capture that ran out of memory
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
 
     @property
@@ -47,7 +46,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             with (
-                without_collection(),  # which may destroy an earlier graph, and so end the capture with an error
+                without_collection(),  # a collection may destroy an earlier graph, and so end the capture with an error
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 step()

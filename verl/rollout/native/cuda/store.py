@@ -34,7 +34,7 @@ class TokenStore:
         return self._data.numel() * self._data.element_size()
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
-        """The numbers by which the device knows `slots`: of their first tokens."""
+        """int64: the number of the first token of each of `slots`."""
         return slots * self.capacity
 
     def where(self, slot: int, start: int, end: int) -> np.ndarray:
@@ -59,9 +59,9 @@ class TokenStore:
         self.put(target, self.take(source, length))
 
     def continue_from(self, other: TokenStore, num_slots: int) -> None:
-        """Take over the first `num_slots` slots of a store whose slots are no larger."""
-        ours, theirs = (s._data.unflatten(2, (s.num_slots, s.capacity)) for s in (self, other))
-        ours[:, :, :num_slots, : other.capacity] = theirs[:, :, :num_slots]
+        """Copy the first `num_slots` slots of `other`, a store with the same or a smaller capacity."""
+        new, old = (s._data.unflatten(2, (s.num_slots, s.capacity)) for s in (self, other))
+        new[:, :, :num_slots, : other.capacity] = old[:, :, :num_slots]
 
     def layer(self, layer: int) -> torch.Tensor:
         """All keys and values of a layer, [2, tokens, kv_heads, head_dim]."""
@@ -91,8 +91,8 @@ class PromptAttention:
 
 @dataclass(eq=False)
 class DecodeAttention:
-    """One new token a row: it is stored behind its row's tokens (`slots`), and sees them and, if prompts are stored apart, its
-    prompt. A window of the layer that acts (one of `windows`) hides tokens of a row that has a copy of its prompt."""
+    """Attention of one new token a row. The token is stored behind its row's tokens (`slots`). It attends to them and, with
+    `shared`, to its prompt in `prefix`. `windows` has the sliding window of each layer, for rows with a copy of the prompt."""
 
     own: TokenStore
     slots: Slots

@@ -27,7 +27,7 @@ from verl.rollout.native.torch.partial_attention import (
 )
 
 _MIN_BLOCK = 8  # rows: below this a separate kernel call costs more than the padding it saves
-_BLOCK_RATIO = 0.6  # a block is cut where all that follows is shorter than this share of its longest
+_BLOCK_RATIO = 0.6  # a block ends if all further rows are shorter than this share of its longest row
 
 Block = tuple[int, int, int]  # first row, last row + 1, longest length
 
@@ -81,8 +81,8 @@ class _Layer(NamedTuple):
 
 
 class DecodeRows:
-    """Rows 0 .. num_rows-1 of the own store, which keeps its keys as columns; `members` is None when rows have no prefix
-    (their prompt lies in their own slot). Serves until a sample starts or ends; `advance` comes before each forward."""
+    """Attention of rows 0 .. num_rows-1 of the own store, a store with keys as columns. `members` is None if each row has its
+    prompt in its own slot. Valid until a sample starts or ends; `advance` comes before each forward."""
 
     def __init__(self, own: SlotStore, prefix: SlotStore, num_rows: int, members: Members | None, device: torch.device):
         self.num_rows, self._members = num_rows, members
@@ -94,8 +94,8 @@ class DecodeRows:
         self._layers: dict[int, _Layer] = {}
 
     def advance(self, own_lengths: np.ndarray, positions: np.ndarray) -> None:
-        """`own_lengths` int64 [rows]: tokens in the own store before this forward, which has room for one more. `positions`
-        int64 [rows]: position of each row's new token in its sequence."""
+        """Begin a forward. `own_lengths` int64 [rows]: tokens of each row in the own store before it; the store has room for
+        one more. `positions` int64 [rows]: position of each row's new token in its sequence."""
         blocks = [(a, b, rounded(n)) for a, b, n in length_blocks(own_lengths + 1)]
         made_for = (blocks, self._own.version, self._prefix.version)
         if made_for != self._made_for:
@@ -108,8 +108,8 @@ class DecodeRows:
         self._positions = positions
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads, head_dim], which the next call
-        overwrites. Stores k and v."""
+        """Store k and v [rows, kv_heads, head_dim], and attend with q [rows, heads, head_dim]. Returns [rows, heads,
+        head_dim] in a buffer that the next call overwrites."""
         key = (scoring.window, q.shape, k.shape, v.shape, q.dtype)
         kind = self._kinds.get(key)
         if kind is None:
@@ -182,7 +182,7 @@ class _PrefixPart:
         self._masks: list[torch.Tensor | None] = [self._mask(block, None, None) for block in self.blocks]
 
     def set_positions(self, positions: np.ndarray) -> None:
-        """int64 [rows]: positions of the newest tokens, which decide how much of the prompt a window leaves."""
+        """Set the positions of the newest tokens, int64 [rows]. With a window they decide the visible part of the prompt."""
         if self._window is not None and positions.max() >= self._window:
             self._masks = [self._mask(block, self._window, positions) for block in self.blocks]
 

@@ -1,6 +1,6 @@
-"""The forward of the native engine for plain dense decoders, computed straight through: no modules, few operators.
+"""The fused forward of the native engine for plain dense decoders, by torch: no modules, few operators.
 
-It reads the module's own weights (verl.models.decoder.weights) and rounds where the modules do. Its callers hold no
+It reads the module's weights (verl.models.decoder.weights) and rounds at the same places as the modules. Callers disable
 gradients.
 """
 
@@ -47,8 +47,8 @@ class DenseForward:
 
     @classmethod
     def of(cls, module: HFModule, *, prepack: bool, required: bool = False) -> DenseForward | CpuForward | None:
-        """The fused forward of a causal language model, or None when the model's own forward must be called. With `prepack` it
-        uses the compiled kernels where `compiled` gives them."""
+        """The fused forward of a causal language model, with compiled kernels if `compiled` returns them. None if only the
+        model's forward computes it. `prepack` allows a copy of the weights."""
         decoder, head = DenseDecoder.of(module, adapters=True), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) in (nn.Linear, LoRALinear)
         if decoder is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
@@ -75,7 +75,7 @@ class DenseForward:
         adapters: TokenAdapters | None = None,
         images: ImageFeatures | None = None,
     ) -> torch.Tensor:
-        """[kept, vocab]: the logits after the tokens whose indices `keep` holds, or after all. `ids` are int64 [tokens], and
+        """Logits [len(keep), vocab] after the tokens at the indices `keep`, or after all tokens. `ids` are int64 [tokens], and
         `positions` [tokens] or [axes, tokens]; `layout`, `adapters` and `images` have the same tokens."""
         decoder = self.decoder
         x = embedded(decoder, ids, images)
@@ -145,7 +145,7 @@ class _HostPass(DecoderPass):
 def compiled(
     module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool, required: bool
 ) -> Kernels | None:
-    """The compiled kernels where they compute this decoder faster than torch, or where their batch invariance is `required`."""
+    """The compiled kernels, if they are faster than torch or their batch invariance is `required`; else None."""
     torch_is_faster = head.weight.dtype == torch.bfloat16 and multiplies_bf16_tiles()
     if (
         not prepack

@@ -14,8 +14,8 @@ class SlotStore:
     """Values as [slots, kv_heads, capacity, head_dim] per layer, and keys likewise or, with `keys_as_columns`, as
     [slots, kv_heads, head_dim, capacity].
 
-    Keys as columns make the scores of a few queries a matmul of two row-major matrices, which the library computes a
-    fifth faster and which reads each line of memory once.
+    With keys as columns, the scores of a few queries are a matmul of two row-major matrices. That is a fifth faster, and reads
+    each line of memory once.
 
     `reserve` sets the size; a layer's tensors follow at its next `tensors`. They are zeroed when allocated, because
     attention multiplies masked values by 0, and 0 times the NaN of stale memory is not 0.
@@ -76,13 +76,13 @@ class SlotStore:
         them. A store without a token may have no layers yet."""
         none = {i: [t[:, :0] for t in held] for i, held in first.items()}
         pairs = {i: zip(held, {**none, **then}[i], strict=True) for i, held in first.items()}
-        return {i: [torch.cat(pair, dim=1) for pair in of_layer] for i, of_layer in pairs.items()}
+        return {i: [torch.cat(pair, dim=1) for pair in layer] for i, layer in pairs.items()}
 
     def put(self, slot: int, taken: dict[int, list[torch.Tensor]]) -> None:
         """Write what `take` of a store with the same layers gave to the start of a slot."""
         for layer, pair in taken.items():
-            ours = self._by_token(self.tensors(layer, *(t.transpose(0, 1) for t in pair)))
-            for new, old in zip(ours, pair, strict=True):
+            stored = self._by_token(self.tensors(layer, *(t.transpose(0, 1) for t in pair)))
+            for new, old in zip(stored, pair, strict=True):
                 new[slot, :, : old.shape[1]] = old
 
     @property
