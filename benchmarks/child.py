@@ -69,16 +69,16 @@ def run_held(run: Callable[..., None]) -> None:
     """Call `run(channel, **arguments)` with the first command's arguments. It replies when it is built, and takes the further
     commands itself: a trainer whose loop is held between steps. An error goes to the parent."""
     channel = Channel()
-    if asked := next(channel.commands(), None):
+    if command := next(channel.commands(), None):
         with channel.failures():
-            run(channel, **asked[1])
+            run(channel, **command[1])
 
 
 def usage() -> dict[str, float]:
     """Processor seconds of this process so far, and the most memory that it and its children have held (bytes)."""
     children = sum(map(high_water_mark, descendants(os.getpid())))
-    own = high_water_mark(os.getpid())
-    return {"cpu_s": cpu_seconds(), "peak_rss_bytes": own, "children_peak_rss_bytes": children}
+    peak = high_water_mark(os.getpid())
+    return {"cpu_s": cpu_seconds(), "peak_rss_bytes": peak, "children_peak_rss_bytes": children}
 
 
 def cpu_seconds() -> float:

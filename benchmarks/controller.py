@@ -120,11 +120,11 @@ def measure(folder: Path, samples: int, tokens: int, ranks: int) -> dict[str, fl
         loop, _ = run._started()
         loop.tracker.flush()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        there = getattr(loop.roles.end.__self__, "workers", None) or SimpleNamespace(seconds=0.0)
+        workers = getattr(loop.roles.end.__self__, "workers", None) or SimpleNamespace(seconds=0.0)
         with own_memory() as sizes:
-            start = time.thread_time() - there.seconds
+            start = time.thread_time() - workers.seconds
             run.step()
-            row = {"driver_s": time.thread_time() - there.seconds - start}
+            row = {"driver_s": time.thread_time() - workers.seconds - start}
             row["until_written_s"] = timed(lambda: (loop.tracker.flush(), loop.program.state_dict()))[0]
         num_bytes = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file()) / 2
         return {**row, "peak_bytes": max(sizes) - sizes[0], "disk_bytes": num_bytes}

@@ -64,12 +64,12 @@ def put_no_file(rng, file, kinds, other=None):
         file.symlink_to(links[kind])
 
 
-def places(value, path=(), most=None):
-    """Every place in a nested value, of each part the first `most`; the value itself is at ()."""
+def places(value, path=(), limit=None):
+    """Every place in a nested value, of each part the first `limit`; the value itself is at ()."""
     yield path
     if isinstance(value, dict | list):
-        for key in list(value if isinstance(value, dict) else range(len(value)))[:most]:
-            yield from places(value[key], (*path, key), most)
+        for key in list(value if isinstance(value, dict) else range(len(value)))[:limit]:
+            yield from places(value[key], (*path, key), limit)
 
 
 def parent_of(value, path):

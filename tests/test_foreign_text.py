@@ -34,18 +34,18 @@ RECORD = re.compile(r"(INFO|WARNING|ERROR) verl: ")
 
 @given(texts, st.integers(4, 400))
 def test_clean_is_one_short_line_that_prints(text, limit):
-    shown = clean(text, limit)
-    assert shown.isprintable()
-    assert len(shown) <= limit
-    assert shown.encode().decode() == shown
-    assert clean(shown, limit) == shown
+    cleaned = clean(text, limit)
+    assert cleaned.isprintable()
+    assert len(cleaned) <= limit
+    assert cleaned.encode().decode() == cleaned
+    assert clean(cleaned, limit) == cleaned
 
 
 @given(texts | st.lists(texts) | st.floats() | st.binary())
 def test_quoted_is_one_short_line_that_prints(value):
-    shown = quoted(value, 80)
-    assert shown.isprintable()
-    assert len(shown) <= 80
+    quoted_text = quoted(value, 80)
+    assert quoted_text.isprintable()
+    assert len(quoted_text) <= 80
 
 
 def test_quoted_by_hand():
@@ -59,10 +59,10 @@ def test_quoted_by_hand():
 
 @given(texts)
 def test_printable_keeps_lines_and_nothing_else(text):
-    shown = printable(text)
-    assert prints(shown)
-    assert shown.count("\n") == text.count("\n")
-    assert not prints(text) or shown == text
+    printed = printable(text)
+    assert prints(printed)
+    assert printed.count("\n") == text.count("\n")
+    assert not prints(text) or printed == text
 
 
 @given(texts)
@@ -130,9 +130,9 @@ def in_an_error(text, rng, folder):
     with contextlib.redirect_stderr(stream):
         assert run_guarded("data", fail, []) == expected
     stream.seek(0)
-    shown = stream.read()
-    assert prints(shown)
-    assert "bug in verl" not in shown
+    printed = stream.read()
+    assert prints(printed)
+    assert "bug in verl" not in printed
     return "escaped"
 
 

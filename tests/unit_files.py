@@ -23,12 +23,12 @@ def is_unit(file: Path) -> bool:
 
 def _with_helpers(file: Path) -> set[Path]:
     """`file` and the files of tests/ that it imports, directly or not, but for conftest files, whose fixtures it asks for."""
-    helpers, left = set(), [file]
-    while left:
-        file = left.pop()
+    helpers, pending = set(), [file]
+    while pending:
+        file = pending.pop()
         if file not in helpers:
             helpers.add(file)
-            left += [helper for helper in _imported(_tree(file)) if helper.name != "conftest.py"]
+            pending += [helper for helper in _imported(_tree(file)) if helper.name != "conftest.py"]
     return helpers
 
 

@@ -126,8 +126,8 @@ class Trainer(SteppedRun):
         fallbacks: dict[str, object] = {"data.val_files": [], **preset}
 
         def load(files: Sequence[object], check: bool = True) -> LoadedConfig[Any]:
-            of_files = {n: {key: file} for (n, key), file in zip(_FILE_KEYS, files, strict=True) if file is not None}
-            calls: dict[str, Any] = {"values": trees, "arguments": arguments | of_files, "fallbacks": fallbacks}
+            named = {n: {key: file} for (n, key), file in zip(_FILE_KEYS, files, strict=True) if file is not None}
+            calls: dict[str, Any] = {"values": trees, "arguments": arguments | named, "fallbacks": fallbacks}
             return load_config(texts, schema=SCHEMAS[self.program_name], check=check, defaults=self.defaults, **calls)
 
         first = load([r if isinstance(r, str | None) else "rows" for r in (rows, eval_rows)], check=False)

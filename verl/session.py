@@ -109,8 +109,8 @@ class Session:
     def __init__(self, model: str | os.PathLike[str], *, config: Mapping[str, Any] | Sequence[str] = (), **keys: Any):
         mapping, texts = (config, ()) if isinstance(config, Mapping) else ({}, config)
         trees = [with_references(tree) for tree in (mapping, keys)]
-        own = {"model": {"actor_rollout_ref.model.path": os.fspath(model)}}
-        self.config = load_config(list(texts), values=trees, arguments=own, check=False).absolute().config
+        arguments = {"model": {"actor_rollout_ref.model.path": os.fspath(model)}}
+        self.config = load_config(list(texts), values=trees, arguments=arguments, check=False).absolute().config
         self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
         self._encoder = PromptEncoder(self.tokenizer, self.config.data)
         self._num_prompts, self._version, self._has_gradients = 0, -1, False
@@ -313,8 +313,8 @@ class Session:
         for number, row in enumerate(rows):
             prompt, response = (token_ids(row.get(name), f"{name} of row {number}", limit) for name in keys)
             for (name, key), ids in zip(keys.items(), (prompt, response), strict=True):
-                if len(ids) > (most := getattr(self.config.data, key)):
-                    raise DataError(f"{name} of row {number} has {len(ids)} tokens, more than data.{key}={most}.")
+                if len(ids) > (max_tokens := getattr(self.config.data, key)):
+                    raise DataError(f"{name} of row {number} has {len(ids)} tokens, more than data.{key}={max_tokens}.")
             mask = row.get("response_mask")
             mask = [1] * len(response) if mask is None else mask
             tokens.append((prompt, response, token_mask(mask, f"response_mask of row {number}", len(response))))
@@ -361,17 +361,17 @@ def _value_columns(rows: Sequence[Row], lengths: Sequence[int], width: int) -> d
     for name in dict.fromkeys(name for row in rows for name in row if name not in _TOKENS):
         if (numbers := next(filter(lambda n: n is not None, (_numbers(row.get(name)) for row in rows)), None)) is None:
             continue
-        of_tokens, values = numbers.ndim > 0, []
+        is_per_token, values = numbers.ndim > 0, []
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             numbers = _numbers(row.get(name))
-            if numbers is None or numbers.shape != ((length,) if of_tokens else ()):
-                expected = f"{length} numbers, one for each token of the response" if of_tokens else "a number"
-                shown = quoted(row.get(name), 80)
-                raise DataError(f"{name} of row {number} is {shown}; it must be {expected}.")
+            if numbers is None or numbers.shape != ((length,) if is_per_token else ()):
+                expected = f"{length} numbers, one for each token of the response" if is_per_token else "a number"
+                text = quoted(row.get(name), 80)
+                raise DataError(f"{name} of row {number} is {text}; it must be {expected}.")
             values.append(numbers)
         columns[name] = (
             padded(values, 0.0, width, torch.float32)[0]
-            if of_tokens
+            if is_per_token
             else torch.tensor([[float(value)] for value in values], dtype=torch.float32)
         )
     return columns

@@ -182,16 +182,16 @@ def _work(code: types.CodeType) -> tuple[object, ...]:
 
 def differs_from_file(obj: object, file: str) -> bool:
     """Whether a process that imports `file` gets another function than `obj`; a warning then names what differs."""
-    others = _other_names(obj, file) if isinstance(obj, types.FunctionType) and _is_in(obj, file) else []
-    if others:
+    names = _other_names(obj, file) if isinstance(obj, types.FunctionType) and _is_in(obj, file) else []
+    if names:
         log.warning(
             "%s is used as this process has it, within this process: importing %s would give another %s. Set globals outside "
             "of the main guard, and import an edited file again.",
             getattr(obj, "__qualname__", ""),
             file,
-            ", ".join(others),
+            ", ".join(names),
         )
-    return bool(others)
+    return bool(names)
 
 
 def _other_names(function: types.FunctionType, file: str) -> list[str]:
@@ -203,17 +203,17 @@ def _other_names(function: types.FunctionType, file: str) -> list[str]:
     except (OSError, SyntaxError, ValueError, RecursionError):  # its import says so
         return []
     bound, literals, guarded = _bindings(tree)
-    others, functions = dict[str, None](), [function]
+    names, functions = dict[str, None](), [function]
     for one in functions:
-        others |= {} if _work(one.__code__) in works else {one.__name__: None}
+        names |= {} if _work(one.__code__) in works else {one.__name__: None}
         for name, value in _globals_of(one).items():
             if isinstance(value, types.FunctionType) and _is_in(value, file):
                 functions += [value] if value not in functions else []
             elif isinstance(value, bool | int | float | str | None):
                 is_set = name in guarded and function.__module__ == "__main__"  # the guard was run here
                 is_other = literals[name] != value if name in literals else is_set or bound.isdisjoint((name, "*"))
-                others |= {name: None} if is_other else {}
-    return list(others)
+                names |= {name: None} if is_other else {}
+    return list(names)
 
 
 def _is_in(function: types.FunctionType, file: str) -> bool:

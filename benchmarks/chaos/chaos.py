@@ -86,9 +86,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run folders there")
     parser.add_argument("--json", help="file for the figures, written after each runtime")
     arguments = parser.parse_args(argv)
-    known = PROGRAMS[arguments.program].runtimes
-    arguments.runtimes = arguments.runtimes or [name for name in known if not RUNTIMES[name].needs]
-    if unknown := [name for name in arguments.runtimes if name not in known]:
+    runtimes = PROGRAMS[arguments.program].runtimes
+    arguments.runtimes = arguments.runtimes or [name for name in runtimes if not RUNTIMES[name].needs]
+    if unknown := [name for name in arguments.runtimes if name not in runtimes]:
         parser.error(f"the program {arguments.program} generates nothing, so it has no runtime {', '.join(unknown)}")
     return arguments
 
@@ -96,10 +96,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def shares(runtimes: Sequence[str], kills: int) -> dict[str, int]:
     """Kills of each runtime that gets some; they add up to `kills`."""
     parts = {runtime: _SHARES.get(runtime, 8) for runtime in runtimes}
-    left, weights, counts = kills, sum(parts.values()), {}
+    remaining, weights, counts = kills, sum(parts.values()), {}
     for runtime, part in parts.items():
-        counts[runtime] = round(left * part / weights)
-        left, weights = left - counts[runtime], weights - part
+        counts[runtime] = round(remaining * part / weights)
+        remaining, weights = remaining - counts[runtime], weights - part
     return {runtime: count for runtime, count in counts.items() if count}
 
 
@@ -123,13 +123,13 @@ def attack(
         seed = f"{arguments.seed}/{runtime}/{index}"
         before, victim = len(kills), kind(task, runtime, f"killed-{index}", usual_s)
         try:
-            most = min(arguments.kills_per_run, target - len(kills))
-            for hits in victim.strikes(random.Random(seed), most, arguments):
+            num_hits = min(arguments.kills_per_run, target - len(kills))
+            for hits in victim.strikes(random.Random(seed), num_hits, arguments):
                 kills += hits
                 _tell(hits)
             victim.to_the_end()
-            left = [f"a process is left: {command}" for command in victim.left_in_the_end()]
-            wrong = differences(task, victim.folder, alone.folder) + left
+            survivors = [f"a process is left: {command}" for command in victim.left_in_the_end()]
+            wrong = differences(task, victim.folder, alone.folder) + survivors
             if (alone.folder / CALLS).exists():
                 wrong += repeated_calls(victim.folder, alone.folder, len(kills) - before)
         except Lost as error:

@@ -354,9 +354,9 @@ class Victim:
     def left_in_the_end(self) -> list[str]:
         """Commands of the processes that remain some seconds after the end."""
         until = time.monotonic() + _GONE_S
-        while (left := self.left_over()) and time.monotonic() < until:
+        while (survivors := self.left_over()) and time.monotonic() < until:
             time.sleep(0.1)
-        return [_command(process)[:200] for process in left]
+        return [_command(process)[:200] for process in survivors]
 
 
 def _safe(read: Callable[[], T], default: T) -> T:

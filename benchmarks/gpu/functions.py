@@ -286,8 +286,8 @@ def service(results: Results) -> None:
                 bench.optim_step(adapter, AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0))
             results.add(f"adapter {name}, loss at the start", losses[0])
             results.add(f"adapter {name}, loss after 20 steps", losses[-1])
-        asked = SamplingRequest(tuple(prompt.tolist()), 8, 16, SamplingParams(ignore_eos=True), 0)
-        outputs = bench.sample([(adapter.weights, asked) for adapter in adapters])
+        sampling = SamplingRequest(tuple(prompt.tolist()), 8, 16, SamplingParams(ignore_eos=True), 0)
+        outputs = bench.sample([(adapter.weights, sampling) for adapter in adapters])
         for name, output, token in zip("ab", outputs, (70, 90), strict=True):
             tokens = [token for completion in output.completions for token in completion.token_ids]
             results.add(f"adapter {name}, share of its token in samples", tokens.count(token) / len(tokens))

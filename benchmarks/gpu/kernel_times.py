@@ -41,8 +41,8 @@ def cases() -> Iterator[tuple[str, Any, tuple[Any, ...], float]]:
     chunk = torch.randn(_CHUNK_ROWS, _VOCABULARY, device=DEVICE)
     head = (chunk, None, ids(_VOCABULARY, (_CHUNK_ROWS,)))
     yield "head, statistics", logits.target_statistics, (*head, 1.0, 1.0, 0.0), 4.0 * chunk.numel()
-    known, grads = torch.ones(4, _CHUNK_ROWS, device=DEVICE), torch.ones(3, _CHUNK_ROWS, device=DEVICE)
-    arguments = (*head, known, grads, 1.0, 1.0, 0.0, torch.bfloat16)
+    statistics, grads = torch.ones(4, _CHUNK_ROWS, device=DEVICE), torch.ones(3, _CHUNK_ROWS, device=DEVICE)
+    arguments = (*head, statistics, grads, 1.0, 1.0, 0.0, torch.bfloat16)
     yield "head, gradient", logits.target_gradient, arguments, 6.0 * chunk.numel()
     x, weight = half(_TOKENS, _HIDDEN), half(_HIDDEN)
     yield "add and norm", pointwise.add_norm, (x, x, weight, 1e-6), 8.0 * x.numel()
@@ -70,14 +70,14 @@ def _attention(half: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], float]]:
         store = half(2, rows * keys, _KV_HEADS, _HEAD_DIM)
         starts = torch.arange(rows, device=DEVICE) * keys
         slots = (starts, torch.full_like(starts, keys - 1), keys, None, 0)
-        own = (qkv, turns, turns, None, None, 0.0, store, *slots, keys, 0, _HEAD_DIM**-0.5)
+        arguments = (qkv, turns, turns, None, None, 0.0, store, *slots, keys, 0, _HEAD_DIM**-0.5)
         name = "attention, own" if keys == tokens else f"attention, {rows} long rows"
         key_bytes = 4.0 * keys * _KV_HEADS * _HEAD_DIM
-        yield name, decoding.attend_decode, own, key_bytes * rows
+        yield name, decoding.attend_decode, arguments, key_bytes * rows
         if keys == tokens:
             members = torch.arange(rows, device=DEVICE)
             shared = (store, starts[:prompts], slots[1][:prompts], keys, None, 0, members, members)
-            yield f"{name} and prompts", decoding.attend_decode, (*own, *shared), key_bytes * (rows + prompts)
+            yield f"{name} and prompts", decoding.attend_decode, (*arguments, *shared), key_bytes * (rows + prompts)
 
 
 def main() -> None:

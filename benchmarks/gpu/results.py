@@ -25,9 +25,9 @@ class Results:
         text = f"{value:.5g}" if isinstance(value, float) else str(value)
         print(f"  {name:<72} {text} {unit}{verdict}", flush=True)
         if self._file is not None:
-            whole = self._file.with_suffix(".tmp")
-            whole.write_text(json.dumps(self.numbers), encoding="utf-8")
-            os.replace(whole, self._file)
+            new_file = self._file.with_suffix(".tmp")
+            new_file.write_text(json.dumps(self.numbers), encoding="utf-8")
+            os.replace(new_file, self._file)
 
     def fail(self, part: str, error: BaseException) -> None:
         """Record that `part` ended with `error`, and print where it was raised."""

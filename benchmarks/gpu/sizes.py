@@ -225,10 +225,10 @@ def matrix_weights(module: Any) -> int:
 
 def forward_flops(module: Any, shape: Shape) -> float:
     """Operations of one forward over all rows of a GRPO step, prompts once, all response tokens predicted."""
-    config, own = module.config, shape.response_tokens - 1
-    tokens = shape.prompts * (shape.prompt_tokens + shape.samples * own)
+    config, num_new = module.config, shape.response_tokens - 1
+    tokens = shape.prompts * (shape.prompt_tokens + shape.samples * num_new)
     pairs_of_prompt = shape.prompt_tokens * (shape.prompt_tokens + 1) / 2
-    pairs_of_row = own * shape.prompt_tokens + own * (own + 1) / 2
+    pairs_of_row = num_new * shape.prompt_tokens + num_new * (num_new + 1) / 2
     pairs = shape.prompts * (pairs_of_prompt + shape.samples * pairs_of_row)
     head_dim = config.hidden_size // config.num_attention_heads
     attention = 4 * head_dim * config.num_attention_heads * config.num_hidden_layers * pairs
@@ -296,10 +296,10 @@ def gradient(bench: Bench, log_probs_of: Callable[[], torch.Tensor]) -> torch.Te
     weights = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(3)).to(bench.device)
     (log_probs * weights).sum().backward()
     owners = bench.optimizer.masters.values() if bench.optimizer else bench.module.parameters()
-    whole = torch.cat([p.grad.float().flatten() for p in owners if p.grad is not None]).clone()
+    flat = torch.cat([p.grad.float().flatten() for p in owners if p.grad is not None]).clone()
     for p in owners:
         p.grad = None
-    return whole
+    return flat
 
 
 def relative_gap(value: torch.Tensor, reference: torch.Tensor) -> float:
@@ -369,11 +369,11 @@ def decoding_s(
     warmup: int = 2,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds of the prompts, and of one step of decoding."""
-    first, whole = (
+    first, total = (
         median_s(partial(engine.generate, prompts, settings, step=1), device, repeats, warmup)
         for settings in (replace(params, max_new_tokens=1), params)
     )
-    return first, (whole - first) / (params.max_new_tokens - 1)
+    return first, (total - first) / (params.max_new_tokens - 1)
 
 
 def measure_generation(bench: Bench, hf_batches: tuple[int, ...]) -> None:

@@ -67,11 +67,11 @@ def decode(chosen: tuple[str, ...], results: Results) -> None:
         bench = _bench(size, HALF, results, _DECODING)
         for rows in _ROWS:
             bench.section(f"{size}, {rows} rows", partial(_decode, bench, size, rows))
-        most, middle = _ROWS[-1], _ROWS[len(_ROWS) // 2]
+        max_rows, middle = _ROWS[-1], _ROWS[len(_ROWS) // 2]
         cases: dict[str, Any] = {
             "deterministic": [partial(_decode, bench, size, rows, "deterministic") for rows in _ROWS],
             "ragged": [partial(_ragged, bench, size, middle)],
-            "top-p": [partial(_decode, bench, size, most, "top-p", params={"top_p": 0.95})],
+            "top-p": [partial(_decode, bench, size, max_rows, "top-p", params={"top_p": 0.95})],
             "long prompts": [
                 partial(_decode, bench, size, _ROWS[0], "long prompts", prompt_tokens=4096 if ON_GPU else 48)
             ],
@@ -153,9 +153,9 @@ def _ragged(bench: sizes.Bench, size: str, rows: int) -> None:
     def generate() -> None:
         lengths[:] = [len(c.token_ids) for c in engine.generate(prompts, params, step=1)]
 
-    whole = sizes.median_s(generate, DEVICE, 2, warmup=1)
+    seconds = sizes.median_s(generate, DEVICE, 2, warmup=1)
     engine.release()
-    bench.note(f"{size}, {rows} rows, ragged, with prefill", sum(lengths) / whole, "tokens/s")
+    bench.note(f"{size}, {rows} rows, ragged, with prefill", sum(lengths) / seconds, "tokens/s")
     bench.note(f"{size}, {rows} rows, ragged, mean length", sum(lengths) / len(lengths), "tokens")
 
 

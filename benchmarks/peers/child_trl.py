@@ -94,14 +94,14 @@ class GRPOSide:
             ]
             processor = AutoProcessor.from_pretrained(work.model, padding_side="left")
             processor.chat_template = processor.tokenizer.chat_template = PLAIN_TEMPLATE
-        own = {
+        defaults = {
             "num_generations": work.num_samples, "max_completion_length": work.response_tokens,
             "temperature": work.temperature, "shuffle_dataset": False, "seed": work.seed,
         }  # fmt: skip
         return trl.GRPOTrainer(
             model=work.model,
             reward_funcs=self._reward,
-            args=trl.GRPOConfig(**own, **settings),
+            args=trl.GRPOConfig(**defaults, **settings),
             train_dataset=Dataset.from_list(rows),
             processing_class=processor,
         )

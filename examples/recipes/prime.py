@@ -78,9 +78,9 @@ class PRIME(PPO):
                 process.sum(dim=1) / mask.sum(dim=1).clamp(min=1),
             )
             groups = torch.tensor([uids.index(uid) for uid in uids])
-            others = ((groups[:, None] == groups) & ~torch.eye(len(uids), dtype=torch.bool)).to(outcomes)
-            count = others.sum(dim=1).clamp(min=1)
-            centred = (process - (others @ means / count)[:, None]) * mask
-            returns = centred.flip(1).cumsum(1).flip(1) + (outcomes - others @ outcomes / count)[:, None]
+            peers = ((groups[:, None] == groups) & ~torch.eye(len(uids), dtype=torch.bool)).to(outcomes)
+            count = peers.sum(dim=1).clamp(min=1)
+            centred = (process - (peers @ means / count)[:, None]) * mask
+            returns = centred.flip(1).cumsum(1).flip(1) + (outcomes - peers @ outcomes / count)[:, None]
             columns["token_level_rewards"], columns["returns"] = columns["token_level_scores"], returns * mask
             columns["advantages"] = returns * mask

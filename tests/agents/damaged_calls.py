@@ -59,8 +59,8 @@ def outcome(rng, parser, name):
     text, calls = asyncio.run(parser.extract_tool_calls(parser.tokenizer.encode(turn), TOOLS))
     run = [call for call in calls if call.fault() is None]
     assert not any("secret" in call.arguments for call in run), turn
-    shown = [text, *(call.arguments for call in calls)]
-    assert any(value in part for part in shown), (turn, shown)
+    texts = [text, *(call.arguments for call in calls)]
+    assert any(value in part for part in texts), (turn, texts)
     for call in calls:
         if fault := call.fault():
             assert fault.isprintable(), turn

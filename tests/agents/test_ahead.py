@@ -34,10 +34,10 @@ def in_parts(module, events, part, run_episode):  # noqa: F811
 
 @pytest.mark.parametrize("part", [1, 7, 12])
 def test_parts_make_the_sample_of_the_whole(module, events, part):  # noqa: F811
-    whole, none = in_parts(module, events, None, agent())
+    unbroken, none = in_parts(module, events, None, agent())
     resumed, num_pauses = in_parts(module, events, part, agent())
     assert none == 0 < num_pauses
-    for a, b in zip(whole, resumed, strict=True):
+    for a, b in zip(unbroken, resumed, strict=True):
         assert a.trajectory.response_ids == b.trajectory.response_ids
         row, other = a.trajectory.to_row(), b.trajectory.to_row()
         assert (row.response_mask == other.response_mask).all()
@@ -96,12 +96,12 @@ def test_a_resumed_run_has_its_episodes_ahead(agent_run, agent_task, tmp_path, e
             f"{ROLLOUT}.multi_turn.function_tool_path=null", f"{ROLLOUT}.multi_turn.enable=False",
             f"{ROLLOUT}.agent.environment=tests/agents/agents_of_users.py:Letters",
         ]  # fmt: skip
-    whole = agent_run(*changes)
+    unbroken = agent_run(*changes)
     ends_after(2)
     agent_run(*changes, folder="cut")
     cut = agent_run(*changes, folder="cut")
-    assert digest(cut) == digest(whole)
-    files = [sorted(run.folder.glob("global_step_4/**/*.safetensors")) for run in (whole, cut)]
+    assert digest(cut) == digest(unbroken)
+    files = [sorted(run.folder.glob("global_step_4/**/*.safetensors")) for run in (unbroken, cut)]
     assert files[0]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
     scores = [row["critic/score/mean"] for row in read_lines(cut.folder / "metrics.jsonl")]

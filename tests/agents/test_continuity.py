@@ -126,11 +126,11 @@ def test_a_message_behind_a_turn_without_an_end_keeps_the_token_of_its_role():
     tokenizer = with_template(GLM, ("<|assistant|>", "<|observation|>", "<|user|>", "<|endoftext|>"))
     continuity = ChatContinuity(tokenizer)
     stops = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
-    for reply, own in ((tool("5"), "<|observation|>"), (user("more"), "<|user|>")):
-        whole = tokenizer.decode(continuity.suffix([reply], None))
-        assert whole.startswith(f"{own}\n")
+    for reply, role_token in ((tool("5"), "<|observation|>"), (user("more"), "<|user|>")):
+        suffix_text = tokenizer.decode(continuity.suffix([reply], None))
+        assert suffix_text.startswith(f"{role_token}\n")
         for stop in stops:
             name = tokenizer.convert_ids_to_tokens(stop)
             suffix = tokenizer.decode(continuity.suffix([reply], stop, stops))
             # the model may end its turn with the token of another role: the answer of a tool is never the user's
-            assert name + suffix == (whole if name == own else name + whole)
+            assert name + suffix == (suffix_text if name == role_token else name + suffix_text)

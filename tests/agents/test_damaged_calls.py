@@ -138,8 +138,8 @@ def test_a_program_behind_the_endpoint_gets_a_damaged_call_as_one_whose_argument
             "s", episode, agents.context.continuity, ToolParser.get_tool_parser("hermes", tokenizer),
             frozenset([tokenizer.eos_token_id]), "", EpisodeImages(None, None),
         )  # fmt: skip
-        most = len(ids) if reason == "length" else None
-        return agents.events.start(session.chat(ASK, tools, most)).result(timeout=120), episode
+        max_tokens = len(ids) if reason == "length" else None
+        return agents.events.start(session.chat(ASK, tools, max_tokens)).result(timeout=120), episode
 
     answer, episode = turn_of(BAD)
     assert episode.faults["unreadable"] == 1

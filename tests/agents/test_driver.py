@@ -124,11 +124,11 @@ def test_a_turn_continues_the_response_it_belongs_to(module, events):
     for ids, row in episodes:
         tokens = torch.tensor([[*row.prompt_ids.tolist(), *ids]])
         with torch.no_grad():
-            whole = engine_of(module, HFRollout).view(tokens).logits.log_softmax(-1)[0]
+            log_probs = engine_of(module, HFRollout).view(tokens).logits.log_softmax(-1)[0]
         start = len(row.prompt_ids)
         for i, sampled in enumerate(row.response_mask):
             if sampled:
-                assert abs(float(whole[start + i - 1, ids[i]]) - row.log_probs[i]) < 1e-4
+                assert abs(float(log_probs[start + i - 1, ids[i]]) - row.log_probs[i]) < 1e-4
 
 
 def test_the_first_turn_is_the_sample_without_agents(module, events):
@@ -146,8 +146,8 @@ def test_branches_have_tokens_of_their_own(module, events):
         async def run_one(episode):
             prompt = list(episode.task.prompt_ids)
             first = await episode.generate(prompt)
-            asked = [prompt + [105], prompt + [106]]
-            answers = await asyncio.gather(*(episode.generate(asked[i]) for i in order))
+            requests = [prompt + [105], prompt + [106]]
+            answers = await asyncio.gather(*(episode.generate(requests[i]) for i in order))
             again = await episode.generate(prompt)  # the same prompt a second time is another sample
             by_prompt = dict(zip(order, [a.token_ids for a in answers], strict=True))
             result = EpisodeResult(
@@ -166,7 +166,7 @@ def test_branches_have_tokens_of_their_own(module, events):
 
 def test_an_episode_whose_agent_is_killed_is_made_again(module, events, caplog):
     """With the same tokens; an agent that is killed again and again is left out."""
-    whole, takes = agent(), []
+    run_agent, takes = agent(), []
 
     async def dies(episode):
         takes.append(episode.task.name)
@@ -174,10 +174,10 @@ def test_an_episode_whose_agent_is_killed_is_made_again(module, events, caplog):
         if takes.count(episode.task.name) <= times:
             await episode.generate(list(episode.task.prompt_ids))
             raise AgentKilled("its command ended its process by SIGKILL")
-        return await whole(episode)
+        return await run_agent(episode)
 
     driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=60.0, filler=258)
-    expected = driver.run(tasks(2), whole, PARAMS, step=1)
+    expected = driver.run(tasks(2), run_agent, PARAMS, step=1)
     results = driver.run(tasks(2), dies, PARAMS, step=1)
     assert [r.task.name for r in results if r.error] == ["train/11/0"]
     assert takes.count("train/11/0") == 3

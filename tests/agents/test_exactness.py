@@ -183,16 +183,16 @@ def test_what_trains_was_sampled(family, tmp_path_factory):
     for result in results:
         row = result.trajectory.to_row()
         turns = engine.sampled[result.task.ordinal, result.task.sample]
-        whole = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
-        expected = np.zeros(len(whole), dtype=bool)
-        log_probs = np.zeros(len(whole))
+        tokens = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
+        expected = np.zeros(len(tokens), dtype=bool)
+        log_probs = np.zeros(len(tokens))
         for start, ids, values in turns:
-            assert whole[start : start + len(ids)] == ids
+            assert tokens[start : start + len(ids)] == ids
             expected[start : start + len(ids)] = True
             log_probs[start : start + len(ids)] = values
         assert (expected[len(prompts) :] == row.response_mask).all()
         assert (log_probs[len(prompts) :] == row.log_probs).all()
-        context = [t for t, own in zip(whole, expected, strict=True) if not own]
+        context = [t for t, is_sampled in zip(tokens, expected, strict=True) if not is_sampled]
         stray = tokenizer.decode(context)
         assert (
             "I won" not in stray or "\u200b" in stray or not tokenizer.all_special_tokens

@@ -328,7 +328,7 @@ def test_a_request_of_any_form_is_refused_with_a_sentence(play):
     half = nan.replace(b"NaN", b'"\\ud800"')
     image = [{"role": "user", "content": [{"type": "text", "text": "Go."}, {"type": "image", "source": {}}]}]
     any_tool, one_tool, text = {"type": "any"}, {"type": "tool", "name": "add"}, [{"role": "user", "content": 5}]
-    asked = {
+    bodies_by_path = {
         "messages": [
             *[{"messages": said} for said in (5, {"role": "user"}, text, [{"content": "Go."}], image)],
             *[{"messages": ASK, "tool_choice": choice} for choice in (any_tool, one_tool)],
@@ -341,7 +341,7 @@ def test_a_request_of_any_form_is_refused_with_a_sentence(play):
     replies, streamed = [], []
 
     def agent(client, task):
-        for path, bodies in asked.items():
+        for path, bodies in bodies_by_path.items():
             for body in bodies:
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 answer = client.post(f"/{path}", content=content)

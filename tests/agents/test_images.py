@@ -101,11 +101,11 @@ def test_a_damaged_image_is_a_failed_call(agent_run):
 def rows_of(config, tokenizer):
     """Two prompts as the loader gives them, one of them with a picture."""
     encoder, columns = PromptEncoder(tokenizer, config.data), {"ordinal": torch.arange(2)}
-    asked = [image_messages([{"role": "user", "content": text}], {"images": images}, DataConfig())
+    prompts = [image_messages([{"role": "user", "content": text}], {"images": images}, DataConfig())
              for text, images in (("Look.", []), ("<image>And here?", [picture(3)]))]  # fmt: skip
-    encoded = [encoder.encode_row(messages, "a row", images) for messages, images in asked]
+    encoded = [encoder.encode_row(messages, "a row", images) for messages, images in prompts]
     columns |= {"prompt_token_ids": objects([e.ids for e in encoded]), "media": objects([e.media for e in encoded])}
-    columns |= {"raw_prompt": objects([m for m, _ in asked]), "data_source": objects(["pictures"] * 2)}
+    columns |= {"raw_prompt": objects([m for m, _ in prompts]), "data_source": objects(["pictures"] * 2)}
     return DataProto.from_single_dict(columns)
 
 
@@ -132,8 +132,8 @@ def test_log_probs_equal_the_own_forward(family, folder_of, tmp_path):
         if len(media) < 2 or sum(parts) != sum(token in (IMAGE, VIDEO) for token in (*prompt, *response)):
             continue  # it has sampled a token of images, which their own forward takes for one
         kinds |= {kind for images in media[1:] for kind in images.kinds}
-        whole = Media("", joined([m.tensors for m in media], FAMILIES[family].axis, "cpu"))
-        expected = own_log_probs(theirs, prompt, whole, response).detach()
+        joined_media = Media("", joined([m.tensors for m in media], FAMILIES[family].axis, "cpu"))
+        expected = own_log_probs(theirs, prompt, joined_media, response).detach()
         assert torch.allclose(torch.tensor(row.log_probs), expected.double() * row.response_mask, rtol=0, atol=1e-5)
         num_compared += 1
     assert num_compared >= 3
@@ -153,13 +153,13 @@ def test_a_resumed_run_has_the_images_of_its_episodes(way, agent_run, ends_after
     """Episodes that had paused or waited at the checkpoint: bits do not depend on the turns that a batch has together."""
     parts = f"{ROLLOUT}.partial_rollout={way != 'endpoint'}"
     changes = (*AHEAD, *WAYS[way], parts, "trainer.save_freq=1")
-    whole = agent_run(*changes)
+    unbroken = agent_run(*changes)
     ends_after(2)
     agent_run(*changes, folder="cut")
     cut = agent_run(*changes, folder="cut")
     samples = trained_samples(cut)
     assert len(samples) == 4 * 12
-    assert samples == trained_samples(whole)
+    assert samples == trained_samples(unbroken)
 
 
 SENTENCES = {

@@ -130,11 +130,11 @@ def test_what_a_server_writes_is_escaped_and_counted(tools, tmp_path, caplog, ca
     written = "".join(capfd.readouterr())
     assert "\x1b" not in written
     assert "forged" not in written
-    shown = [record.getMessage() for record in caplog.records]
-    assert all(text.isprintable() for text in shown)
-    assert any("writes: ERROR: forged" in text for text in shown)
-    assert len([text for text in shown if text.startswith("The MCP server")]) <= mcp_client.MAX_LINES
-    assert len(shown) <= mcp_client.MAX_LINES + 3 * logs.MAX_ADOPTED
+    lines = [record.getMessage() for record in caplog.records]
+    assert all(text.isprintable() for text in lines)
+    assert any("writes: ERROR: forged" in text for text in lines)
+    assert len([text for text in lines if text.startswith("The MCP server")]) <= mcp_client.MAX_LINES
+    assert len(lines) <= mcp_client.MAX_LINES + 3 * logs.MAX_ADOPTED
     child = int((tmp_path / "child").read_text())
     assert psutil.pid_exists(child)
     os.kill(server, signal.SIGKILL)

@@ -42,20 +42,20 @@ class Disk:
             self.root, target, ignore=lambda at, names: leave_out(at, names) if at == str(self.root) else ()
         )
         for file in [path for path in target.rglob("*") if path.is_file()]:
-            there = self.root / file.relative_to(target)
+            source = self.root / file.relative_to(target)
             if file.parent.name == "episodes" and file.name not in self.names:
                 file.unlink()
             else:
-                os.truncate(file, min(file.stat().st_size, self.sizes.get(there.stat().st_ino, 0)))
+                os.truncate(file, min(file.stat().st_size, self.sizes.get(source.stat().st_ino, 0)))
         return target
 
 
 @pytest.mark.parametrize("num_instants", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_run_ahead_of_training_outlives_a_loss_of_power(agent_run, tmp_path, monkeypatch, num_instants, caplog):
     disk = Disk(tmp_path / "whole", 20 if num_instants == 1 else 4, monkeypatch)
-    whole = agent_run(*AHEAD, folder="whole")
+    unbroken = agent_run(*AHEAD, folder="whole")
     monkeypatch.undo()
-    expected = {f.name: f.read_bytes() for f in (whole.folder / "global_step_4").glob("actor/**/*.safetensors")}
+    expected = {f.name: f.read_bytes() for f in (unbroken.folder / "global_step_4").glob("actor/**/*.safetensors")}
     assert len(expected) == 2
     assert len(disk.images) >= num_instants
     for image in disk.images[:: len(disk.images) // num_instants][:num_instants]:
@@ -64,4 +64,4 @@ def test_a_run_ahead_of_training_outlives_a_loss_of_power(agent_run, tmp_path, m
         assert "no record of the episode" not in caplog.text
         weights = {f.name: f.read_bytes() for f in (cut.folder / "global_step_4").glob("actor/**/*.safetensors")}
         assert weights == expected, image.name
-        assert digest(cut) == digest(whole)
+        assert digest(cut) == digest(unbroken)

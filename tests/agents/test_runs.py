@@ -53,12 +53,12 @@ def test_what_trains_is_what_was_sampled_and_is_shown(agent_run, capsys):
     assert any(r["result"]["error"] for r in results)  # malformed ones and unknown names were answered
     capsys.readouterr()
     assert run_show([str(run.folder), "--episodes", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "episodes of the last steps: 24" in shown
-    assert "turns each" in shown
-    assert "tool calls: echo" in shown
-    assert "[user] train" in shown
-    assert "calls echo(" in shown or "[assistant]" in shown
+    printed = capsys.readouterr().out
+    assert "episodes of the last steps: 24" in printed
+    assert "turns each" in printed
+    assert "tool calls: echo" in printed
+    assert "[user] train" in printed
+    assert "calls echo(" in printed or "[assistant]" in printed
 
 
 def test_a_loop_of_the_users(agent_run, agent_task, tmp_path):

@@ -112,7 +112,7 @@ def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch, num_e
             monkeypatch.setattr(_Session, "_take", take)
 
     take = _Session._take
-    whole = calls("whole.txt", "whole")
+    unbroken = calls("whole.txt", "whole")
 
     def dies(self, arrived):
         ended = take(self, arrived)
@@ -126,11 +126,11 @@ def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch, num_e
     with pytest.raises(RuntimeError, match="killed"):
         calls("cut.txt", "cut")
     cut = calls("cut.txt", "cut")
-    assert digest(cut) == digest(whole)
+    assert digest(cut) == digest(unbroken)
     cut_lines, whole_lines = (Counter((tmp_path / name).read_text().split("\n")) for name in ("cut.txt", "whole.txt"))
     assert not whole_lines - cut_lines
     assert (cut_lines - whole_lines).total() <= 12  # calls that the kill has cut: at most one of each episode
     assert sum(row["rollout/num_replayed_tool_calls"] for row in cut.training_rows()) > 0
-    files = [sorted(run.folder.glob("global_step_3/**/*.safetensors")) for run in (whole, cut)]
+    files = [sorted(run.folder.glob("global_step_3/**/*.safetensors")) for run in (unbroken, cut)]
     assert files[0]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]

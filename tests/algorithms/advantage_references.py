@@ -123,8 +123,8 @@ def rloo(columns, **_):
     scores, out = [sum(r) for r in rewards], [0.0] * batch
     for rows in _members(columns["uid"]).values():
         for i in rows:
-            others = [scores[j] for j in rows if j != i]
-            out[i] = scores[i] - (_mean(others) if others else 0.0)
+            baseline_scores = [scores[j] for j in rows if j != i]
+            out[i] = scores[i] - (_mean(baseline_scores) if baseline_scores else 0.0)
     a = _spread(out, mask)
     return a, a
 
@@ -163,9 +163,9 @@ def _token_baseline(columns, positions, handle_zero_tail):
     for rows in _members(columns["uid"]).values():
         for i in rows:
             for slot, t in positions[i]:
-                there = [j for j in rows if slot in to_go[j]]
-                b = sum(to_go[j][slot] * weight[j][slot] for j in there) / (sum(weight[j][slot] for j in there) + 1e-8)
-                if len(rows) == 1 or (handle_zero_tail and len(there) == 1):
+                reach = [j for j in rows if slot in to_go[j]]
+                b = sum(to_go[j][slot] * weight[j][slot] for j in reach) / (sum(weight[j][slot] for j in reach) + 1e-8)
+                if len(rows) == 1 or (handle_zero_tail and len(reach) == 1):
                     b = 0.0
                 advantages[i][t], returns[i][t] = to_go[i][slot] - b, to_go[i][slot]
     return advantages, returns
@@ -189,10 +189,10 @@ def _turns(columns, gamma):
     rows = []
     for i in range(batch):
         places = [[t for t in range(width) if numbers[i][t] == k] for k in range(max(numbers[i]) + 1)]
-        own = [sum(rewards[i][t] for t in place) for place in places]
+        turn_rewards = [sum(rewards[i][t] for t in place) for place in places]
         turns = []
         for k, place in enumerate(places):
-            value = sum(gamma**j * r for j, r in enumerate(own[k:]))
+            value = sum(gamma**j * r for j, r in enumerate(turn_rewards[k:]))
             before = tuple(tokens[i][t] for t in range(places[k - 1][-1] + 1, place[0])) if k else "prompt"
             turns.append((place, value, before))
         rows.append(turns)
@@ -230,9 +230,9 @@ def _among_equals(turns, label, by_std):
     for i, row in enumerate(turns):
         out.append([])
         for k, (_, value, before) in enumerate(row):
-            others = by_label[label(i, k, before)]
-            scale = _std(others) + 1e-6 if by_std and len(others) > 1 else 1.0
-            out[-1].append((value - _mean(others)) / scale)
+            peers = by_label[label(i, k, before)]
+            scale = _std(peers) + 1e-6 if by_std and len(peers) > 1 else 1.0
+            out[-1].append((value - _mean(peers)) / scale)
     return out
 
 

@@ -112,9 +112,9 @@ def test_rows_without_a_score_change_no_other_row(name, seed):
     both["uid"] = [*columns["uid"], *(u if columns["uid"].count(u) > 1 else f"other {u}" for u in columns["uid"])]
     both["token_level_rewards"][num_rows:] = 7.0  # a default score
     both["is_scored"] = torch.arange(2 * num_rows) < num_rows
-    for of_all, of_scored in zip(run(name, both, **settings), expected, strict=True):
-        close(of_all[:num_rows], of_scored, 1e-9)
-        assert not of_all[num_rows:].any()
+    for both_rows, scored_rows in zip(run(name, both, **settings), expected, strict=True):
+        close(both_rows[:num_rows], scored_rows, 1e-9)
+        assert not both_rows[num_rows:].any()
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
@@ -193,9 +193,9 @@ def test_of_one_turn_the_estimators_match_the_response_ones():
     expected = run("grpo", several)[0]
     close(run("turn_grpo", several, gamma=0.5)[0], expected)
     close(run("gigpo", several, gamma=0.5, step_advantage_w=3.0)[0], 4 * expected)
-    whole = {**one_turn, "values": torch.zeros_like(columns["values"])}
-    scores = whole["token_level_rewards"].sum(-1, keepdim=True).expand(-1, 6)
-    close(run("turn_gae", whole)[0], masked_whiten(scores, whole["response_mask"]))
+    without_values = {**one_turn, "values": torch.zeros_like(columns["values"])}
+    scores = without_values["token_level_rewards"].sum(-1, keepdim=True).expand(-1, 6)
+    close(run("turn_gae", without_values)[0], masked_whiten(scores, without_values["response_mask"]))
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -206,8 +206,8 @@ def test_a_token_that_the_correction_rejects_splits_no_turn(name):
     rejected = columns["response_mask"].clone()
     rejected[0, 2] = False
     names = {"norm_adv_by_std_in_grpo": False} if name != "turn_gae" else {}
-    whole, cut = run(name, columns, **names), run(name, {**columns, "response_mask": rejected}, **names)
-    close(cut[1], torch.where(rejected, whole[1], 0.0))
+    uncut, cut = run(name, columns, **names), run(name, {**columns, "response_mask": rejected}, **names)
+    close(cut[1], torch.where(rejected, uncut[1], 0.0))
 
 
 def test_a_turn_without_a_like_trains_nothing():

@@ -86,16 +86,16 @@ def test_worked_by_hand():
 def test_laws(seed, beta, num_listed, spread):
     """Zero for equal distributions, never negative, bounded by log 2 between them, symmetric, smaller with merged tokens."""
     student, teacher = distributions(seed, spread=spread)
-    whole = generalized_jsd(student, teacher, beta)
-    assert (whole >= -1e-12).all()
+    divergence = generalized_jsd(student, teacher, beta)
+    assert (divergence >= -1e-12).all()
     assert generalized_jsd(teacher, teacher, beta).abs().max() < 1e-12
-    close(whole, generalized_jsd(teacher, student, 1 - beta))
+    close(divergence, generalized_jsd(teacher, student, 1 - beta))
     if 0 < beta < 1:
-        assert (whole <= math.log(2) + 1e-12).all()
+        assert (divergence <= math.log(2) + 1e-12).all()
     listed = teacher.topk(num_listed, dim=-1).indices
     merged = [with_remainder(log_probs.gather(-1, listed)) for log_probs in (student, teacher)]
     assert all((p.exp().sum(-1) - 1).abs().max() < 2e-6 for p in merged)
-    assert (generalized_jsd(*merged, beta) <= whole + 1e-4).all()  # the remainder is at least 1e-6
+    assert (generalized_jsd(*merged, beta) <= divergence + 1e-4).all()  # the remainder is at least 1e-6
 
 
 def test_a_remainder_of_nothing_has_a_finite_gradient():

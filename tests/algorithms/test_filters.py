@@ -77,14 +77,14 @@ def test_best_of_groups_leaves_out_nothing_better(rows, keep, min_score):
     selected = best_of_groups(scores, uids, keep=keep, min_score=min_score, contents=contents, allowed=allowed)
     assert selected == sorted(set(selected))
     for uid in set(uids):
-        of_group = [row for row in selected if uids[row] == uid]
+        chosen = [row for row in selected if uids[row] == uid]
         usable = [r for r, u in enumerate(uids) if u == uid and allowed[r] and scores[r] >= min_score]
-        assert len(of_group) == min(keep, len({contents[row] for row in usable}))
-        assert set(of_group) <= set(usable)
-        assert len({contents[row] for row in of_group}) == len(of_group)
-        left = {contents[row] for row in usable} - {contents[row] for row in of_group}
-        best_left = max((scores[row] for row in usable if contents[row] in left), default=-2.0)
-        assert all(scores[row] >= best_left for row in of_group)
+        assert len(chosen) == min(keep, len({contents[row] for row in usable}))
+        assert set(chosen) <= set(usable)
+        assert len({contents[row] for row in chosen}) == len(chosen)
+        unchosen = {contents[row] for row in usable} - {contents[row] for row in chosen}
+        best_left = max((scores[row] for row in usable if contents[row] in unchosen), default=-2.0)
+        assert all(scores[row] >= best_left for row in chosen)
 
 
 def test_the_metric_score_is_the_number_of_the_reward_function_and_the_others_are_shaped():

@@ -139,7 +139,7 @@ def test_value_loss_adds_up():
         agg = lambda m, k, mode=None: agg_loss(m, k, "token-mean", batch_num_tokens=int(mask.sum()))  # noqa: E731
         return compute_value_loss(vpreds[s], returns[s], values[s], mask[s], 0.2, agg)
 
-    whole, metrics = run(slice(None))
+    undivided, metrics = run(slice(None))
     parts = [run(slice(0, 2)), run(slice(2, None))]
-    close(sum(p[0] for p in parts), whole)
+    close(sum(p[0] for p in parts), undivided)
     assert metric_values(merge_metrics([p[1] for p in parts])) == pytest.approx(metric_values(metrics))

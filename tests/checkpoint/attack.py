@@ -109,8 +109,8 @@ class DiskStates:
                 now = state_of(self.root)
             except FileNotFoundError:
                 return  # another thread is removing a path that is read here; its next call shows the outcome
-            known = {inode for _, inode, _, _ in self._outline}
-            moved = {os.path.relpath(path, self.root) for path, inode, _, _ in outline if inode in known}
+            old_inodes = {inode for _, inode, _, _ in self._outline}
+            moved = {os.path.relpath(path, self.root) for path, inode, _, _ in outline if inode in old_inodes}
             self._outline = outline
             before = self.states[-1][1] if self.states else None
             if now == before:

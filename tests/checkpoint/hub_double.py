@@ -49,11 +49,11 @@ class Hub:
         if authorization != f"Bearer {TOKEN}":
             return 401, {"error": "Invalid username or password."}
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            options = json.loads(body)
+            name = f"{options['organization']}/{options['name']}" if options.get("organization") else options["name"]
             exists = name in self.repositories
             self.repositories.setdefault(name, {})
-            self.private.setdefault(name, asked.get("private", asked.get("visibility") == "private"))
+            self.private.setdefault(name, options.get("private", options.get("visibility") == "private"))
             return (409 if exists else 200), {"url": f"{self.url}/{name}"}
         if path.endswith("/preupload/main"):
             rows = [

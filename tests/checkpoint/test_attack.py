@@ -233,8 +233,8 @@ def test_retention_counts_what_can_be_read(tmp_path, caplog, keep):
         content[-1] ^= 1
         file.write_bytes(content)
     save(tmp_path, 4, keep=keep)
-    whole = [s for s in CheckpointStore(tmp_path).candidates() if find_damage(tmp_path / f"global_step_{s}") is None]
-    assert whole == ([4] if keep == 1 else [4, 1])
+    intact = [s for s in CheckpointStore(tmp_path).candidates() if find_damage(tmp_path / f"global_step_{s}") is None]
+    assert intact == ([4] if keep == 1 else [4, 1])
     assert ("global_step_3 is damaged and does not count as kept" in caplog.text) == (keep == 2)
     shutil.rmtree(tmp_path / "global_step_4")
     if keep == 2:

@@ -152,8 +152,8 @@ def test_a_rename_whose_answer_was_lost_has_happened(around, tmp_path):
 
 
 def test_what_a_killed_examination_left_is_removed(tmp_path):
-    left, elsewhere = (tmp_path / f".probe-{host}-999999999" for host in (filesystem._host(), "another"))
-    for folder in (left, elsewhere):
+    stale, elsewhere = (tmp_path / f".probe-{host}-999999999" for host in (filesystem._host(), "another"))
+    for folder in (stale, elsewhere):
         folder.mkdir()
         (folder / "file").write_text("x")
     assert examine_folder(tmp_path).refusals == []

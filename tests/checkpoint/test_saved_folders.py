@@ -20,9 +20,9 @@ from verl.manifest import MANIFEST, new_file, new_folder
 def test_a_flipped_bit_a_cut_and_a_missing_file_are_named(tmp_path):
     outcomes = Counter(every_file(random.Random(0), tmp_path, (flip, cut, None)))
     assert {kind for kind, _ in outcomes} >= {"session", "export", "model of a checkpoint", "adapter"}
-    others = {kind: n for (kind, what), n in outcomes.items() if what != "named"}
-    assert all(n == 1 for n in others.values()), others
-    assert set(others) <= {"export", "gguf", "service samplers"}
+    unnamed = {kind: n for (kind, what), n in outcomes.items() if what != "named"}
+    assert all(n == 1 for n in unnamed.values()), unnamed
+    assert set(unnamed) <= {"export", "gguf", "service samplers"}
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
 @pytest.mark.parametrize(
-    ("changes", "shown"),
+    ("changes", "sentence"),
     [
         (
             {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.tensor_model_parallel_size": 2},
@@ -102,12 +102,12 @@ ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
     ],
     ids=["vllm async", "vllm sync", "sglang", "native", "native on GPUs", "divided training", "selective"],
 )
-def test_a_layout_of_other_machines_is_shown_without_them(changes, shown, verl, overrides, task):
+def test_a_layout_of_other_machines_is_shown_without_them(changes, sentence, verl, overrides, task):
     code, said = verl("train", "--dry-run", *overrides({**NODES, **changes}))
     assert code == 0, said
     assert "32 devices on 4 nodes: actor, rollout, reward on 0-31" in said
     assert ("its devices are processes that share the processor" in said) == (not visible_devices())
-    assert shown in said
+    assert sentence in said
     assert "Ready to train" in said
     assert not (task / "run").exists()
 
@@ -363,8 +363,8 @@ def test_eval_writes_metrics(verl, overrides, task):
 def test_a_rollout_engine_that_is_not_installed_is_named_before_anything_is_read(
     engine, verl, overrides, task, monkeypatch
 ):
-    there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == engine else there(name, *rest))
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == engine else find(name, *rest))
     changes = {f"{ROLLOUT}.name": engine, "data.train_files": task / "absent.jsonl"}
     words = [f"{ROLLOUT}.name={engine} needs the package '{engine}'", f"pip install '{engine}<"]
     for verb, code in (("check", 1), ("train", 7), ("eval", 7)):
@@ -372,8 +372,8 @@ def test_a_rollout_engine_that_is_not_installed_is_named_before_anything_is_read
 
 
 def test_a_missing_engine_hides_no_layout_that_does_not_fit(verl, overrides, monkeypatch):
-    there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "vllm" else there(name, *rest))
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "vllm" else find(name, *rest))
     keys = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 3}
     said = verl.ends(1, "check", *overrides({**keys, "data.train_batch_size": 3}))
     lines = [line for line in said.splitlines() if line.split()[1:2] == ["layout"]]
@@ -648,11 +648,11 @@ def takes_lists(leaf):
 
 @pytest.mark.parametrize("key", LISTS_OF_NAMES)
 def test_an_entry_of_a_list_that_names_nothing_is_refused(verl, overrides, task, key):
-    valid, others = LISTS_OF_NAMES[key]
+    valid, needed = LISTS_OF_NAMES[key]
     valid = valid or [task / f"{key.removeprefix('data.').removesuffix('_files')}.jsonl"]
     typo = 9999 if key.endswith("ids") else f"{valid[0]}x"
-    verl.ends(0, "check", *overrides({**others, key: f"[{','.join(map(str, valid))}]"}))
-    code, said = verl("check", *overrides({**others, key: f"[{','.join(map(str, [*valid, typo]))}]"}))
+    verl.ends(0, "check", *overrides({**needed, key: f"[{','.join(map(str, valid))}]"}))
+    code, said = verl("check", *overrides({**needed, key: f"[{','.join(map(str, [*valid, typo]))}]"}))
     assert code != 0
     assert str(typo) in said
 

@@ -48,15 +48,15 @@ DRIVER = {"gpus": ["New GPU, 80 GB, 535.1"], "newest_cuda": "12.2"}
 
 
 def judge(host_changes=None, package_changes=None, torch_changes=None):
-    of_host, of_packages = {**HOST, **(host_changes or {})}, copy.deepcopy(PACKAGES)
-    of_packages.update(package_changes or {})
-    of_packages["torch_probe"] = {**of_packages["torch_probe"], **(torch_changes or {})}
-    return [(line.level, line.text) for line in findings(of_host, of_packages)]
+    host_facts, package_facts = {**HOST, **(host_changes or {})}, copy.deepcopy(PACKAGES)
+    package_facts.update(package_changes or {})
+    package_facts["torch_probe"] = {**package_facts["torch_probe"], **(torch_changes or {})}
+    return [(line.level, line.text) for line in findings(host_facts, package_facts)]
 
 
 def test_what_products_do_on_this_cpu_is_said():
-    known = {**PACKAGES, "torch_probe": {**TORCH, "bf16": "widened"}}
-    texts = [text for topic, text in facts(HOST, known) if topic == "cpu"]
+    packages = {**PACKAGES, "torch_probe": {**TORCH, "bf16": "widened"}}
+    texts = [text for topic, text in facts(HOST, packages) if topic == "cpu"]
     assert "bfloat16 on this CPU: widened to float32, which is faster on this CPU" in texts
     assert "bfloat16 on this CPU: unknown" in [text for _, text in facts(HOST, PACKAGES)]
 
@@ -127,9 +127,9 @@ def test_findings(name):
 
 def test_every_fact_can_be_shown_even_when_torch_is_broken():
     broken = {**PACKAGES, "torch_probe": {"error": "no libtorch.so"}, "transformers_probe": {"error": "no torch"}}
-    shown = dict(facts(HOST, broken))
-    assert "no libtorch.so" in shown["torch"]
-    assert shown["devices"].startswith("the CPU alone")
+    lines = dict(facts(HOST, broken))
+    assert "no libtorch.so" in lines["torch"]
+    assert lines["devices"].startswith("the CPU alone")
 
 
 def test_names_of_engines_are_listed_by_place():
@@ -162,10 +162,10 @@ def test_a_probe_reports_and_never_raises(tmp_path, monkeypatch):
 
 
 def test_host_facts_are_plausible():
-    of_host = host()
-    assert 0 < usable_cores() <= of_host["num_cores"]
+    host_facts = host()
+    assert 0 < usable_cores() <= host_facts["num_cores"]
     assert 0 < available_memory() <= memory_limit()
-    json.dumps(of_host)
+    json.dumps(host_facts)
 
 
 def test_versions():

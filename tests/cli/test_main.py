@@ -355,8 +355,8 @@ def test_a_tiny_run_imports_what_it_uses(tiny_llama, tmp_path):
     ending = last_line(_RUN, "train", *keys)
     assert ending["code"] == 0
     assert not {name.partition(".")[0] for name in ending["modules"]} & set(_UNUSED)
-    own = [name for name in ending["modules"] if name.startswith("verl.")]
-    assert len(own) <= _MAX_OWN_MODULES, own
+    verl_modules = [name for name in ending["modules"] if name.startswith("verl.")]
+    assert len(verl_modules) <= _MAX_OWN_MODULES, verl_modules
     assert ending["collects"]
     assert ending["frozen"] > 300_000  # the objects of torch and transformers, which no collection looks through
 

@@ -55,8 +55,8 @@ def test_overrides_load(verl):
     said = verl.ends(0, "plan", *ARGUMENTS, "--json", "plan.async=off")
     plans = json.loads(said)
     best = plans["best"]
-    own = [a for a in ARGUMENTS if not a.startswith("plan.")]
-    config = load_config([*own, *best["overrides"], "data.train_files=x.parquet"], check=False).config
+    keys_of_run = [a for a in ARGUMENTS if not a.startswith("plan.")]
+    config = load_config([*keys_of_run, *best["overrides"], "data.train_files=x.parquet"], check=False).config
     assert config.trainer.n_gpus_per_node == 4
     choice = best["placement"][0]["choices"]["actor"]
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == choice["rollout"]["tensor"]
@@ -67,8 +67,8 @@ def test_overrides_load(verl):
 def test_the_overrides_of_a_disaggregated_plan_load(verl):
     said = verl.ends(0, "plan", *ARGUMENTS, "--json", "plan.async=on")
     best = json.loads(said)["best"]
-    own = [a for a in ARGUMENTS if not a.startswith("plan.")]
-    config = load_config([*own, *best["overrides"]], check=False).config
+    keys_of_run = [a for a in ARGUMENTS if not a.startswith("plan.")]
+    config = load_config([*keys_of_run, *best["overrides"]], check=False).config
     assert best["asynchronous"]
     assert set(config.trainer.placement) == {"actor", "reference", "rollout"}
     assert config.trainer.v1.trainer_mode == "separate_async"
@@ -101,9 +101,9 @@ def test_programs_on_rows_of_a_file(verl, program, settings, words):
 
 
 def test_nodes_devices_and_engine_follow_the_config(verl):
-    own = [a for a in ARGUMENTS if not a.startswith("plan.")]
+    keys_of_run = [a for a in ARGUMENTS if not a.startswith("plan.")]
     keys = ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.strategy=megatron")
-    code, said = verl("plan", *own, *keys, "actor_rollout_ref.rollout.nnodes=1", "plan.async=off")
+    code, said = verl("plan", *keys_of_run, *keys, "actor_rollout_ref.rollout.nnodes=1", "plan.async=off")
     assert code == 0, said
     assert "on 12 x h100_sxm" in said
     assert said.startswith(
@@ -115,18 +115,18 @@ def test_nodes_devices_and_engine_follow_the_config(verl):
 
 @pytest.mark.parametrize(("engine", "refused"), [("megatron", True), ("fsdp", False)])
 def test_a_plan_whose_engine_refuses_the_model_says_so(engine, refused, verl):
-    own = (
+    changes = (
         "actor_rollout_ref.model.path=DeepSeek-V3",
         "plan.cluster={gpu: h100_sxm, nodes: 64}",
         f"plan.engine={engine}",
     )
-    said = verl.ends(0, "plan", *ARGUMENTS[1:-1], *own, "plan.async=off")
+    said = verl.ends(0, "plan", *ARGUMENTS[1:-1], *changes, "plan.async=off")
     assert ("verl train cannot start this plan: the model has latent attention and shared experts" in said) == refused
 
 
 def test_a_plan_that_is_applied_runs_with_its_prediction(verl, overrides, task):
-    asked = ("plan.cluster={gpu:h100_sxm,gpus_per_node:1}", "plan.async=off", "plan.apply=true")
-    verl.ends(0, "plan", *overrides({"trainer.total_training_steps": 1}), *asked, "--steps", "2")
+    plan_keys = ("plan.cluster={gpu:h100_sxm,gpus_per_node:1}", "plan.async=off", "plan.apply=true")
+    verl.ends(0, "plan", *overrides({"trainer.total_training_steps": 1}), *plan_keys, "--steps", "2")
     assert (task / "run" / "metrics.jsonl").is_file()
     code, said = verl("show", task / "run")
     assert "planned were" in said
@@ -140,12 +140,12 @@ def test_this_processor_as_the_cluster(verl, overrides):
 
 
 def test_overrides_undo_what_the_command_says_otherwise(verl):
-    own = [a for a in ARGUMENTS if not a.startswith("plan.")]
+    keys_of_run = [a for a in ARGUMENTS if not a.startswith("plan.")]
     keys = ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4",
              "actor_rollout_ref.actor.fsdp_config.param_offload=True", "trainer.n_gpus_per_node=4")  # fmt: skip
-    said = verl.ends(0, "plan", *own, *keys, "plan.async=off", "--json")
+    said = verl.ends(0, "plan", *keys_of_run, *keys, "plan.async=off", "--json")
     best = json.loads(said)["best"]
-    config = load_config([*own, *keys, *best["overrides"]], check=False).config
+    config = load_config([*keys_of_run, *keys, *best["overrides"]], check=False).config
     layout = best["placement"][0]["choices"]["actor"]["layout"]
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     assert (
@@ -178,8 +178,8 @@ def test_a_teacher_has_a_role(verl):
 
 
 def test_mappings_without_blanks():
-    asked = PlanRequest.parse(["plan.cluster={gpu:h20,nodes:2}", "plan.workload.response=[1,2,3,4]"])
-    assert (asked.cluster.gpu, asked.cluster.nodes, asked.workload.response) == ("h20", 2, [1, 2, 3, 4])
+    request = PlanRequest.parse(["plan.cluster={gpu:h20,nodes:2}", "plan.workload.response=[1,2,3,4]"])
+    assert (request.cluster.gpu, request.cluster.nodes, request.workload.response) == ("h20", 2, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(

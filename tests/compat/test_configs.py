@@ -145,12 +145,12 @@ class TestWholeTrees:
         """A tree as Hydra passes it: all keys, at their defaults unless a script set them, with `_target_`s."""
         plain = loaded_config(tiny_tree).config
         tree = dataclasses.asdict(verl.config.PPOConfig())
-        whole = OmegaConf.merge(tree, tiny_tree)
-        whole.actor_rollout_ref.actor["_target_"] = "verl.workers.config.FSDPActorConfig"
+        merged = OmegaConf.merge(tree, tiny_tree)
+        merged.actor_rollout_ref.actor["_target_"] = "verl.workers.config.FSDPActorConfig"
         for path in ("actor_rollout_ref.rollout.prompt_length", "actor_rollout_ref.rollout.response_length"):
-            OmegaConf.update(whole, path, "${oc.select:data.max_" + path.rpartition(".")[2] + "}")
-        whole.trainer.default_local_dir = tiny_tree["trainer"]["default_local_dir"]
-        composed = loaded_config(whole).config
+            OmegaConf.update(merged, path, "${oc.select:data.max_" + path.rpartition(".")[2] + "}")
+        merged.trainer.default_local_dir = tiny_tree["trainer"]["default_local_dir"]
+        composed = loaded_config(merged).config
         assert composed.data == plain.data
         assert composed.reward == plain.reward
         assert composed.actor_rollout_ref.rollout == plain.actor_rollout_ref.rollout

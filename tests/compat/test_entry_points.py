@@ -272,8 +272,8 @@ class TestAsynchronous:
             ),
             "one": (commands.main_one_step_off, ["data.train_batch_size=2", "trainer.total_training_steps=2"]),
         }  # fmt: skip
-        for name, (main, own) in mains.items():
-            assert main([*common, *own, f"trainer.default_local_dir={tmp_path}/{name}"]) == 0
+        for name, (main, changes) in mains.items():
+            assert main([*common, *changes, f"trainer.default_local_dir={tmp_path}/{name}"]) == 0
             rows = read_lines(tmp_path / name / "metrics.jsonl")
             stale = [row["training/off_policy/trajectory_staleness/max"] for row in rows if row["step"] > 0]
             assert stale == [0, 1]

@@ -17,9 +17,9 @@ def test_all_gathers_of_a_models_units(tiny_llama, capsys):
     gathers = benchmark_nccl(str(tiny_llama), num_repeats=1, timeout_s=120.0)
     assert [(g.backend, g.num_ranks) for g in gathers] == [("gloo", 2)] * 2
     assert all(g.seconds > 0 for g in gathers)
-    shown = capsys.readouterr().out
-    assert "all-gather by gloo" in shown
-    assert "devices of a copy" in shown
+    printed = capsys.readouterr().out
+    assert "all-gather by gloo" in printed
+    assert "devices of a copy" in printed
     with pytest.raises(DeadlineError, match="more than timeout_s=0.01 s"):
         benchmark_nccl(str(tiny_llama), timeout_s=0.01)
 

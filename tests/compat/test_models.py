@@ -158,9 +158,9 @@ def _gather_on_a_rank(rank, folder):
     ids, positions = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 2]])
     share, positions, missing = ulysses.ulysses_pad_and_slice_inputs(ids, positions, sp_size=2)
     weight = torch.ones((), requires_grad=True)
-    whole = ulysses.gather_outputs_and_unpad(weight * share.float(), gather_dim=1, unpad_dim=1, padding_size=missing)
-    (whole * torch.tensor([[1.0, 10.0, 100.0]])).sum().backward()
-    results = {"share": share, "positions": positions, "missing": missing, "ids": whole.detach(), "grad": weight.grad}
+    full = ulysses.gather_outputs_and_unpad(weight * share.float(), gather_dim=1, unpad_dim=1, padding_size=missing)
+    (full * torch.tensor([[1.0, 10.0, 100.0]])).sum().backward()
+    results = {"share": share, "positions": positions, "missing": missing, "ids": full.detach(), "grad": weight.grad}
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -41,9 +41,9 @@ def tree(tiny_llama, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_llama, tmp_path_factory):
+def unbroken(tiny_llama, tmp_path_factory):
     """The folder of the unbroken run."""
-    return run(tree_of(tiny_llama, tmp_path_factory.mktemp("whole")))
+    return run(tree_of(tiny_llama, tmp_path_factory.mktemp("unbroken")))
 
 
 def tree_of(tiny_llama, tmp_path):
@@ -76,8 +76,8 @@ def tree_of(tiny_llama, tmp_path):
 
 def run(tree, runner=Runner, **trainer):
     changed = {**tree, "trainer": {**tree["trainer"], **trainer}}
-    whole = OmegaConf.create(asdict(loaded_config(changed).config))  # as Hydra composes it
-    run_ppo(OmegaConf.merge(whole, changed), task_runner_class=runner)
+    composed = OmegaConf.create(asdict(loaded_config(changed).config))  # as Hydra composes it
+    run_ppo(OmegaConf.merge(composed, changed), task_runner_class=runner)
     return Path(changed["trainer"]["default_local_dir"])
 
 
@@ -98,8 +98,8 @@ def metrics(folder):
 
 
 class TestDynamicSampling:
-    def test_batches_and_gradients_equal_our_group_filter(self, tree, whole, tmp_path):
-        theirs = whole
+    def test_batches_and_gradients_equal_our_group_filter(self, tree, unbroken, tmp_path):
+        theirs = unbroken
         ours = run(tree, None, default_local_dir=f"{tmp_path}/ours")
         for step in (1, 2, 3):
             assert samples(theirs, step) == samples(ours, step)
@@ -110,13 +110,13 @@ class TestDynamicSampling:
         validated = read_lines(theirs / "metrics.jsonl")[1]
         assert "val/reward" in validated
 
-    def test_it_resumes_where_it_was_killed(self, tree, whole, tmp_path):
+    def test_it_resumes_where_it_was_killed(self, tree, unbroken, tmp_path):
         short = run(tree, default_local_dir=f"{tmp_path}/short", total_training_steps=2)
         again = run(tree, default_local_dir=f"{tmp_path}/short")
         assert again == short
         assert [step for step, _ in Runner.trainers[-1].trained] == [3]
-        assert samples(again, 3) == samples(whole, 3)
-        for name, weight in weights(whole, 3).items():
+        assert samples(again, 3) == samples(unbroken, 3)
+        for name, weight in weights(unbroken, 3).items():
             assert torch.equal(weight, weights(again, 3)[name]), name
 
     def test_a_stop_saves_the_last_step(self, tree):

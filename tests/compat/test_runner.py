@@ -151,7 +151,7 @@ def test_checkpoints_of_another_trainer_stay(tiny_llama, tokenizer, rows, tmp_pa
 
 
 def test_a_run_resumes_from_a_checkpoint(tiny_llama, tokenizer, rows, tmp_path):
-    whole = trained(RLRunner, tmp_path / "whole", tiny_llama, tokenizer, rows, save_strategy="steps", save_steps=4)
+    unbroken = trained(RLRunner, tmp_path / "whole", tiny_llama, tokenizer, rows, save_strategy="steps", save_steps=4)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     again = RLRunner(
         model, arguments(tmp_path / "whole", save_strategy="steps", save_steps=4), train_dataset=rows[2:],
@@ -159,7 +159,7 @@ def test_a_run_resumes_from_a_checkpoint(tiny_llama, tokenizer, rows, tmp_path):
     )  # fmt: skip
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-8"))
     assert [row["step"] for row in steps_of(again)] == [9, 10]
-    for (name, one), (_, other) in zip(again.model.named_parameters(), whole.model.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(again.model.named_parameters(), unbroken.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
 
 
@@ -302,9 +302,9 @@ class TestArgumentsOfTRL:
         configs = {
             name: getattr(trl, name)(str(tmp_path), use_cpu=True) for name in ("SFTConfig", "GRPOConfig", "DPOConfig")
         }
-        own = {f.name for f in dataclasses.fields(TrainingArguments)}
+        inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
         ours = {
-            name: {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in own}
+            name: {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in inherited}
             for name, args in configs.items()
         }
         code = (
@@ -420,8 +420,8 @@ class TestRewardsOfTRL:
     def test_arguments_of_a_function(self, tiny_llama, tmp_path):
         calls = []
 
-        def lengths(prompts, completions, completion_ids, trainer_state, level, **others):
-            calls.append((trainer_state.global_step, len(prompts), set(others)))
+        def lengths(prompts, completions, completion_ids, trainer_state, level, **columns):
+            calls.append((trainer_state.global_step, len(prompts), set(columns)))
             assert len(prompts) == len(completions) == len(completion_ids) == len(level)
             assert all(isinstance(token, int) for ids in completion_ids for token in ids)
             return [float(len(ids)) for ids in completion_ids]

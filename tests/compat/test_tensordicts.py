@@ -52,11 +52,11 @@ def test_chunks_and_back():
     parts = tu.chunk_tensordict(batch(), 2)
     assert [rows(part) for part in parts] == [[[1], [2, 3]], [[4, 5, 6], [7]]]
     assert [tu.get(part, "uid") for part in parts] == [["a", "b"], ["c", "c"]]
-    whole = tu.concat_tensordict(parts)
-    assert rows(whole) == rows(batch())
-    assert tu.get(whole, "uid") == tu.get(batch(), "uid")
-    assert tu.get(whole, "temperature") == 0.7
-    assert torch.equal(whole["score"], batch()["score"])
+    joined = tu.concat_tensordict(parts)
+    assert rows(joined) == rows(batch())
+    assert tu.get(joined, "uid") == tu.get(batch(), "uid")
+    assert tu.get(joined, "temperature") == 0.7
+    assert torch.equal(joined["score"], batch()["score"])
     with pytest.raises(ValueError, match="4 rows do not divide into 3"):
         tu.chunk_tensordict(batch(), 3)
 

@@ -75,8 +75,8 @@ def test_the_fit_of_a_recipe_trains_on_images(folder_of, task, tmp_path):
     ours = train_run(tmp_path / "ours", settings)
     dynamic_sampling.main([*settings, f"trainer.default_local_dir={tmp_path}/theirs"])
     assert all("media" in batch.non_tensor_batch for _, batch in dynamic_sampling.Runner.trainers[-1].trained)
-    for own, row in zip(ours.training_rows(), Run(tmp_path / "theirs").training_rows(), strict=True):
-        assert row["actor/grad_norm"] == pytest.approx(own["actor/grad_norm"], rel=1e-4)
+    for our_row, row in zip(ours.training_rows(), Run(tmp_path / "theirs").training_rows(), strict=True):
+        assert row["actor/grad_norm"] == pytest.approx(our_row["actor/grad_norm"], rel=1e-4)
 
 
 def test_a_family_of_other_code_gets_its_sentence(folder_of, task, tmp_path):

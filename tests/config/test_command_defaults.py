@@ -147,10 +147,10 @@ def test_a_preset_sets_the_keys_of_its_algorithm(name):
     flat = PPO.flatten(loaded.config)
     assert {key: flat[key] for key in PRESETS[name].settings} == PRESETS[name].settings
     assert not [p for p in check_config(loaded) if any(key in p.sentence for key in PRESETS[name].settings)]
-    own = load_config(
+    changed = load_config(
         [f"{LR}=1e-3", "algorithm.adv_estimator=opo"], check=False, fallbacks=preset_settings(name)
     ).config
-    assert own.algorithm.adv_estimator == "opo"
+    assert changed.algorithm.adv_estimator == "opo"
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "cispo"])

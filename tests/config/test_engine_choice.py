@@ -83,18 +83,18 @@ def test_a_kind_of_device_that_is_not_there_falls_back_to_auto(caplog):
     assert other.device == "cpu"
 
 
-WHOLE = [*BASE, "data.train_files=x", "data.val_files=x", "algorithm.adv_estimator=grpo"]
+GRPO = [*BASE, "data.train_files=x", "data.val_files=x", "algorithm.adv_estimator=grpo"]
 
 
 @pytest.mark.parametrize("engine", ELSEWHERE)
 def test_model_engine_falls_back_with_one_notice_for_the_keys_of_the_engine(engine):
     keys = [f"model_engine={engine}", f"{ACTOR}.optim.min_lr_factor=0.1", f"{ACTOR}.{engine}.some_size=2"]
-    loaded = load_config([*WHOLE, *keys, "trainer.engine_fallback=fsdp"])
+    loaded = load_config([*GRPO, *keys, "trainer.engine_fallback=fsdp"])
     group = loaded.config.actor_rollout_ref
     assert [group.actor.strategy, group.ref.strategy, loaded.config.model_engine] == ["fsdp2", "fsdp2", "dp"]
     assert f"No effect: {ACTOR}.optim.min_lr_factor (a key of {engine})." in loaded.notices
     with pytest.raises(ConfigError, match=f"model_engine={engine}.*engine_fallback=fsdp") as refusal:
-        load_config([*WHOLE, *keys])
+        load_config([*GRPO, *keys])
     assert "min_lr_factor" not in str(refusal.value)
 
 

@@ -17,8 +17,8 @@ from verl.families import ADVANTAGES, POLICY_LOSSES
 
 from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
 
-KNOWN = [line.partition("=")[::2] for line in fixture_lines("keys.txt")]
-SECTIONS = sorted({".".join(key.split(".")[:2]) for key, _ in KNOWN})
+LISTED = [line.partition("=")[::2] for line in fixture_lines("keys.txt")]
+SECTIONS = sorted({".".join(key.split(".")[:2]) for key, _ in LISTED})
 
 # two values other than the default where the type does not say which are valid
 VALUES = {
@@ -62,7 +62,7 @@ def path_of(key):
 
 
 # the others act, or have no effect, whatever else is set
-CONDITIONAL = [key for key, _ in KNOWN if PPO.leaves[path_of(key)].conditions and not PPO.leaves[path_of(key)].inert]
+CONDITIONAL = [key for key, _ in LISTED if PPO.leaves[path_of(key)].conditions and not PPO.leaves[path_of(key)].inert]
 
 
 def other_values(key):
@@ -72,8 +72,8 @@ def other_values(key):
         return VALUES.get(key) or VALUES[path]
     leaf = PPO.leaves[path]
     if leaf.key.choices:
-        others = [c for c in leaf.key.choices if c not in (leaf.default, None)]
-        return tuple(str(c) for c in (others * 2)[:2])
+        choices = [c for c in leaf.key.choices if c not in (leaf.default, None)]
+        return tuple(str(c) for c in (choices * 2)[:2])
     kinds = [t for t in (typing.get_args(leaf.annotation) or (leaf.annotation,)) if t is not type(None)]
     kind, default = kinds[0], leaf.default
     if leaf.free or kind is dict or typing.get_origin(kind) is dict:
@@ -108,7 +108,7 @@ def outcome(key, value):
 
 
 def keys_of(section):
-    return [key for key, _ in KNOWN if ".".join(key.split(".")[:2]) == section]
+    return [key for key, _ in LISTED if ".".join(key.split(".")[:2]) == section]
 
 
 @pytest.mark.parametrize("number", [0, slow(1)])

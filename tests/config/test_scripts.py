@@ -28,8 +28,8 @@ def test_a_real_script_loads(name, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     loaded = load(*LISTS[name])
     assert len(loaded.settings) > 9
-    others = [notice for notice in loaded.notices if not notice.startswith("No effect: ")]
-    assert len(others) == (name == "separate_async"), others  # its bypass_mode with samples ahead
+    notices = [notice for notice in loaded.notices if not notice.startswith("No effect: ")]
+    assert len(notices) == (name == "separate_async"), notices  # its bypass_mode with samples ahead
     assert loaded.config.actor_rollout_ref.rollout.name == "native"
 
 

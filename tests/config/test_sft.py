@@ -11,7 +11,7 @@ from verl.errors import ConfigError
 
 from .helpers import fixture_lines
 
-KNOWN = [line.partition("=")[::2] for line in fixture_lines("sft_keys.txt")]
+LISTED = [line.partition("=")[::2] for line in fixture_lines("sft_keys.txt")]
 # in compat.yaml or docs/differences.md, with their reasons
 DIFFERENT = {"trainer.logger", "trainer.device", "engine.dtype", "model.use_fused_kernels"}
 
@@ -26,7 +26,7 @@ def refused(*overrides, match="", **sources):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("key", "default"), KNOWN, ids=lambda v: v)
+@pytest.mark.parametrize(("key", "default"), LISTED, ids=lambda v: v)
 def test_every_known_key_is_accepted_at_its_default(key, default):
     loaded = load(f"{key}={default}")
     path = SFT.resolve(key)[0]
@@ -36,7 +36,7 @@ def test_every_known_key_is_accepted_at_its_default(key, default):
 
 
 def test_all_known_defaults_together_are_accepted():
-    load(*(f"{key}={default}" for key, default in KNOWN))
+    load(*(f"{key}={default}" for key, default in LISTED))
 
 
 # Ten override lists of keys that real SFT scripts set

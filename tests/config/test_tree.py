@@ -12,7 +12,7 @@ from verl.registry import load_module
 
 from .helpers import fixture_lines, load
 
-KNOWN = [line.partition("=")[::2] for line in fixture_lines("keys.txt")]
+LISTED = [line.partition("=")[::2] for line in fixture_lines("keys.txt")]
 NOT_YET = {"trainer.n_gpus_per_node"}  # their default is 8 devices
 DIFFERENT = {
     "actor_rollout_ref.actor.clip_ratio_low",
@@ -33,23 +33,23 @@ DIFFERENT = {
 
 
 def test_the_fixture_is_whole():
-    assert len(KNOWN) == 645
+    assert len(LISTED) == 645
 
 
 def test_every_known_key_has_its_place():
-    assert [key for key, _ in KNOWN if PPO.locate(PPO.resolve(key)[0]) is None] == []
+    assert [key for key, _ in LISTED if PPO.locate(PPO.resolve(key)[0]) is None] == []
 
 
-@pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key, _ in KNOWN}))
+@pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key, _ in LISTED}))
 def test_every_known_key_is_accepted_at_its_default(section):
-    for key, default in KNOWN:
+    for key, default in LISTED:
         if key.startswith(section + ".") and default not in ("FOLLOWS", "REQUIRED") and key not in NOT_YET:
             load(f"{key}={default}")
 
 
 def test_defaults_are_theirs_but_for_the_listed_ones():
     ours = load().config
-    theirs = load(*(f"{k}={v}" for k, v in KNOWN if v not in ("FOLLOWS", "REQUIRED") and k not in NOT_YET)).config
+    theirs = load(*(f"{k}={v}" for k, v in LISTED if v not in ("FOLLOWS", "REQUIRED") and k not in NOT_YET)).config
 
     def different(one, other, path=""):
         for name in one:

@@ -1,14 +1,15 @@
 """Data files on disks, in copies and by hand: bytes changed, cut or added, and names that are no files."""
 
+import functools
 import gzip
 import json
 import random
 
 from tests import damage
 from tests.damage import of_files, put_no_file
+from tests.data import mutations
 from tests.data.mutations import base_rows, is_valid, read
 from verl.data.files import write_parquet
-from verl.models.tiny import make_tokenizer
 
 SUFFIXES = ("jsonl", "json", "jsonl.gz", "json.gz", "parquet")
 PLAIN = [
@@ -68,8 +69,4 @@ def outcome(rng: random.Random, folder, tokenizer) -> tuple[str, str]:
     return kind.__name__, "accepted, valid"
 
 
-def cases(rng, count, folder):
-    """`outcome` of `count` files."""
-    tokenizer = make_tokenizer()
-    for _ in range(count):
-        yield outcome(rng, folder, tokenizer)
+cases = functools.partial(mutations.cases, outcome=outcome)

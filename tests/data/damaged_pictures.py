@@ -39,8 +39,8 @@ def file_of(kind, mode, rng):
     exif[0x0112] = rng.randrange(12)
     settings = {"exif": exif} if kind in ("PNG", "JPEG", "WEBP", "TIFF") and rng.random() < 0.3 else {}
     if kind == "MPO" or (kind in ("GIF", "TIFF", "PNG", "WEBP") and rng.random() < 0.3):
-        others = [picture_of(mode, rng) for _ in range(rng.randrange(1, 4))]
-        settings |= {"save_all": True, "append_images": others}
+        frames = [picture_of(mode, rng) for _ in range(rng.randrange(1, 4))]
+        settings |= {"save_all": True, "append_images": frames}
     buffer = io.BytesIO()
     picture.save(buffer, kind, **settings)
     return buffer.getvalue()
@@ -68,13 +68,13 @@ def cases(rng, count, folder):
         mode = rng.choice(FORMATS[kind])
         content = damaged(file_of(kind, mode, rng), how, rng)
         try:
-            shown = read_image(content, "row 0: image 0")
+            image = read_image(content, "row 0: image 0")
         except DataError as error:
-            shown, sentence = None, str(error)
-        if shown is None:
+            image, sentence = None, str(error)
+        if image is None:
             assert sentence.startswith("row 0: image 0"), (kind, mode, how, sentence)
             assert "\n" not in sentence, (kind, mode, how, sentence)
         else:
-            assert (shown.mode, shown.info) == ("RGB", {}), (kind, mode, how)
+            assert (image.mode, image.info) == ("RGB", {}), (kind, mode, how)
             assert how != "whole" or mode not in WITHOUT_WHITE, (kind, mode)
-        yield f"{kind}, {how}", "refused" if shown is None else "read"
+        yield f"{kind}, {how}", "refused" if image is None else "read"

@@ -241,7 +241,7 @@ def outcome(rng, folder, tokenizer) -> tuple[str, str]:
     return kind, "accepted, valid"
 
 
-def cases(rng, count, folder):
+def cases(rng, count, folder, outcome=outcome):
     """`outcome` of `count` mutated rows."""
     tokenizer = make_tokenizer()
     for _ in range(count):

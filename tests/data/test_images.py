@@ -271,8 +271,8 @@ def test_settings_of_a_row_come_before_defaults(video):
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(video):
-    whole, indexed = video().read_bytes(), video(movflags="faststart").read_bytes()
-    cases = [*((text, "no video that can be read") for text in (b"hello", whole[:2000], *PLAYLISTS))]
+    content, indexed = video().read_bytes(), video(movflags="faststart").read_bytes()
+    cases = [*((text, "no video that can be read") for text in (b"hello", content[:2000], *PLAYLISTS))]
     for source, words in [*cases, (b"", "is empty"), (7, "is 7, a int"), (indexed[:-20000], "it ends within frame 17")]:
         with pytest.raises(DataError, match=rf"^row 0: video 0.*{words}") as caught:
             clip_of(source)

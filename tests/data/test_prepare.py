@@ -22,7 +22,7 @@ from verl.rewards.scorers.route import default_compute_score
 
 FIXTURE = Path(__file__).parent / "gsm8k"
 # folder with the whole GSM8K, for the test that reads all of it
-WHOLE = Path(os.environ.get("VERL_GSM8K_DIR", "../shared/data/gsm8k"))
+GSM8K = Path(os.environ.get("VERL_GSM8K_DIR", "../shared/data/gsm8k"))
 
 
 def read(folder, split):
@@ -69,9 +69,9 @@ class TestGSM8K:
         with pytest.raises(DataError, match=words):
             gsm8k.prepare(tmp_path, tmp_path / "out")
 
-    @pytest.mark.skipif(not (WHOLE / "train.jsonl").is_file(), reason="the GSM8K files are not here (VERL_GSM8K_DIR)")
+    @pytest.mark.skipif(not (GSM8K / "train.jsonl").is_file(), reason="the GSM8K files are not here (VERL_GSM8K_DIR)")
     def test_the_whole_data_set(self, tmp_path):
-        gsm8k.prepare(WHOLE, tmp_path)
+        gsm8k.prepare(GSM8K, tmp_path)
         train, test = read(tmp_path, "train"), read(tmp_path, "test")
         assert (len(train), len(test)) == (7473, 1319)
         for row in train + test:

@@ -80,8 +80,8 @@ def test_error_names_length_limit_and_fix():
 )
 def test_truncation_really_acts(mode, expected):
     assert truncate(range(10), 5, mode) == expected
-    whole = encoder(max_prompt_length=1000).encode(USER, "here")
-    assert encoder(max_prompt_length=8, truncation=mode).encode(USER, "here") == truncate(whole, 8, mode)
+    uncut = encoder(max_prompt_length=1000).encode(USER, "here")
+    assert encoder(max_prompt_length=8, truncation=mode).encode(USER, "here") == truncate(uncut, 8, mode)
 
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 20), st.sampled_from(["left", "right", "middle"]))

@@ -76,8 +76,8 @@ def test_a_resumed_order_continues(sampler, cursor, ahead):
                 order.update([walked[-1][1]])
         return walked
 
-    whole = SamplerOrder(sampler, 7, batch_size=2)
-    expected = walk(whole, 0, 20)
+    unbroken = SamplerOrder(sampler, 7, batch_size=2)
+    expected = walk(unbroken, 0, 20)
     first = SamplerOrder(sampler, 7, batch_size=2)
     walk(first, 0, cursor)
     resumed = SamplerOrder(sampler, 7, batch_size=2)

@@ -323,8 +323,8 @@ class TestCache:
     def test_old_entries_are_removed_and_files_of_others_stay(self, cache):
         entry = "ab" * 16
         old = [cache / name for name in (f"{entry}.arrays", f"{entry}.first.arrays", f".{entry}.arrow.{entry[:8]}.tmp")]
-        others = [cache / name for name in ("thesis.tex", "mine.arrow", f"{entry}.parquet", "notes.lock")]
-        for path in (*old, *others):
+        foreign = [cache / name for name in ("thesis.tex", "mine.arrow", f"{entry}.parquet", "notes.lock")]
+        for path in (*old, *foreign):
             path.write_bytes(b"")
             os.utime(path, (0, 0))
         partial_entry = cache / f".{entry}.arrow.{entry[8:16]}.tmp"  # of a start that was killed two hours ago
@@ -332,8 +332,8 @@ class TestCache:
         os.utime(partial_entry, (time.time() - 7200,) * 2)
         self.scanned("three")
         assert not partial_entry.exists()
-        assert [path.name for path in (*old, *others) if path.exists()] == [path.name for path in others]
-        for path in others:
+        assert [path.name for path in (*old, *foreign) if path.exists()] == [path.name for path in foreign]
+        for path in foreign:
             path.unlink()
 
     def test_an_entry_that_cannot_be_touched_is_read(self, cache, monkeypatch, caplog):
@@ -368,14 +368,14 @@ class TestLargeParquet:
     def test_rows_of_a_memory_map_are_the_rows_of_the_file(self, tmp_path, monkeypatch, cache):
         path = tmp_path / "a.parquet"
         write_parquet(path, [row(i, note=None if i % 3 else "n" * i) for i in range(50)])
-        whole = list(read_rows(path))
+        rows_of_file = list(read_rows(path))
         monkeypatch.setattr(tables, "_MAPPED_BYTES", 0)
         monkeypatch.setattr(tables, "ROWS_READ", 8)
         for _ in range(2):
             rows = read_rows([path, path])
-            assert list(rows) == [*whole, *whole]
-            assert rows.batch(range(45, 55)) == [*whole[45:], *whole[:5]]
-            assert rows.select([7, 3, 99]).batch(range(3)) == [whole[7], whole[3], whole[49]]
+            assert list(rows) == [*rows_of_file, *rows_of_file]
+            assert rows.batch(range(45, 55)) == [*rows_of_file[45:], *rows_of_file[:5]]
+            assert rows.select([7, 3, 99]).batch(range(3)) == [rows_of_file[7], rows_of_file[3], rows_of_file[49]]
             assert rows.texts("data_source") == {"task/a"}
         assert len(list(cache.glob("*.arrow"))) == 1
 
@@ -384,10 +384,10 @@ class TestLargeParquet:
         path = tmp_path / "a.parquet"
         write_parquet(path, [row(i) for i in range(20)])
         monkeypatch.setattr(tables, "_MAPPED_BYTES", 0)
-        whole = list(read_rows(path))
+        rows_of_file = list(read_rows(path))
         (copy,) = (tmp_path / "cache").rglob("*.arrow")
         copy.write_bytes(copy.read_bytes()[:-100])
-        assert list(read_rows(path)) == whole
+        assert list(read_rows(path)) == rows_of_file
 
 
 def chats(count, **bad):

@@ -47,13 +47,13 @@ def test_what_is_saved_comes_back(tmp_path_factory, objects, meta):
 
 
 def test_columns_that_share_memory_and_numpy_values_are_saved(tmp_path):
-    whole = torch.arange(12).view(3, 4)
+    values = torch.arange(12).view(3, 4)
     batch = DataProto.from_dict(
-        {"whole": whole, "left": whole[:, :2]}, {"x": [np.int64(1), np.float32(0.5), np.arange(2)]}
+        {"whole": values, "left": values[:, :2]}, {"x": [np.int64(1), np.float32(0.5), np.arange(2)]}
     )
     batch.save_to_disk(tmp_path / "b")
     again = DataProto.load_from_disk(tmp_path / "b")
-    assert torch.equal(again.batch["left"], whole[:, :2])
+    assert torch.equal(again.batch["left"], values[:, :2])
     assert list(again.non_tensor_batch["x"]) == [1, 0.5, [0, 1]]
 
 

@@ -38,10 +38,10 @@ GROUPS = {**LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_e
 TENSOR, PIPELINE, EXPERT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
-def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, lora=0, dora=False, **others):
-    """`others`: the optimizer, and sizes of a section `megatron`."""
-    optimizer = others.pop("optimizer", "AdamW")
-    settings = {"section": MegatronConfig(**others)} if cls is MegatronEngine else {}
+def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, lora=0, dora=False, **more):
+    """`more`: the optimizer, and sizes of a section `megatron`."""
+    optimizer = more.pop("optimizer", "AdamW")
+    settings = {"section": MegatronConfig(**more)} if cls is MegatronEngine else {}
     return make_engine(
         path, cls, head=head, dtype=dtype, trainable=trainable,
         model={"enable_gradient_checkpointing": checkpointing, "lora_rank": lora, "use_dora": dora},
@@ -79,12 +79,12 @@ def step(engine, seed, head="lm"):
     return engine.train_batch(share, LOSSES[head], OUTPUTS[head], MICRO, 1.2)
 
 
-def compare(folder, family="llama", head="lm", model=None, checkpointing=False, lora=0, dora=False, **others):
+def compare(folder, family="llama", head="lm", model=None, checkpointing=False, lora=0, dora=False, **more):
     """Largest relative differences of losses, norms and outputs over three steps, and of the states after them."""
     path = model_folder(folder, family, **{"num_hidden_layers": 4, **(model or {})})
-    settings = {"head": head, "lora": lora, "dora": dora, "optimizer": others.pop("optimizer", "AdamW")}
+    settings = {"head": head, "lora": lora, "dora": dora, "optimizer": more.pop("optimizer", "AdamW")}
     one = make(LocalEngine, path, **settings)
-    many = make(MegatronEngine, path, checkpointing=checkpointing, **settings, **others)
+    many = make(MegatronEngine, path, checkpointing=checkpointing, **settings, **more)
     assert isinstance(many, TrainEngine)
     gaps = {"start": largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))}
     gaps |= {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
@@ -199,17 +199,17 @@ def replay(folder, family, model, checkpointing=False, **section):
     """Experts are recorded as on one device, and with other experts than their own both compute the same."""
     path, batch = model_folder(folder, family, num_hidden_layers=4, **model), batch_of(1)
     one, many = make(LocalEngine, path), make(MegatronEngine, path, checkpointing=checkpointing, **section)
-    rows, own = rows_of(many, len(batch)), []
+    rows, free_runs = rows_of(many, len(batch)), []
     for engine, part in ((one, batch), (many, batch.select_idxs(rows))):
         engine.routing.follow(engine.module)
         with engine.routing.recording() as record:
             outputs = engine.forward(part, OUTPUTS["lm"], MICRO)
         # the experts of a token are in no order
-        own.append((outputs["log_probs"], [np.sort(record[row]) for row in sorted(record)]))
-    (_, expected), (free, recorded) = own
+        free_runs.append((outputs["log_probs"], [np.sort(record[row]) for row in sorted(record)]))
+    (_, expected), (free, recorded) = free_runs
     draws, (num_experts, k) = np.random.default_rng(0), expert_counts(one.module.config)
-    others = [draws.random((*r.shape[:2], num_experts)).argsort(-1)[..., :k].astype(np.uint8) for r in expected]
-    batch.non_tensor_batch[EXPERTS] = object_array(others)
+    wrong = [draws.random((*r.shape[:2], num_experts)).argsort(-1)[..., :k].astype(np.uint8) for r in expected]
+    batch.non_tensor_batch[EXPERTS] = object_array(wrong)
     part = batch.select_idxs(rows)
     a, b = (e.forward(x, OUTPUTS["lm"], MICRO)["log_probs"] for e, x in ((one, batch), (many, part)))
     assert (b - free).abs().max() > 1e-3
@@ -306,8 +306,8 @@ def continue_adapters(folder, **adapters):
         step(first, seed)
     saved = folder / "-".join(adapters)
     save(first, saved, 2)
-    others = (make(MegatronEngine, path, **adapters, **{TENSOR: 2}), make(LocalEngine, path, **adapters))
-    resumed, one = (load(engine, saved, 2) for engine in others)
+    engines = (make(MegatronEngine, path, **adapters, **{TENSOR: 2}), make(LocalEngine, path, **adapters))
+    resumed, one = (load(engine, saved, 2) for engine in engines)
     differences = {"loaded": num_different(whole_state(resumed), whole_state(first))}
     differences["local"] = num_different(whole_state(one), whole_state(first))
     with first.reference():

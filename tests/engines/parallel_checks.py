@@ -397,8 +397,8 @@ def check_routing(folder):
         with engine.routing.recording() as record:
             engine.forward(batch, ("log_probs",), MicroBatching(max_rows=3), 1.2)
         records.append(record)
-        others = object_array([(record[row] + 1) % 4 for row in range(len(batch))])
-        replay = DataProto(batch.batch, {**batch.non_tensor_batch, "routed_experts": others})
+        wrong = object_array([(record[row] + 1) % 4 for row in range(len(batch))])
+        replay = DataProto(batch.batch, {**batch.non_tensor_batch, "routed_experts": wrong})
         outputs = engine.forward(replay, ("log_probs",), micro, 1.2)["log_probs"]
         steps.append((outputs, step(engine, replay, MicroBatching(max_rows=2), "lm")))
     (one, expected), (many, actual) = steps
@@ -542,9 +542,9 @@ def check_float16(folder):
     while many.num_steps == 0 and len(scales) < 40:
         metrics = many.train_batch(batch, loss, OUTPUTS["lm"], micro)
         scales.append([metrics["loss_scale"].value, metrics["overflow_ratio"].value])
-    of_ranks: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, scales)
-    return {"gaps": gaps, "scales": of_ranks}
+    scales_of_ranks: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(scales_of_ranks, scales)
+    return {"gaps": gaps, "scales": scales_of_ranks}
 
 
 def whole_state(engine):

@@ -335,8 +335,8 @@ def test_a_reward_model_learns_its_pairs(make):
 @cuts("rows")
 def test_forward_does_not_depend_on_the_cut(make, micro):
     engine, batch = make(trainable=False), make_batch()
-    whole, cut = (engine.forward(batch, ("log_probs", "entropy", "mean_logit"), m) for m in (ALL, micro))
-    assert all(torch.allclose(whole[k], cut[k], atol=1e-12) for k in whole)
+    uncut, cut = (engine.forward(batch, ("log_probs", "entropy", "mean_logit"), m) for m in (ALL, micro))
+    assert all(torch.allclose(uncut[k], cut[k], atol=1e-12) for k in uncut)
 
 
 @cuts("tokens", "single")
@@ -439,7 +439,9 @@ def test_rows_that_are_left_out_only_count_in_the_totals(make, micro):
     assert sum(size for size, _ in calls) == 2 * (6 + 3)
 
 
-def noisy_losses(engine, batch, steps=2, micro=ALL):
+def imitation_losses(engine, batch, steps=2, micro=ALL):
+    """Losses of steps that imitate the rows of `batch`."""
+
     def imitate(outputs, part, totals):
         return -outputs["log_probs"].sum() / totals.num_tokens, {}
 
@@ -448,13 +450,13 @@ def noisy_losses(engine, batch, steps=2, micro=ALL):
 
 def test_noise_on_embeddings_depends_only_on_step_and_row(make):
     batch, order = make_batch(), torch.tensor([4, 0, 3, 5, 2, 1])
-    first = noisy_losses(make(noise=5.0), batch)
-    cut = noisy_losses(make(noise=5.0), batch.select_idxs(order), micro=CUTS["rows"])
-    padded = noisy_losses(make(noise=5.0), make_batch(pad_prompt=3, pad_response=5), micro=CUTS["single"])
+    first = imitation_losses(make(noise=5.0), batch)
+    cut = imitation_losses(make(noise=5.0), batch.select_idxs(order), micro=CUTS["rows"])
+    padded = imitation_losses(make(noise=5.0), make_batch(pad_prompt=3, pad_response=5), micro=CUTS["single"])
     assert cut == pytest.approx(first, rel=1e-9)
     assert padded == pytest.approx(first, rel=1e-9)
     silent = make(lr=1e-30, weight_decay=0.0, noise=5.0)  # the same weights in both steps, other noise
-    one, two = noisy_losses(silent, batch)
+    one, two = imitation_losses(silent, batch)
     assert abs(one - two) > 1e-6
 
 
@@ -462,14 +464,14 @@ def test_noise_is_part_of_training_only_and_survives_a_resume(make):
     batch, noisy, plain = make_batch(), make(noise=5.0), make()
     same = (engine.forward(batch, ("log_probs",), ALL)["log_probs"] for engine in (noisy, plain))
     assert torch.allclose(*same, atol=1e-12)
-    noisy_losses(noisy, batch)
+    imitation_losses(noisy, batch)
     resumed = make(noise=5.0)
     saved = noisy.state()
     saved.model, saved.optimizer = (
         {k: whole(v).clone() for k, v in part.items()} for part in (saved.model, saved.optimizer)
     )
     resumed.load_state(saved)
-    assert noisy_losses(resumed, batch) == noisy_losses(noisy, batch)
+    assert imitation_losses(resumed, batch) == imitation_losses(noisy, batch)
 
 
 def test_a_batch_without_a_trained_token_changes_nothing(make):
@@ -650,13 +652,7 @@ def test_the_schedule_moves_with_trainer_steps_only(make):
 def test_learning_happens(make, dtype):
     engine, batch = make(dtype=dtype), make_batch()
 
-    def imitate(outputs, part, totals):
-        return -outputs["log_probs"].sum() / totals.num_tokens, {}
-
-    losses = [
-        engine.train_batch(batch, imitate, ("log_probs",), MicroBatching(max_tokens=24))["loss"].value
-        for _ in range(15)
-    ]
+    losses = imitation_losses(engine, batch, 15, MicroBatching(max_tokens=24))
     assert losses[-1] < 0.3 * losses[0]
     mean = engine.forward(batch, ("log_probs",), ALL)["log_probs"].sum() / batch.batch["response_mask"].sum()
     assert -mean < losses[-1]

@@ -40,25 +40,25 @@ def free(monkeypatch):
 
 
 def test_the_limit_follows_what_is_free(free):
-    headroom, asked = Headroom(CPU), MicroBatching(max_tokens=100)
-    assert headroom.adapted(asked) == asked, "nothing was measured yet"
+    headroom, micro = Headroom(CPU), MicroBatching(max_tokens=100)
+    assert headroom.adapted(micro) == micro, "nothing was measured yet"
     free.peak = 100 * KB
     with headroom.measuring(100):
         pass
     for available, limit in ((10**9, 200), (10**9, 400), (500 * KB, 400), (50 * KB, 40), (0, 1), (10**9, 2)):
         free.bytes = available
-        assert headroom.adapted(asked).max_tokens == headroom.limit == limit
+        assert headroom.adapted(micro).max_tokens == headroom.limit == limit
 
 
 def test_the_largest_token_counts(free):
-    headroom, asked = Headroom(CPU), MicroBatching(max_tokens=100)
-    headroom.adapted(asked)
+    headroom, micro = Headroom(CPU), MicroBatching(max_tokens=100)
+    headroom.adapted(micro)
     for tokens, peak in ((10, 10 * KB), (10, 40 * KB), (100, 100 * KB), (0, 10**9)):
         free.peak = peak
         with headroom.measuring(tokens):
             pass
     free.bytes = 400 * KB
-    assert headroom.adapted(asked).max_tokens == 80
+    assert headroom.adapted(micro).max_tokens == 80
 
 
 def test_rows_stay_rows():
@@ -67,18 +67,18 @@ def test_rows_stay_rows():
 
 
 def test_memory_is_measured():
-    headroom, asked = Headroom(CPU), MicroBatching(max_tokens=1 << 30)
-    headroom.adapted(asked)
+    headroom, micro = Headroom(CPU), MicroBatching(max_tokens=1 << 30)
+    headroom.adapted(micro)
     measured(headroom, 1000, 64 * KB)
     assert headroom._bytes_per_token == pytest.approx(64 * KB, rel=0.1)
-    assert 0 < headroom.adapted(asked).max_tokens < 1 << 24
+    assert 0 < headroom.adapted(micro).max_tokens < 1 << 24
 
 
 def test_no_system_that_tells(monkeypatch, tmp_path):
     monkeypatch.setattr("verl.parallel.memory.CLEAR_REFS", tmp_path / "none" / "clear_refs")
-    headroom, asked = Headroom(CPU), MicroBatching(max_tokens=100)
+    headroom, micro = Headroom(CPU), MicroBatching(max_tokens=100)
     for _ in range(2):
-        assert headroom.adapted(asked) == asked
+        assert headroom.adapted(micro) == micro
         measured(headroom, 10, KB)
 
 

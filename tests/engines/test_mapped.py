@@ -134,9 +134,9 @@ def test_a_device_holds_one_layer_at_a_time(tmp_path, monkeypatch):
     assert torch.equal(computed, expected)
     assert [p.data_ptr() for p in engine.module.parameters()] == addresses, "nothing stays on the device"
     layer, *_ = (sum(p.nbytes for p in part.parameters()) for part in engine.module.model.layers)
-    whole = sum(p.nbytes for p in engine.module.parameters())
-    others = whole - 12 * layer
-    assert layer + others <= peak <= activations + layer + others < 0.2 * whole
+    total = sum(p.nbytes for p in engine.module.parameters())
+    outside = total - 12 * layer
+    assert layer + outside <= peak <= activations + layer + outside < 0.2 * total
 
 
 def test_a_failed_forward_leaves_nothing_on_the_device(folder, monkeypatch):  # noqa: F811

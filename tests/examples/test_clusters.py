@@ -149,5 +149,5 @@ def test_the_image_builds_and_starts(target):
         pytest.skip("needs docker and its daemon")
     tag = f"verl-test:{target}"
     ran(docker, "build", "--target", target, "-t", tag, ".", cwd=ROOT, timeout=3600)
-    shown = subprocess.run([docker, "run", "--rm", tag, "doctor"], capture_output=True, text=True, timeout=300)
-    assert f"torch {PINNED['torch']}" in shown.stdout
+    output = subprocess.run([docker, "run", "--rm", tag, "doctor"], capture_output=True, text=True, timeout=300)
+    assert f"torch {PINNED['torch']}" in output.stdout

@@ -63,11 +63,11 @@ def test_example_runs(script, start, tmp_path):
     if number == "01":
         before, after = (float(x) for x in said.rsplit("reward ", 1)[1].split(";")[0].split(" -> "))
         assert after > before + 0.2  # the tiny model has visibly learnt
-        (shown,) = re.findall(
+        (documented,) = re.findall(
             r"^```text\n(batch: .*?)^```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE
         )
         printed = {without_numbers(line) for line in said.splitlines()}
-        assert {without_numbers(line) for line in shown.splitlines()} - printed == {"..."}
+        assert {without_numbers(line) for line in documented.splitlines()} - printed == {"..."}
     runs = [tmp_path / f"outputs/example_{number}/run"]
     if number == "08":
         runs = sorted(runs[0].iterdir())
@@ -111,8 +111,8 @@ LINES = {"tool.py": 30, "environment.py": 40}
 
 
 def test_they_are_short():
-    for name, most in LINES.items():
-        assert len((AGENTS / name).read_text().splitlines()) <= most
+    for name, max_lines in LINES.items():
+        assert len((AGENTS / name).read_text().splitlines()) <= max_lines
 
 
 @pytest.mark.slow

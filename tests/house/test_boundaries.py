@@ -109,12 +109,12 @@ def test_every_imported_package_is_declared():
     text = (ROOT / "pyproject.toml").read_text()
     declared = {name.lower().replace("-", "_") for name in re.findall(r'"([A-Za-z][\w.-]*)(?:\[\w+\])?[<>=]=?\d', text)}
     declared |= {"yaml", "megatron", "pil"}  # of PyYAML, megatron-core and Pillow
-    known = {*sys.stdlib_module_names, *declared, *BROUGHT_BY, "verl"}
+    allowed = {*sys.stdlib_module_names, *declared, *BROUGHT_BY, "verl"}
     undeclared = {
         f"{entry.module} in {relative(path)}:{entry.line}"
         for name, path in files().items()
         for entry in imports(name)
-        if entry.module.partition(".")[0].lower() not in known
+        if entry.module.partition(".")[0].lower() not in allowed
     }
     assert "pyyaml" in declared
     assert not undeclared

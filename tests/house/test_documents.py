@@ -52,8 +52,8 @@ def commands(text):
 
 def test_nothing_installs_the_other_project_of_this_name():
     """On the index `verl` is another project: documents install an extra from a checkout, messages name its packages."""
-    others = [*(ROOT / "docs").glob("*.*"), *(ROOT / "examples").rglob("*.*"), *(ROOT / "verl").rglob("*.*")]
-    texts = {page: page.read_text("utf-8", errors="ignore") for page in {*PAGES, *others} if page.suffix in TEXTS}
+    further = [*(ROOT / "docs").glob("*.*"), *(ROOT / "examples").rglob("*.*"), *(ROOT / "verl").rglob("*.*")]
+    texts = {page: page.read_text("utf-8", errors="ignore") for page in {*PAGES, *further} if page.suffix in TEXTS}
     named = re.compile(r"pip install [^`\n]*?(?<=[ '\"])verl(?:-\w+)?(?=[\[=<>'\"`\s]|$)", re.M)
     wrong = {f"{page.relative_to(ROOT)}: {match[0]}" for page, text in texts.items() for match in named.finditer(text)}
     assert not {text for text in wrong if "CHANGELOG" not in text and "docs/history" not in text}

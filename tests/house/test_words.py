@@ -52,6 +52,19 @@ REFERENCES = ("those of", "that of", "alone", "beside", "of its own", "one that"
 MAX_REFERENCES = 1.0
 # a value is named for what it is: rows, path, expected
 VAGUE_NAMES = {"found", "wanted", "given", "kept", "made", "seen"}
+VAGUE_VALUES = VAGUE_NAMES | {
+    "asked",
+    "known",
+    "left",
+    "most",
+    "others",
+    "own",
+    "shown",
+    "there",
+    "whole",
+}  # not of functions
+# in docstrings and comments of the package: one relative clause a sentence, and nouns
+MAX_IN_PACKAGE = {"which|where|whose": 25.0, "others|rest|whole|whatever": 5.0}
 ROOTS = ("verl", "tests", "benchmarks", "examples")
 QUESTION = re.compile(r"(What|Who|Whose|Which|How|When|Where|Why)\b")
 MAX_WORDS = 25  # of the first line of a docstring
@@ -80,7 +93,6 @@ def messages(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def texts(nodes: Collection[ast.AST]) -> Iterator[tuple[int, str]]:
-    """(line, text) of messages and docstrings."""
     yield from messages(nodes)
     yield from docstrings(nodes)
 
@@ -187,12 +199,12 @@ def test_every_pattern_finds_its_words():
 @functools.cache
 def prose() -> dict[str, str]:
     """Kind of text -> all text of the kind, without code in backticks."""
-    package, others = sources("verl"), sources("tests", "benchmarks", "examples")
+    package, further = sources("verl"), sources("tests", "benchmarks", "examples")
     kinds = {
         "docstrings": (text for path in package for _, text in docstrings(nodes(path))),
         "errors and log messages": (text for path in package for _, text in messages(nodes(path))),
-        "comments": (text for path in package + others for _, text in comments(path)),
-        "docstrings of tests, benchmarks, examples": (text for path in others for _, text in docstrings(nodes(path))),
+        "comments": (text for path in package + further for _, text in comments(path)),
+        "docstrings of tests, benchmarks, examples": (text for path in further for _, text in docstrings(nodes(path))),
         "names of tests": (
             node.name.replace("_", " ")
             for path in sources("tests")
@@ -201,7 +213,12 @@ def prose() -> dict[str, str]:
         ),
         "documents": (row for name in documents() for _, row in unfenced(ROOT / name)),
     }
-    return {kind: re.sub(r"`[^`]*`|\"[^\"\n]*\"", " ", "\n".join(rows)) for kind, rows in kinds.items()}
+    return {kind: without_code("\n".join(rows)) for kind, rows in kinds.items()}
+
+
+def without_code(text: str) -> str:
+    """`text` without code in backticks and without quotations."""
+    return re.sub(r"`[^`]*`|\"[^\"\n]*\"", " ", text)
 
 
 @functools.cache
@@ -217,8 +234,16 @@ def test_texts_repeat_the_noun(phrase):
     assert not above, f"{phrase!r} in 10,000 words: {above}; repeat the noun"
 
 
+@pytest.mark.parametrize("words", MAX_IN_PACKAGE)
+def test_sentences_of_the_package_are_plain(words):
+    rows = (text for path in sources("verl") for _, text in (*docstrings(nodes(path)), *comments(path)))
+    text = without_code("\n".join(rows))
+    rate = 1e4 * len(re.findall(rf"\b({words})\b", text, re.IGNORECASE)) / len(text.split())
+    assert rate <= MAX_IN_PACKAGE[words], f"{words}: {rate:.1f} in 10,000 words; write two sentences, `if`, or the noun"
+
+
 def vague_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """(line, name) of each local, parameter, attribute, function and class that is called found, given, ..."""
+    """(line, name) of values, functions and classes named found, given, ..., and of values named own, of_rows, ..."""
     for node in nodes:
         match node:
             case (
@@ -226,10 +251,11 @@ def vague_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
                 | ast.Attribute(attr=name, ctx=ast.Store())
                 | ast.arg(arg=name)
                 | ast.ExceptHandler(name=str(name))
-                | ast.FunctionDef(name=name)
-                | ast.AsyncFunctionDef(name=name)
-                | ast.ClassDef(name=name)
-            ) if name.lower() in VAGUE_NAMES:
+            ) if name.lower() in VAGUE_VALUES or name.startswith("of_"):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) if (
+                name.lower() in VAGUE_NAMES
+            ):
                 yield node.lineno, name
 
 
@@ -241,15 +267,11 @@ def test_values_are_named_for_what_they_are(root):
 
 def test_vague_names_of_each_kind():
     code = (
-        "def f(given, *, a=lambda seen: 0):\n    self.kept = found = 1\n    class Made: pass\n    read(self.wanted)\n"
+        "def f(given, *, a=lambda seen: 0):\n    self.kept = found = of_rows = 1\n    class Made: pass\n"
+        "    read(self.wanted)\ndef others(own): pass\n"
     )
-    assert sorted(name for _, name in vague_names(ast.walk(ast.parse(code)))) == [
-        "Made",
-        "found",
-        "given",
-        "kept",
-        "seen",
-    ]
+    names = {name for _, name in vague_names(ast.walk(ast.parse(code)))}
+    assert names == {"Made", "found", "given", "kept", "of_rows", "own", "seen"}
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ def top(teacher, *distributions, with_remainder=False):
     """The teacher's likeliest tokens in each distribution, and the probability of all others as one more."""
     ids = teacher.topk(TOP, dim=-1).indices
     for values in (d.gather(-1, ids) for d in distributions):
-        others = (1 - values.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
-        yield torch.cat([values, others], -1) if with_remainder else values
+        remainder = (1 - values.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
+        yield torch.cat([values, remainder], -1) if with_remainder else values
 
 
 def jsd_of_top(student, teacher, _):

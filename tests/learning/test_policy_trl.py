@@ -127,8 +127,8 @@ def test_two_steps_match_trl(name, runs, theirs, tiny_llama):
     run, (log, weights) = runs[name], theirs[name]
     updates = len(log) // STEPS
     for number, row in enumerate(run.training_rows()):
-        of_step = log[number * updates : (number + 1) * updates]
-        loss, norm = (sum(entry[key] for entry in of_step) / updates for key in ("loss", "grad_norm"))
+        entries = log[number * updates : (number + 1) * updates]
+        loss, norm = (sum(entry[key] for entry in entries) / updates for key in ("loss", "grad_norm"))
         assert row["actor/grad_norm"] == pytest.approx(norm, rel=3e-6)
         if "rloo" not in name:  # TRL reports the loss of the sequences' ratios, with an equal gradient in one update
             assert row["actor/loss"] == pytest.approx(loss, rel=2e-5, abs=2e-8)

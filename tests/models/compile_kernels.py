@@ -88,9 +88,9 @@ def attend(dtype):
     for norm, pages, page, window in ((None, None, 0, 0), (turns[0], torch.zeros(64, 8, dtype=torch.int32), 256, 512)):
         slots = (4096, pages, page)
         for longest in (128, 4096):  # in one span a row, and in many
-            own = (qkv, turns, turns, norm, norm, 1e-6, store, rows, rows, *slots, longest, window, 0.1)
-            load("attend:launch_attend")(*own)
-            load("attend:launch_attend")(*own, store, rows[:8], rows[:8], *slots, rows, rows)
+            arguments = (qkv, turns, turns, norm, norm, 1e-6, store, rows, rows, *slots, longest, window, 0.1)
+            load("attend:launch_attend")(*arguments)
+            load("attend:launch_attend")(*arguments, store, rows[:8], rows[:8], *slots, rows, rows)
 
 
 def head():

@@ -39,7 +39,7 @@ MODELS = [
 
 
 def some_value(rng, content):
-    path = rng.choice([p for p in places(content, most=40) if p and "vocab" not in p] + [("model", "vocab")])
+    path = rng.choice([p for p in places(content, limit=40) if p and "vocab" not in p] + [("model", "vocab")])
     parent, last = parent_of(content, path), path[-1]
     if rng.random() < 0.2 and isinstance(parent, dict):
         del parent[last]

@@ -41,10 +41,10 @@ def _plain_forward(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=wide, device=q.device)
-    for here, there in _ranges(spans):
-        scores = _scores(q[here], k[there], causal, scale, spans.window)
+    for here, keys_at in _ranges(spans):
+        scores = _scores(q[here], k[keys_at], causal, scale, spans.window)
         lse[:, here] = scores.logsumexp(-1)
-        values = v[there].to(wide).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        values = v[keys_at].to(wide).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         out[here] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
     return out, lse
 
@@ -63,15 +63,15 @@ def _plain_backward(
     groups = q.shape[1] // k.shape[1]
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     wide = lse.dtype
-    for here, there in _ranges(spans):
-        p = (_scores(q[here], k[there], causal, scale, spans.window) - lse[:, here].unsqueeze(-1)).exp()
-        keys, values = (x[there].to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
+    for here, keys_at in _ranges(spans):
+        p = (_scores(q[here], k[keys_at], causal, scale, spans.window) - lse[:, here].unsqueeze(-1)).exp()
+        keys, values = (x[keys_at].to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
         upstream = grad[here].to(wide)
         delta = (upstream * out[here]).sum(-1).t().unsqueeze(-1)  # [heads, queries, 1]
         ds = p * (torch.einsum("qhd,khd->hqk", upstream, values) - delta) * scale
         _add(grads[0][here], torch.einsum("hqk,khd->qhd", ds, keys), 1)
-        _add(grads[1][there], torch.einsum("hqk,qhd->khd", ds, q[here].to(wide)), groups)
-        _add(grads[2][there], torch.einsum("hqk,qhd->khd", p, upstream), groups)
+        _add(grads[1][keys_at], torch.einsum("hqk,qhd->khd", ds, q[here].to(wide)), groups)
+        _add(grads[2][keys_at], torch.einsum("hqk,qhd->khd", p, upstream), groups)
     return grads[0], grads[1], grads[2]
 
 

@@ -17,6 +17,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from verl.models.attention import ATTENTION_NAME
 
 
+def relative(a, b):
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
 def dense_attention(
     module: Any,
     query: torch.Tensor,
@@ -129,13 +133,13 @@ def make_columns(
     """The columns of the column table for these rows, with extra padding on both sides if asked."""
     width_p = max(len(p) for p in prompts) + pad_prompt
     width_r = max(len(r) for r in responses) + pad_response
-    left = [[0] * (width_p - len(p)) for p in prompts]
+    padding = [[0] * (width_p - len(p)) for p in prompts]
     prompt_mask = torch.tensor(
-        [[False] * len(pad) + [True] * len(p) for pad, p in zip(left, prompts, strict=True)]
+        [[False] * len(pad) + [True] * len(p) for pad, p in zip(padding, prompts, strict=True)]
     ).bool()
     response_mask = torch.tensor([[i < len(r) for i in range(width_r)] for r in responses])
     return {
-        "prompts": torch.tensor([[*pad, *p] for pad, p in zip(left, prompts, strict=True)], dtype=torch.int64),
+        "prompts": torch.tensor([[*pad, *p] for pad, p in zip(padding, prompts, strict=True)], dtype=torch.int64),
         "prompt_mask": prompt_mask,
         "responses": torch.tensor([[*r, *[0] * (width_r - len(r))] for r in responses]),
         "response_mask": response_mask,

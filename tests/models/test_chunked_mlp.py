@@ -60,11 +60,11 @@ def test_modules_in_chunks(folders, family, checkpointing):
     module.train()
     if checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    whole, gradients, held = outputs_and_gradients(module, None)
+    unchunked, gradients, held = outputs_and_gradients(module, None)
     for size in (1, 5, 10_000):
         ours, chunked, less = outputs_and_gradients(module, size)
         for name in OUTPUTS:
-            torch.testing.assert_close(ours[name], whole[name], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(ours[name], unchunked[name], rtol=1e-12, atol=1e-12)
         for name, expected in gradients.items():
             torch.testing.assert_close(chunked[name], expected, rtol=1e-9, atol=1e-11)
         if not checkpointing:
@@ -79,14 +79,14 @@ def test_fused_decoder_passes_in_chunks(folders, monkeypatch):
     with_saved = TrainingPass._with_saved
 
     def watched(*args):
-        out, left = with_saved(*args)
-        saved.append(left)
-        return out, left
+        out, tensors = with_saved(*args)
+        saved.append(tensors)
+        return out, tensors
 
     monkeypatch.setattr(TrainingPass, "_with_saved", watched)
-    whole, gradients, _ = outputs_and_gradients(module, None)
+    unchunked, gradients, _ = outputs_and_gradients(module, None)
     assert saved
-    assert all(left.gate_up is not None for left in saved)
+    assert all(tensors.gate_up is not None for tensors in saved)
     saved.clear()
     packed = pack_rows(make_columns(*random_rows(0, [3, 1, 2])), chunk_tokens=5)
     module.zero_grad()
@@ -94,9 +94,9 @@ def test_fused_decoder_passes_in_chunks(folders, monkeypatch):
     weights = torch.linspace(-1, 1, out["log_probs"].numel()).view(packed.shape)
     (out["log_probs"] * weights + 0.1 * out["entropy"]).sum().backward()
     assert saved
-    assert all(left.gate_up is None for left in saved)
+    assert all(tensors.gate_up is None for tensors in saved)
     for name in OUTPUTS:
-        torch.testing.assert_close(out[name], whole[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out[name], unchunked[name], rtol=1e-5, atol=1e-6)
     for name, p in module.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-5)
 
@@ -108,11 +108,11 @@ def test_attention_in_chunks_of_queries(window, softcap):
     shapes = [(1, 4, 23, 8), (1, 2, 23, 8), (1, 2, 23, 8)]
     qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     d_out = torch.randn(1, 23, 4, 8, generator=generator, dtype=torch.float64)
-    whole = masked_attention(*qkv, segments, Scoring(0.3, window, softcap))
-    expected = torch.autograd.grad(whole, qkv, d_out)
+    unchunked = masked_attention(*qkv, segments, Scoring(0.3, window, softcap))
+    expected = torch.autograd.grad(unchunked, qkv, d_out)
     for size in (1, 2, 5, 100):
         ours = masked_attention(*qkv, segments, Scoring(0.3, window, softcap), size)
-        torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours, unchunked, rtol=1e-12, atol=1e-12)
         for gradient, reference in zip(torch.autograd.grad(ours, qkv, d_out), expected, strict=True):
             torch.testing.assert_close(gradient, reference, rtol=1e-10, atol=1e-12)
 
@@ -137,9 +137,9 @@ def test_the_layout_knows_its_chunks():
 
 def test_a_forward_that_somebody_has_put_there_is_there_again(folders):
     module = load_causal_lm(folders["qwen3"])
-    ours, others = (layer.mlp for layer in module.get_decoder().layers[:2])
+    ours, untouched = (layer.mlp for layer in module.get_decoder().layers[:2])
     ours.forward = hooked = type(ours).forward.__get__(ours)
     with chunked_feed_forward(module, 2):
         assert ours.forward is not hooked
     assert ours.forward is hooked
-    assert "forward" not in vars(others)
+    assert "forward" not in vars(untouched)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.memory import kept_bytes
-from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
+from tests.models.reference import make_columns, random_rows, reference_outputs, relative, widen_norms
 from verl.config import OptimConfig
 from verl.models import forward
 from verl.models.decoder.weights import DenseDecoder
@@ -92,10 +92,6 @@ def pair(folder_of):
 
 def columns_of(seed, group_sizes, **longest):
     return make_columns(*random_rows(seed, group_sizes, **longest), pad_prompt=1, pad_response=2)
-
-
-def relative(a, b):
-    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
 def weighted(outputs, seed=0):

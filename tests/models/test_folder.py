@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import ModernBertDecoderConfig
 
 from tests.models import damaged_folders, damaged_tokenizers
+from tests.models.test_load import edit_json as edit
 from verl.config import ModelConfig
 from verl.data.prompts import encode_text
 from verl.errors import DataError, ModelError
@@ -39,10 +40,6 @@ def expected(good):
 @pytest.fixture
 def folder(good, tmp_path):
     return shutil.copytree(good, tmp_path / "model")
-
-
-def edit(file, **changes):
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def rope(kind, **settings):

@@ -202,7 +202,7 @@ class StepCase:
         pages = case.places(num_slots * capacity // page, num_slots * capacity // page) if page else None
         self.cache = (None if pages is None else pages.int().view(num_slots, -1), page)
         starts = slots if page else slots * capacity
-        self.own, self.longest = (starts[: self.rows], case.ids(capacity, self.rows), capacity), capacity
+        self.slots_of_rows, self.longest = (starts[: self.rows], case.ids(capacity, self.rows), capacity), capacity
         self.prompts = (starts[self.rows :], 1 + case.ids(capacity, num_prompts), capacity)
         self.qkv = case.normal(self.rows, (self.groups + 2) * self.kv_heads * head_dim)
         self.turns = case.normal(2, self.rows, head_dim)
@@ -215,11 +215,11 @@ class StepCase:
 
     def run(self, attend, convert=torch.clone, *, prompts=True):
         """Attention, with or without `prompts`, and the store, with tensors as `convert` makes them."""
-        store, others = convert(self.store), convert(self.store)
+        store, second_store = convert(self.store), convert(self.store)
         inputs = [None if x is None else convert(x) for x in (self.qkv, *self.turns, *self.norms)]
-        theirs = (others, *self.prompts, *self.cache, *self.seats) if prompts else ()
+        theirs = (second_store, *self.prompts, *self.cache, *self.seats) if prompts else ()
         return attend(
-            *inputs, 1e-5, store, *self.own, *self.cache, self.longest, self.window, self.scale, *theirs
+            *inputs, 1e-5, store, *self.slots_of_rows, *self.cache, self.longest, self.window, self.scale, *theirs
         ), store
 
 
@@ -245,8 +245,8 @@ def test_a_row_of_a_step_has_the_same_bits_whatever_the_others_are():
         step = StepCase(case)
         together, _ = step.run(load("attend:launch_attend"))
         row, prompt = step.rows - 1, int(step.seats[1][-1]) // step.rows
-        step.own = (*(x[row : row + 1] for x in step.own[:2]), step.own[2])
-        step.longest = int(step.own[1]) + 1  # no programs for longer rows
+        step.slots_of_rows = (*(x[row : row + 1] for x in step.slots_of_rows[:2]), step.slots_of_rows[2])
+        step.longest = int(step.slots_of_rows[1]) + 1  # no programs for longer rows
         step.prompts = (*(x[prompt : prompt + 1] for x in step.prompts[:2]), step.prompts[2])
         step.qkv, step.turns = step.qkv[row : row + 1], step.turns[:, row : row + 1]
         step.seats = [torch.zeros(places, dtype=torch.int64, device=DEVICE) for places in (step.rows, 1)]
@@ -255,7 +255,7 @@ def test_a_row_of_a_step_has_the_same_bits_whatever_the_others_are():
 
 @pytest.mark.parametrize("part", ["prompts", "own"])
 def test_a_long_sequence_has_longer_spans(monkeypatch, part):
-    step = next(s for s in map(StepCase, cases()) if s.own[2] == 400)
+    step = next(s for s in map(StepCase, cases()) if s.slots_of_rows[2] == 400)
     getattr(step, part)[1].fill_(390)
     step.window = 0
     ours, _ = step.run(load("attend:launch_attend"))
@@ -301,8 +301,8 @@ def test_a_row_without_a_prompt_reads_none():
         last = step.rows - 1
         step.seats = [torch.full_like(step.seats[0], last), torch.zeros_like(step.seats[1])]
         ours, _ = step.run(load("attend:launch_attend"))
-        own, _ = step.run(load("attend:launch_attend"), prompts=False)
-        assert torch.equal(ours[:last], own[:last])  # the last has prompt 0
+        without_prompts, _ = step.run(load("attend:launch_attend"), prompts=False)
+        assert torch.equal(ours[:last], without_prompts[:last])  # the last has prompt 0
 
 
 def test_random_numbers_and_columns_of_rows_are_exact():
@@ -342,8 +342,8 @@ def test_ops_of_a_decode_step_launch_as_many_kernels_as_are_counted(monkeypatch)
     case = Inputs(3, torch.bfloat16)
     step, x, z, rows = StepCase(case), case.normal(5, 64), case.logits(5, 4120), torch.arange(5, device=DEVICE)
     columns, u = torch.zeros(6, 9, dtype=torch.int64, device=DEVICE)[:, :5], case.uniforms(5)
-    own = (*step.own, *step.cache, 128, 0, 1.0)
-    attention = (step.store, *own, step.store, *step.prompts, *step.cache, *step.seats)
+    slots = (*step.slots_of_rows, *step.cache, 128, 0, 1.0)
+    attention = (step.store, *slots, step.store, *step.prompts, *step.cache, *step.seats)
     ops = {
         "rms_norm": ("norm:launch_rms_norm", x, x[0], 1e-5),
         "add_norm": ("norm:launch_add_norm", x, x, x[0], 1e-5),
@@ -430,10 +430,10 @@ def test_gradient_of_the_head(dtype):
         log_p = final.log_softmax(1)
         p = log_p.exp()
         fields = log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
-        known = torch.stack([final.amax(1), -log_p.amax(1), *fields[1:]])
+        statistics = torch.stack([final.amax(1), -log_p.amax(1), *fields[1:]])
         grads = case.normal(3, len(z), dtype=torch.float32)
         (expected,) = torch.autograd.grad(fields, [wide], tuple(grads.double()))
-        arguments = (z, bias, targets, known.detach().float(), grads, temperature, scale, cap, dtype)
+        arguments = (z, bias, targets, statistics.detach().float(), grads, temperature, scale, cap, dtype)
         ours = load("head:launch_gradient")(*arguments)
         assert ours.dtype == dtype
         assert_near(ours, expected, 1e-5)
@@ -486,14 +486,14 @@ def test_dithered_rounding_has_the_bits_of_torch():
         dims = case.one_of([1, 2, 3])
         first = [case.one_of([0, 1, 5]) for _ in range(dims)]
         shape = [case.one_of([1, 3, 8, 40]) for _ in range(dims)]
-        whole = [f + n + case.one_of([0, 2, 50_000]) for f, n in zip(first, shape, strict=True)]
+        full_shape = [f + n + case.one_of([0, 2, 50_000]) for f, n in zip(first, shape, strict=True)]
         master = case.normal(*shape) * 10.0 ** case.ids(70, *shape).sub(35)
         if master.numel() > len(special):
             master.view(-1)[: len(special)] = special.to(DEVICE)
         rounded, expected = (torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
         phase = rounding._phase(str(shape))
-        load("dither:launch_dither")(master, rounded, phase, whole, first)
-        by_torch(rounding.dither)(master, expected, phase, whole, first)
+        load("dither:launch_dither")(master, rounded, phase, full_shape, first)
+        by_torch(rounding.dither)(master, expected, phase, full_shape, first)
         assert torch.equal(rounded.isnan(), expected.isnan())
         assert torch.equal(*(x.nan_to_num(0.0).view(torch.int16) for x in (rounded, expected)))
 

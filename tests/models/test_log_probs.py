@@ -77,12 +77,12 @@ def test_whole_logits_have_every_statistic_of_chunks(options):
     options = dict(options)
     hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
     options |= {"candidates": torch.stack([targets, (targets + 1) % len(weight)], 1), "top": 3, "chunk_tokens": 4}
-    whole, chunks = (
+    unchunked, chunks = (
         token_log_probs(hidden, weight, targets, 1.7, bias=bias, fused=fused, optional=OPTIONAL, **options)
         for fused in (False, True)
     )
     for field in dataclasses.fields(TokenStats):
-        torch.testing.assert_close(getattr(whole, field.name), getattr(chunks, field.name), msg=field.name)
+        torch.testing.assert_close(getattr(unchunked, field.name), getattr(chunks, field.name), msg=field.name)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 50])

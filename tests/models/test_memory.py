@@ -60,14 +60,14 @@ def test_memory_of_megatron_to_four_digits(name):
 def test_shares_of_recomputation(name):
     """The published percentages include small terms that the paper's closed forms leave out: they agree within 0.15."""
     shape, layout, tokens = megatron(name)
-    whole = kept_activations(shape, layout, tokens, 2048)
+    full = kept_activations(shape, layout, tokens, 2048)
     changes = (
         {"sequence_parallel": True},
         {"recompute": "scores"},
         {"sequence_parallel": True, "recompute": "scores"},
         {"recompute": "full"},
     )
-    shares = [100 * kept_activations(shape, layout.replace(**change), tokens, 2048) / whole for change in changes]
+    shares = [100 * kept_activations(shape, layout.replace(**change), tokens, 2048) / full for change in changes]
     assert shares == pytest.approx(PERCENT[name], abs=0.15)
 
 

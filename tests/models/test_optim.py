@@ -84,8 +84,8 @@ def test_every_schedule_of_transformers_that_depends_on_the_step():
     from verl.config.sections.model import OWN_SCHEDULES, SCHEDULES
 
     stateful = {"reduce_lr_on_plateau", "greedy"}
-    known = {*OWN_SCHEDULES, *SCHEDULES, *stateful}
-    assert {kind.value for kind in SchedulerType} - known == set()  # an older release lacks some
+    supported = {*OWN_SCHEDULES, *SCHEDULES, *stateful}
+    assert {kind.value for kind in SchedulerType} - supported == set()  # an older release lacks some
     for kind, arguments in SCHEDULES.items():
         if kind in set(SchedulerType):
             takes = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]).parameters
@@ -291,25 +291,25 @@ def test_unknown_optimizers_are_named():
 def test_state_on_the_host_gives_the_same_steps(name, dtype, masters, monkeypatch):
     """One parameter's at a time is on the device; the others' stays."""
     config, nets = OptimConfig(optimizer=name, lr=0.1), [network(dtype) for _ in range(3)]
-    plain, *others = [
+    plain, *offloaded = [
         MasterOptimizer(net, config, dtype, offloads=i > 0, host_masters=masters and i > 0)
         for i, net in enumerate(nets)
     ]
-    offloads, continued = others
-    there, most = set(), [0]
+    offloads, continued = offloaded
+    on_device, peak = set(), [0]
 
     def move(master, device, slots=offloads._move_slots):
         slots(master, device)
-        (there.discard if device.type == "cpu" and master in there else there.add)(master)
-        most[0] = max(most[0], len(there))
+        (on_device.discard if device.type == "cpu" and master in on_device else on_device.add)(master)
+        peak[0] = max(peak[0], len(on_device))
 
     monkeypatch.setattr(offloads, "_move_slots", move)
     for seed in range(3):
         for net, optimizer in zip(nets[:2], (plain, offloads), strict=True):
             backward(net, seed)
             optimizer.step(0.1)
-    assert most[0] == 1
-    assert not there
+    assert peak[0] == 1
+    assert not on_device
     continued.load_state(offloads.state().items(), offloads.num_steps)
     nets[2].load_state_dict(nets[1].state_dict())
     for name_, master in continued.masters.items():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
+from tests.models.reference import make_columns, random_rows, reference_outputs, relative, widen_norms
 from tests.slow import each_value
 from verl.models.attention import Scoring
 from verl.models.forward import packed_outputs
@@ -23,10 +23,6 @@ _FLOAT32_ROUTERS = (
 )  # they choose experts in float32, whatever the model is
 
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
-
-
-def relative(a, b):
-    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
 def gradients(module, outputs, weights):

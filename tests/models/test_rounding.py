@@ -96,24 +96,24 @@ def test_updates_below_half_a_step_show_on_the_whole_and_in_each_row_and_column(
     step, share = steps_of_bfloat16(start), 0.25
     master = start + step * share * start.sign()
     assert torch.equal(master.to(BF16).float(), start)
-    shown = (rounded("w", master).float() - start) / step * start.sign()
-    assert set(shown.unique().tolist()) == {0.0, 1.0}
+    steps = (rounded("w", master).float() - start) / step * start.sign()
+    assert set(steps.unique().tolist()) == {0.0, 1.0}
     coin = (share * (1 - share)) ** 0.5
     for dim in (0, 1):
-        deviation = (shown.mean(dim) - share) / (
+        deviation = (steps.mean(dim) - share) / (
             coin / shape[dim] ** 0.5
         )  # in standard deviations of independent coins
         assert deviation.abs().max() < 5.5
         assert 0.85 < deviation.std() < 1.15
-    assert abs(shown.mean() - share) < 4 * coin / shown.numel() ** 0.5
+    assert abs(steps.mean() - share) < 4 * coin / steps.numel() ** 0.5
 
 
 @pytest.mark.parametrize("shape", [(9, 65_536), (65_536, 9), (1 << 20,), (5, 131_074), (40, 30, 576)])
 def test_updates_show_in_tensors_of_awkward_shapes(shape):
     start = normal(*shape).to(BF16).float()
     step = steps_of_bfloat16(start) * start.sign()
-    shown = (rounded("w", start + step / 50).float() - start) / step
-    assert abs(shown.mean() * 50 - 1) < 0.1
+    steps = (rounded("w", start + step / 50).float() - start) / step
+    assert abs(steps.mean() * 50 - 1) < 0.1
 
 
 def test_the_error_of_a_product_fits_independent_offsets():
@@ -136,8 +136,8 @@ def test_every_part_is_rounded_as_the_whole_is(data):
     stop = tuple(data.draw(st.integers(f, size)) for f, size in zip(first, shape, strict=True))
     index = tuple(slice(f, s) for f, s in zip(first, stop, strict=True))
     master = normal(*shape, seed=data.draw(st.integers(0, 9)))
-    whole, part = rounded("w", master), DITHERED.rounded("w", master[index], BF16, Region(shape, first))
-    assert torch.equal(bits(part), bits(whole[index].contiguous()))
+    full, part = rounded("w", master), DITHERED.rounded("w", master[index], BF16, Region(shape, first))
+    assert torch.equal(bits(part), bits(full[index].contiguous()))
 
 
 @given(data=st.data())

@@ -84,9 +84,9 @@ def test_with_replay_rollout_and_trainer_agree_to_rounding(sampled, mixture):
     columns = columns_of(sampled)
     mask, theirs = columns["response_mask"], columns["rollout_log_probs"]
     with torch.no_grad():
-        own = log_probs(mixture, columns)
+        free = log_probs(mixture, columns)
         replayed = log_probs(mixture, columns, experts=[t.experts for t in sampled])
-    gaps = {name: float((ours - theirs)[mask].abs().max()) for name, ours in (("own", own), ("replayed", replayed))}
+    gaps = {name: float((ours - theirs)[mask].abs().max()) for name, ours in (("own", free), ("replayed", replayed))}
     assert gaps["replayed"] < 1e-5
     assert gaps["own"] > 0.1
 
@@ -94,12 +94,12 @@ def test_with_replay_rollout_and_trainer_agree_to_rounding(sampled, mixture):
 def test_the_split_into_micro_batches_changes_nothing(sampled, mixture):
     columns, experts = columns_of(sampled), [t.experts for t in sampled]
     with torch.no_grad():
-        whole = log_probs(mixture, columns, experts=experts)
+        undivided = log_probs(mixture, columns, experts=experts)
         apart = log_probs(mixture, columns, experts=experts, share_prompts=False)
         parts = [log_probs(mixture, columns, rows, experts=experts) for rows in ([0, 4, 8], [1, 2, 3], [5, 6, 7])]
     order = torch.tensor([0, 4, 8, 1, 2, 3, 5, 6, 7])
-    assert torch.allclose(torch.cat(parts), whole[order], atol=1e-5)
-    assert torch.allclose(apart, whole, atol=1e-5)
+    assert torch.allclose(torch.cat(parts), undivided[order], atol=1e-5)
+    assert torch.allclose(apart, undivided, atol=1e-5)
 
 
 def test_prompts_of_other_experts_are_computed_apart(sampled, mixture):
@@ -114,9 +114,9 @@ def test_prompts_of_other_experts_are_computed_apart(sampled, mixture):
 def test_tokens_without_a_record_are_routed_anew(sampled, mixture):
     columns = columns_of(sampled[:1])
     with torch.no_grad():
-        own = log_probs(mixture, columns)
-        assert torch.equal(log_probs(mixture, columns, experts=[None]), own)
-        assert torch.equal(log_probs(mixture, columns, experts=[sampled[0].experts[:0]]), own)
+        free = log_probs(mixture, columns)
+        assert torch.equal(log_probs(mixture, columns, experts=[None]), free)
+        assert torch.equal(log_probs(mixture, columns, experts=[sampled[0].experts[:0]]), free)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,13 +147,13 @@ def test_every_family_replays_its_own_choices(family, tmp_path):
         values.sum().backward()
         return values.detach(), [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
-    (own, own_grads), (again, grads) = gradient(None), gradient(experts)
+    (free, own_grads), (again, grads) = gradient(None), gradient(experts)
     assert torch.allclose(again, recorded, atol=1e-6)
-    assert torch.allclose(own, again, atol=1e-6)
+    assert torch.allclose(free, again, atol=1e-6)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(own_grads, grads, strict=True))
-    others = [(e + 1) % 4 for e in experts]
-    other, other_grads = gradient(others)
-    assert (other - own).abs().max() > 1e-3
+    wrong = [(e + 1) % 4 for e in experts]
+    other, other_grads = gradient(wrong)
+    assert (other - free).abs().max() > 1e-3
     assert all(g.isfinite().all() for g in other_grads)
 
 

@@ -60,9 +60,9 @@ def paged(k, lengths, size, device=CPU):
     numbers = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1).split(counts)
     pages = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     pool = k.new_zeros((sum(counts) + 1) * size, *k.shape[1:])
-    for row, own, part in zip(pages, numbers, k.split(lengths), strict=True):
-        row[: len(own)] = own
-        places = (own[:, None] * size + torch.arange(size)).flatten()[: len(part)]
+    for row, page_numbers, part in zip(pages, numbers, k.split(lengths), strict=True):
+        row[: len(page_numbers)] = page_numbers
+        places = (page_numbers[:, None] * size + torch.arange(size)).flatten()[: len(part)]
         pool[places] = part
     return pool, pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
 
@@ -72,10 +72,10 @@ def test_keys_in_pages_are_the_same_keys(causal):
     lengths_q, lengths_k = [3, 1, 5], [3, 4, 17]
     q, k, v = random_qkv(9, 24)
     spans = spans_of(lengths_q, lengths_k, CPU)
-    whole = PLAIN.forward(q, k, v, spans, causal, 0.3)
+    unpaged = PLAIN.forward(q, k, v, spans, causal, 0.3)
     (keys, pages, used), (values, *_) = (paged(x, lengths_k, 4) for x in (k, v))
     in_pages = spans._replace(used_k=used, pages=pages, page_size=4)
-    assert all(map(torch.equal, PLAIN.forward(q, keys, values, in_pages, causal, 0.3), whole))
+    assert all(map(torch.equal, PLAIN.forward(q, keys, values, in_pages, causal, 0.3), unpaged))
 
 
 @needs_pages
@@ -123,8 +123,8 @@ def test_keys_may_be_shared_and_lie_anywhere():
     )
     out, lse = PLAIN.forward(q, k, v, spans, False, 0.5)
     for row, (start, used) in enumerate([(20, 7), (0, 10), (20, 7), (10, 1)]):
-        there = slice(start, start + used)
-        expected, expected_lse = dense(q[row : row + 1], k[there], v[there], False, 0.5)
+        keys = slice(start, start + used)
+        expected, expected_lse = dense(q[row : row + 1], k[keys], v[keys], False, 0.5)
         assert relative(out[row : row + 1], expected) < 1e-14
         assert relative(lse[:, row : row + 1], expected_lse) < 1e-14
 
@@ -150,8 +150,8 @@ def test_packed_parts_equal_masked_segments(layout, dims, seed, window):
     segments, tokens = layout
     flat = random_qkv(tokens, tokens, dim=dims[0], value_dim=dims[1], seed=seed)
     qkv = [heads_first(x).unsqueeze(0).requires_grad_() for x in flat]
-    known = PackedLayout(segments)
-    plan = VarlenPlan(known.segments, known.prefix_runs, CPU, window)
+    packed_layout = PackedLayout(segments)
+    plan = VarlenPlan(packed_layout.segments, packed_layout.prefix_runs, CPU, window)
     ours = varlen_attention(plan, *qkv, 0.3, PLAIN)
     theirs = masked_attention(*qkv, segments, Scoring(0.3, window))
     assert relative(ours, theirs) < 1e-13
@@ -287,8 +287,8 @@ class TestOnACard:
         spans = spans_of(lengths, lengths, torch.device("cuda"))
         q, k, v = random_qkv(2000, 2000, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
         out, lse = FLASH.forward(q, k, v, spans, True, 0.125)
-        first, *others = [FLASH.backward(out, q, k, v, out, lse, spans, True, 0.125) for _ in range(5)]
-        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+        first, *repeats = [FLASH.backward(out, q, k, v, out, lse, spans, True, 0.125) for _ in range(5)]
+        assert all(torch.equal(a, b) for other in repeats for a, b in zip(first, other, strict=True))
 
     @pytest.mark.parametrize("dim", [64, 128, 20])
     @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 40)])

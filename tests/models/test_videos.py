@@ -73,7 +73,7 @@ def test_greedy_tokens_equal_generate(family, name, folder_of):
 def test_prompts_of_one_and_two_images_equal_the_own_forward(family, folder_of):
     """Processors divide a single image into tiles (LLaVA-OneVision), or keep its shape (Mistral 3)."""
     pictures = [frames(n, (30 + 40 * n, 60), seed=n) for n in (1, 2)]
-    prompts = [encoded(folder_of(family), f"{'<image>' * len(own)}?", {"images": own}) for own in pictures]
+    prompts = [encoded(folder_of(family), f"{'<image>' * len(images)}?", {"images": images}) for images in pictures]
     rows = [(tuple(prompt.ids), prompt.media, (11, 12, 13)) for prompt in prompts]
     require_equal(family, folder_of(family), *columns_of(rows))
 

@@ -120,20 +120,20 @@ def test_notes_are_written_and_a_run_is_stopped_in_forms(tab, tmp_path, browser)
     folder = make_run(tmp_path / "noted")
     page = start_page(folder, "127.0.0.1", 0)
     try:
-        with watched_tab(browser, page) as own:
-            own.goto(f"{own.base}/run/noted")
-            assert own.locator("[data-dialog='stop-form']").count() == 0
-            own.click("text=Add notes")
-            own.keyboard.type("begun at noon #first")
-            assert_accessible(own)
-            own.click("#notes-form >> text=Save")
-            own.wait_for_selector(".notes:has-text('begun at noon')")
+        with watched_tab(browser, page) as notes_page:
+            notes_page.goto(f"{notes_page.base}/run/noted")
+            assert notes_page.locator("[data-dialog='stop-form']").count() == 0
+            notes_page.click("text=Add notes")
+            notes_page.keyboard.type("begun at noon #first")
+            assert_accessible(notes_page)
+            notes_page.click("#notes-form >> text=Save")
+            notes_page.wait_for_selector(".notes:has-text('begun at noon')")
             assert (folder / "notes.md").read_text() == "begun at noon #first\n"
             with subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE) as holder:
                 holder.stdout.readline()
-                own.reload()
-                own.click("[data-dialog='stop-form']")
-                own.click("#stop-form >> text=Stop the run")
+                notes_page.reload()
+                notes_page.click("[data-dialog='stop-form']")
+                notes_page.click("#stop-form >> text=Stop the run")
                 assert holder.wait(30) == -signal.SIGTERM
     finally:
         page.close()

@@ -114,5 +114,5 @@ def test_policies_keep_what_the_trainer_computes(site_of, kind):
         "entropy",
         "advantage",
     }
-    known = set(site.views["run"].run.tokens)
-    assert {i for row in rows for i in row["prompt_ids"] + row["response_ids"]} <= known
+    tokens = set(site.views["run"].run.tokens)
+    assert {i for row in rows for i in row["prompt_ids"] + row["response_ids"]} <= tokens

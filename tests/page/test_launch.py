@@ -118,10 +118,10 @@ def test_killing_the_page_changes_nothing(tiny_llama, tmp_path):
     task = write_task(tmp_path, reward="import pathlib, time\n" + REWARD.replace("    text =", slow))
     rows = [trained(tiny_llama, task, tmp_path / name, kill=name == "killed") for name in ("left", "killed")]
     assert len(rows[0]) == len(rows[1]) == NUM_STEPS
-    for left, killed in zip(*rows, strict=True):
-        same = [name for name in left if not name.startswith(MEASURED_S)]
-        assert {name: killed[name] for name in same} == {name: left[name] for name in same}
-        assert left["actor/grad_norm"] > 0
+    for unwatched, killed in zip(*rows, strict=True):
+        same = [name for name in unwatched if not name.startswith(MEASURED_S)]
+        assert {name: killed[name] for name in same} == {name: unwatched[name] for name in same}
+        assert unwatched["actor/grad_norm"] > 0
 
 
 NUM_STEPS = 12

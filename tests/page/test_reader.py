@@ -256,7 +256,7 @@ class TestPlan:
         bars = steps.plan_bars(run.planned_row(2), run.timeline[1])
         name, total, parts = bars["sides"][0]
         assert (name, total) == ("planned", 3.0)
-        assert [(phase, round(left), round(width)) for phase, left, width, _ in parts] == [
+        assert [(phase, round(start), round(width)) for phase, start, width, _ in parts] == [
             ("rollout", 0, 167),
             ("communication", 167, 833),
         ]

@@ -69,12 +69,12 @@ def test_final_answers(response, answer):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "shown"),
+    ("prompt", "message"),
     [("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n", "How?"),
      ("[INST] How? [/INST]", "How?"), ("How?", "How?"), ("<|user|>", "<|user|>")],
 )  # fmt: skip
-def test_the_last_message_of_a_prompt(prompt, shown):
-    assert last_message(prompt) == shown
+def test_the_last_message_of_a_prompt(prompt, message):
+    assert last_message(prompt) == message
 
 
 def test_two_runs(tmp_path):

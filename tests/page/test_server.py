@@ -316,9 +316,9 @@ NUMBERED = (
     ids=lambda value: ascii(value[:6]) if isinstance(value, str) else "q" * len(value),
 )
 def test_no_number_of_an_address_breaks_a_page(get, number, search):
-    asked = [f"{path}?{urlencode({**search, name: number})}" for path, names in QUERIES.items() for name in names]
-    asked += [path.format(quote(number, safe="")) for path in NUMBERED if not search]
-    for path in asked:
+    addresses = [f"{path}?{urlencode({**search, name: number})}" for path, names in QUERIES.items() for name in names]
+    addresses += [path.format(quote(number, safe="")) for path in NUMBERED if not search]
+    for path in addresses:
         assert get(path).status_code in (200, 404), path
 
 

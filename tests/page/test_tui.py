@@ -76,10 +76,10 @@ def test_from_the_run_to_a_token(tui, run_folder):
         assert [row[1] for row in table_of(app)] == ["0", "1"]
         assert table_of(app)[0][4] == "cut"
         await pilot.press("j", "enter")
-        shown = text_of(app, "#sample")
-        assert "score 1.0" in shown
-        assert "How much is 8 + 1?" in shown
-        assert "coloured by log-prob" in shown
+        sample = text_of(app, "#sample")
+        assert "score 1.0" in sample
+        assert "How much is 8 + 1?" in sample
+        assert "coloured by log-prob" in sample
         await pilot.press("m")
         assert "largest: -2.5 at token 1 of 6, 'The'" in text_of(app, "#sample")
         await pilot.press("u", "u", "u", "u")

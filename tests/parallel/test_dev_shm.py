@@ -71,9 +71,9 @@ def test_ranks_of_a_run(free, monkeypatch, caplog):
     free(DOCKER)
     mine = dev_shm.card()
     monkeypatch.setattr(dev_shm, "content_of", lambda path: f"{mine[0]}\n")
-    for rank, others, words in ((0, [(mine[0], 77)], "Ranks 0 and 2 run on one machine"), (1, [], "")):
+    for rank, neighbours, words in ((0, [(mine[0], 77)], "Ranks 0 and 2 run on one machine"), (1, [], "")):
         caplog.clear()
-        comm = SimpleNamespace(rank=rank, all_gather=lambda row, more=others: [row, row, *map(to_bytes, more)])
+        comm = SimpleNamespace(rank=rank, all_gather=lambda row, more=neighbours: [row, row, *map(to_bytes, more)])
         dev_shm.check_ranks(comm, num_gpus_per_engine=2, on_gpu=True)
         texts = [record.getMessage() for record in caplog.records]
         assert [words in text for text in texts] == ([False, True] if words else [])

@@ -89,8 +89,8 @@ def test_what_is_expected_is_shared_out(mesh, num_rows, seed):
     calls = [plan.calls[mesh.collectors()[part]][0] for part in range(mesh.dp_size)]
     sums = [sum(rows.batch["expected_tokens"].tolist()) for _, rows in calls]
     assert max(sums) - min(sums) <= max(expected, default=0)
-    whole, nothing = run(Dispatch.ND_ADVANCE_PROTO, Shape(mesh), lambda *call: call, batch, DataProto())[1]
-    assert (rows_of(whole), len(nothing)) == (list(range(num_rows)), 0)
+    divided, nothing = run(Dispatch.ND_ADVANCE_PROTO, Shape(mesh), lambda *call: call, batch, DataProto())[1]
+    assert (rows_of(divided), len(nothing)) == (list(range(num_rows)), 0)
     batch.batch["kv_rank"] = owner = torch.arange(num_rows) % mesh.dp_size
     plan, joined = run(Dispatch.ND_ADVANCE_PROTO, Shape(mesh), lambda *call: call, prompts, batch)
     calls = [plan.calls[mesh.collectors()[part]][0][1] for part in range(mesh.dp_size)]
@@ -143,9 +143,9 @@ def test_mini_batches_match_one_process(mesh, num_rows, size, epochs, shuffle, n
 
 def test_updates_merge_to_the_figures_of_the_mini_batch():
     def part(loss, tokens, observed):
-        of_all = {"loss": Metric.sum(loss), "clipped": Metric.mean(loss, tokens), "grad_norm": Metric.last(2.0)}
-        of_last = {"clipped": Metric.mean(math.nan, 0), "ratio": Metric.max(loss), "num_skipped": Metric.last(1.0)}
-        steps = [{**of_all, "ratio": Metric.max(-9.0), "num_skipped": Metric.last(1.0)}, of_all | of_last]
+        everywhere = {"loss": Metric.sum(loss), "clipped": Metric.mean(loss, tokens), "grad_norm": Metric.last(2.0)}
+        at_the_end = {"clipped": Metric.mean(math.nan, 0), "ratio": Metric.max(loss), "num_skipped": Metric.last(1.0)}
+        steps = [{**everywhere, "ratio": Metric.max(-9.0), "num_skipped": Metric.last(1.0)}, everywhere | at_the_end]
         return Updates("actor", steps, 0.1, [torch.tensor(observed), torch.tensor(observed)])
 
     merged = part(1.0, 1, [0.5]).merge([part(3.0, 3, [0.25, 0.125])])
@@ -306,8 +306,8 @@ def test_pairs_stay_together_where_parting_them_would_balance_the_ranks():
         Registered(Dispatch.ND_MINI_BATCHES), Shape(Mesh.flat(range(2)), schedule=schedule), (batch, 0), {}
     )
     minis = zip(*(kwargs["mini_batches"] for _, kwargs in plan.calls), strict=True)
-    for of_ranks in minis:
-        assert sorted(map(len, of_ranks)) == [0, 2]
+    for minis_of_rank in minis:
+        assert sorted(map(len, minis_of_rank)) == [0, 2]
     assert len(schedule.rows(batch, 0)) == 8
 
 

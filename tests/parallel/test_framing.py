@@ -17,9 +17,9 @@ plain = st.recursive(
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(), plain, max_size=4))
 def test_messages_arrive_as_they_were_sent(message):
-    left, right = socket.socketpair()
-    with left, right:
-        send(left, encode_frame(message))
+    sender, right = socket.socketpair()
+    with sender, right:
+        send(sender, encode_frame(message))
         assert receive(right, 1.0) == message
 
 
@@ -34,16 +34,16 @@ def test_messages_arrive_as_they_were_sent(message):
     ],
 )
 def test_what_is_not_a_message(written, error):
-    left, right = socket.socketpair()
-    with left, right:
-        left.sendall(written)
+    sender, right = socket.socketpair()
+    with sender, right:
+        sender.sendall(written)
         with pytest.raises(error):
             receive(right, 0.1)
 
 
 def test_the_other_side_gone():
-    left, right = socket.socketpair()
-    left.close()
+    sender, right = socket.socketpair()
+    sender.close()
     with right:
         with pytest.raises(ChannelClosed):
             receive(right, 1.0)

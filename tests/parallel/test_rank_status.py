@@ -25,10 +25,10 @@ class Silent:
     """As a store whose node is gone from the network."""
 
     def __init__(self):
-        self.asked, self.over, self.was_left = threading.Event(), threading.Event(), True
+        self.is_asked, self.over, self.was_left = threading.Event(), threading.Event(), True
 
     def set(self, *_):
-        self.asked.set()
+        self.is_asked.set()
         self.was_left &= self.over.wait(120)
 
     check = set_timeout = set
@@ -39,7 +39,7 @@ def test_a_silent_store_holds_nobody_up(monkeypatch):
     store = Silent()
     mine = RankStatus(store, 0, 2)
     mine.post("doing", {})
-    assert store.asked.wait(120)
+    assert store.is_asked.wait(120)
     mine.post("doing", {"failure": "it hangs"}, wait=True)
     assert mine.rows("doing") == {}
     assert store.was_left

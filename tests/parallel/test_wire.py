@@ -79,8 +79,8 @@ def test_rows_that_are_in_a_store_travel_as_numbers(monkeypatch):
     rows = DataProto.concat(answers).select_idxs([6, 1, 1, 3, 4])
     document, sent = encode(rows, StoredBuffers())
     assert {name for name in sent if isinstance(name, str)} == {"a", "b"}
-    there = [b if isinstance(b, np.ndarray) else StoredTensors(b, store.get, dict) for b in sent]
-    received, expected = decode(document, there), DataProto.concat([DataProto.from_dict(tensors)] * 2)
+    stored = [b if isinstance(b, np.ndarray) else StoredTensors(b, store.get, dict) for b in sent]
+    received, expected = decode(document, stored), DataProto.concat([DataProto.from_dict(tensors)] * 2)
     for name, column in expected.select_idxs([6, 1, 1, 3, 4]).batch.items():
         assert type(received.batch[name]) is torch.Tensor
         assert torch.equal(received.batch[name], column)

@@ -39,17 +39,17 @@ def test_a_shared_prompt_is_computed_once():
 def test_sequences_are_whole():
     """96 ranks take as long for 128 sequences as for 192: the slowest has two."""
     cluster, layout = Cluster.of("h100_sxm", 96), ParallelLayout(data=96)
-    one, most, two = (
+    one, many, two = (
         time_forward(SHAPE, layout, cluster, SequenceBatch.equal(n, 8192)).seconds for n in (96, 128, 192)
     )
-    assert most == two > 1.8 * one
+    assert many == two > 1.8 * one
 
 
 def test_the_bytes_of_kept_activations_are_the_store_s(tiny_llama):
-    of_token = bytes_per_token(DenseDecoder.of(AutoModelForCausalLM.from_pretrained(tiny_llama)))
+    bytes_of_token = bytes_per_token(DenseDecoder.of(AutoModelForCausalLM.from_pretrained(tiny_llama)))
     shape = shape_of(str(tiny_llama))
-    assert recorded_activations(shape, 100, 1e9) == 100 * of_token
-    assert recorded_activations(shape, 1e6, 1e12) == 65_536 * of_token
+    assert recorded_activations(shape, 100, 1e9) == 100 * bytes_of_token
+    assert recorded_activations(shape, 1e6, 1e12) == 65_536 * bytes_of_token
     assert recorded_activations(shape, 1e6, 1e5) == 1e5
     assert recorded_activations(replace(shape, num_experts=4), 100, 1e9) == 0
 

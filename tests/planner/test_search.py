@@ -94,7 +94,7 @@ def in_the_figure(actor, critic, devices):
 
 
 @pytest.mark.parametrize(
-    ("actor", "critic", "devices", "published", "most"),
+    ("actor", "critic", "devices", "published", "factor"),
     [
         ("13B", "13B", 16, "colocate", 1.0),
         ("13B", "13B", 32, "colocate", 1.0),
@@ -110,10 +110,10 @@ def in_the_figure(actor, critic, devices):
         ("13B", "70B", 128, "critic apart", 1.035),
     ],
 )
-def test_placements_of_the_figures(actor, critic, devices, published, most):
-    """HybridFlow, Fig. 12 and 13: the published best placement takes at most `most` times the best of those compared."""
+def test_placements_of_the_figures(actor, critic, devices, published, factor):
+    """HybridFlow, Fig. 12 and 13: the published best placement takes at most `factor` times the best of those compared."""
     steps = {name: plan.step_s for name, plan in in_the_figure(actor, critic, devices).items()}
-    assert steps[published] <= most * min(steps.values()), steps
+    assert steps[published] <= factor * min(steps.values()), steps
 
 
 def test_four_groups_gain_nothing_over_a_split_but_in_preparation():

@@ -35,10 +35,10 @@ def tokens_computed(batch, ranks, micro_batch, updates):
     total, size = 0, len(batch) // updates
     for rows in MiniBatchSchedule(size=size).rows(batch, 1):
         for share in balanced_shares(batch, ranks, TokenCost(384), rows.tolist()):
-            own = batch.select_idxs(share)
-            packed = unpadded_rows(own.batch)
+            rank_batch = batch.select_idxs(share)
+            packed = unpadded_rows(rank_batch.batch)
             for part in plan_micro_batches(packed, MicroBatching(max_tokens=micro_batch), share_prompts=True):
-                total += pack_rows(own.select_idxs(part).batch).num_tokens if part else 0
+                total += pack_rows(rank_batch.select_idxs(part).batch).num_tokens if part else 0
     return total
 
 

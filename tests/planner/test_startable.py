@@ -36,17 +36,17 @@ def folder_of(name, kind, folder):
     return folder
 
 
-def planned(own, asked):
+def planned(keys, plan_keys):
     """The config with which a run would start."""
-    loaded, request = load_config(own, check=False), PlanRequest.parse(asked)
+    loaded, request = load_config(keys, check=False), PlanRequest.parse(plan_keys)
     flow = dataflow_of(loaded.config)
     rules = rules_of(request, loaded.config, flow.roles)
     plan = search(flow, cluster_of(request.cluster, loaded), workload_of(loaded.config, request.workload), rules)[0]
-    return load_config([*own, *overrides(plan, engine_of(request, loaded.config), loaded.config)]).config
+    return load_config([*keys, *overrides(plan, engine_of(request, loaded.config), loaded.config)]).config
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "estimator", "rollout", "asked"),
+    ("name", "kind", "estimator", "rollout", "plan_keys"),
     [
         ("Qwen3-235B-A22B", MIXTURE, "grpo", "vllm", ["plan.engine=megatron", "plan.cluster.nodes=16"]),
         ("Qwen3-30B-A3B", MIXTURE, "gae", "native", ["plan.engine=megatron", "plan.cluster.nodes=4"]),
@@ -56,13 +56,13 @@ def planned(own, asked):
         ("Qwen3-30B-A3B", MIXTURE, "grpo", "vllm", ["plan.cluster={gpu: h200_sxm, nodes: 4}", "plan.async=off"]),
     ],
 )
-def test_a_run_accepts_its_plan(name, kind, estimator, rollout, asked, tmp_path):
+def test_a_run_accepts_its_plan(name, kind, estimator, rollout, plan_keys, tmp_path):
     path = folder_of(name, kind, tmp_path)
-    own = [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}", f"algorithm.adv_estimator={estimator}",
+    keys = [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}", f"algorithm.adv_estimator={estimator}",
            f"actor_rollout_ref.rollout.name={rollout}", "actor_rollout_ref.rollout.n=4", "data.train_files=rows.parquet",
            "data.train_batch_size=768", "actor_rollout_ref.actor.use_kl_loss=True",
            "actor_rollout_ref.actor.ppo_mini_batch_size=768"]  # fmt: skip
-    config = planned(own, asked)
+    config = planned(keys, plan_keys)
     specs, model = ppo_roles(config), load_model_config(str(path), False, {})
     placement = specs.place(None)
     context = RankContext(specs, placement, 0, None, 1, [])

@@ -48,7 +48,7 @@ def test_images_take_time_of_a_plan_that_says_the_tower(capsys):
 
     best = [json.loads(planned("--json", f"plan.workload.image_tokens={n}"))["best"] for n in (1, 1000)]
     assert best[0]["step_s"] < best[1]["step_s"]
-    shown = planned("plan.workload.image_tokens=1000")
-    assert "vision tower: 675 million parameters, 4 patches a token; 1,000 of 1,100 tokens of a prompt" in shown
-    assert "vision tower " in shown.split("phase")[1]
+    printed = planned("plan.workload.image_tokens=1000")
+    assert "vision tower: 675 million parameters, 4 patches a token; 1,000 of 1,100 tokens of a prompt" in printed
+    assert "vision tower " in printed.split("phase")[1]
     assert "no images, set plan.workload.image_tokens" in planned()

@@ -26,9 +26,9 @@ def divided(tensor, array, num_ranks, index):
         if block.num_heads:
             heads = np.split(piece, block.num_heads, dim)
             repeated = [h for h in heads for _ in range(max(1, num_ranks // block.num_heads))]
-            own = np.array_split(np.arange(len(repeated)), num_ranks)[index]
+            ids = np.array_split(np.arange(len(repeated)), num_ranks)[index]
             # ranks that share a head have it once
-            piece = np.concatenate([repeated[own[0]]] if len(repeated) > len(heads) else [heads[i] for i in own], dim)
+            piece = np.concatenate([repeated[ids[0]]] if len(repeated) > len(heads) else [heads[i] for i in ids], dim)
         else:
             piece = np.array_split(piece, num_ranks, dim)[index]
         pieces.append(piece)
@@ -55,8 +55,8 @@ def trained(tensor, layout, rank, num_stages=1):
     fsdp = at.get("shard", 0) * sizes.get("sp", 1) + at.get("sp", 0)
     num_fsdp = sizes.get("shard", 1) * sizes.get("sp", 1)
     if tensor.is_expert and experts > 1:
-        own = fsdp % experts if num_fsdp > 1 else at.get("replicate", 0) % experts
-        array = np.array_split(array, experts)[own]
+        part = fsdp % experts if num_fsdp > 1 else at.get("replicate", 0) % experts
+        array = np.array_split(array, experts)[part]
         fsdp, num_fsdp = (fsdp // experts, num_fsdp // experts) if num_fsdp > 1 else (0, 1)
     if tensor.tensor_dim is not None and not tensor.is_expert:
         array = divided(tensor, array, sizes.get("tp", 1), at.get("tp", 0))

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.parallel_checks import make, model_folder, on, rows_of, step
-from tests.engines.test_contract import make_batch
+from tests.engines.test_contract import make_batch, weights_of
 from tests.reshard.update_checks import CPU, together
-from verl.engines.api import MicroBatching, whole
+from verl.engines.api import MicroBatching
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.fsdp_units import sharded_units
 from verl.engines.local import LocalEngine
@@ -40,10 +40,6 @@ def replica_of(path, size):
     return Replica(load_causal_lm(str(path), device=CPU, dtype=torch.bfloat16).requires_grad_(False), group)
 
 
-def masters_of(engine):
-    return {name: whole(tensor).clone() for name, tensor in engine.state().model.items()}
-
-
 def check_layout(folder, path, replica_size, **engine):
     """Two steps in bfloat16 on one device and on all ranks. Gradients are summed in another order there, so the masters
     differ in their last bits. First the ranks' weights are what their own masters say; then they get the masters of the one
@@ -55,16 +51,16 @@ def check_layout(folder, path, replica_size, **engine):
         batch = make_batch(seed, (3, 1, 4, 2))
         step(one, batch, micro, "lm")
         step(many, batch.select_idxs(rows_of(many, len(batch))), micro, "lm")
-    own = masters_of(many)
+    rank_masters = weights_of(many)
     same(
         dict(many.gather_weights()),
-        {n: Rounding().rounded(n, m, torch.bfloat16) for n, m in own.items()},
+        {n: Rounding().rounded(n, m, torch.bfloat16) for n, m in rank_masters.items()},
         "own masters",
     )
 
     many.load_state(one.state())
     expected = {name: p.detach() for name, p in one.module.named_parameters()}
-    masters = masters_of(one)
+    masters = weights_of(one)
     assert any(not torch.equal(expected[n], m.to(torch.bfloat16)) for n, m in masters.items())
     sent = dict(many.gather_weights())
     same(sent, expected, "gathered whole")

@@ -24,17 +24,17 @@ def test_any_difference_counts(dtype, size):
     numbers = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
     bits, of = BITS[dtype], digest("weight", numbers)
     assert digest("weight", numbers.clone()) == of
-    others = [-numbers, (~numbers.view(bits)).view(dtype), numbers.roll(1) if size > 1 else numbers + 1]
+    changed = [-numbers, (~numbers.view(bits)).view(dtype), numbers.roll(1) if size > 1 else numbers + 1]
     for index in (0, size // 2, size - 1):
         for bit in (0, 8 * dtype.itemsize - 1):
             flipped = numbers.clone()
             flipped.view(bits)[index] ^= torch.tensor(1, dtype=bits) << bit
-            others.append(flipped)
+            changed.append(flipped)
     if size > 4:  # the signs of two elements, words apart
         flipped = numbers.clone()
         flipped[[0, 4]] *= -1
-        others.append(flipped)
-    assert of not in {digest("weight", other) for other in others}
+        changed.append(flipped)
+    assert of not in {digest("weight", other) for other in changed}
 
 
 def test_label_and_format_count():

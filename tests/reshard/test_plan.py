@@ -144,7 +144,7 @@ def test_table_2(sizes, train, t_g):
     layers = 2 * p
     hidden, intermediate, _, heads, kv_heads = sizes
     model = llama(hidden, intermediate, layers, heads, kv_heads)
-    split, whole = [[x for x in model if (x.tensor_dim is not None) == s] for s in (True, False)]
+    split, undivided = [[x for x in model if (x.tensor_dim is not None) == s] for s in (True, False)]
     training = ptd(p, t, d, layers)
     hosts = {rank: rank // 8 for rank in training.ranks}
     rollout = RolloutLayout(interval_engines(training, t_g, hosts))
@@ -152,7 +152,7 @@ def test_table_2(sizes, train, t_g):
     plan = make_plan(split, training, rollout, hosts)
     assert plan.total_bytes * t * p == (d_g - 1) * bytes_of(split) * count
     assert plan.received_bytes == nonzero(lower_bound(split, training, rollout))
-    assert make_plan(whole, training, rollout, hosts).total_bytes * p == bytes_of(whole) * count * (p - 1)
+    assert make_plan(undivided, training, rollout, hosts).total_bytes * p == bytes_of(undivided) * count * (p - 1)
     if p == 1:  # every GPU alike; with a pipeline the first and last stages also have the embeddings
         assert set(plan.received_bytes.values()) <= {plan.total_bytes // count}
     # the other columns: less than a replica's gather, which is less than the gather over all GPUs
@@ -263,21 +263,21 @@ def test_plans_of_large_models_are_made_quickly():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 40))
-def test_cuts_of_a_slice(shape, most):
-    whole = tuple((3, 3 + size) for size in shape)
-    parts = cut(whole, most)
-    assert all(numel(part) <= most for part in parts)
-    assert points(parts) == points([whole])
+def test_cuts_of_a_slice(shape, max_elements):
+    region = tuple((3, 3 + size) for size in shape)
+    parts = cut(region, max_elements)
+    assert all(numel(part) <= max_elements for part in parts)
+    assert points(parts) == points([region])
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(2, 200))
-def test_no_rank_has_more_than_its_bound(problem, most):
+def test_no_rank_has_more_than_its_bound(problem, max_bytes):
     plan = make_plan(*problem)
-    groups = buckets(plan.moves, most)
+    groups = buckets(plan.moves, max_bytes)
     for bucket in groups:
         for rank in {r for move in bucket for r in (move.source, move.destination)}:
-            assert sum(m.num_bytes for m in bucket if rank in (m.source, m.destination)) <= most
+            assert sum(m.num_bytes for m in bucket if rank in (m.source, m.destination)) <= max_bytes
     travelling = [move for move in plan.moves if not move.is_kept]
     for move in travelling:
         parts = [m.slice for b in groups for m in b if (m.tensor, *m[1:3]) == (move.tensor, *move[1:3])]

@@ -34,7 +34,7 @@ def test_what_no_plan_serves(results):
 def test_only_adapters_travel(results):
     """Full replicas, which both ranks have in one memory, lack half of the adapters. In divided ones a rank lacks only
     the adapters that lie elsewhere."""
-    sent = {name: part / whole for name, (part, whole) in results["check_adapters"].items()}
+    sent = {name: part / full_bytes for name, (part, full_bytes) in results["check_adapters"].items()}
     assert sent["copies"] == 0.5
     assert 0 < sent["divided"] < 1
     assert sent["same"] == 0

@@ -21,11 +21,11 @@ from verl.reshard.transport import PeerToPeer
 STAGING_BYTES = 2000
 
 
-def part_of(whole, part):
+def part_of(full, part):
     """The local tensor of a Part."""
     for dim, spans in enumerate(part.spans):
-        whole = whole.index_select(dim, torch.cat([torch.arange(*s) for s in spans]))
-    return whole
+        full = full.index_select(dim, torch.cat([torch.arange(*s) for s in spans]))
+    return full
 
 
 def numbers(tensors, seed=0):
@@ -33,9 +33,9 @@ def numbers(tensors, seed=0):
     return {t.name: torch.randn(t.shape, generator=generator) for t in tensors}
 
 
-def parts(whole, layout):
+def parts(full, layout):
     """This rank's local tensors."""
-    tensors, values = whole
+    tensors, values = full
     owned = {t.name: layout.part(t, dist.get_rank()) for t in tensors}
     return {name: part_of(values[name], part).contiguous() for name, part in owned.items() if part is not None}
 
@@ -362,21 +362,21 @@ def check_engine(folder, family, t_g, **config):
         itemsize=8,
     )
     held = {name: local(s.parameter.detach()) for name, s in engine.shards.items()}
-    whole = {name: value.clone() for name, value in engine.gather_weights()}
+    full = {name: value.clone() for name, value in engine.gather_weights()}
     rank = dist.get_rank()
     for tensor in tensors:
         part = training.part(tensor, rank)
         if part is None:
             assert held[tensor.name].numel() == 0, tensor.name
         else:
-            assert torch.equal(held[tensor.name], part_of(whole[tensor.name], part)), tensor.name
+            assert torch.equal(held[tensor.name], part_of(full[tensor.name], part)), tensor.name
     groups = interval_experts(training, experts) if experts > 1 else ()
     rollout = layouts.RolloutLayout(interval_engines(training, t_g), groups)
     plan = make_plan(tensors, training, rollout)
     transport = PeerToPeer(
         tensors, training, rollout, plan, dtype=torch.float64, device=torch.device("cpu"), staging_bytes=10_000
     )
-    expected = {t.name: part_of(whole[t.name], rollout.part(t, rank)) for t in tensors}
+    expected = {t.name: part_of(full[t.name], rollout.part(t, rank)) for t in tensors}
     generating = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
     transport(held, generating)
     for name, value in expected.items():

@@ -26,10 +26,10 @@ FUNCTION = r'''
 import math, random, sys
 
 
-def text(rng, most=40):
+def text(rng, limit=40):
     """Text as a model writes it, with escapes of terminals, forged lines of a log and half characters."""
     odd = ("\x1b[2J", "\n2026-01-01 ERROR verl: ", "\r", "\0", "\ud800", "\udfff", "\u202e", "\x9b31m", "\t", "é", "中", "a b")
-    length = rng.randrange(most)
+    length = rng.randrange(limit)
     return "".join(rng.choice(odd) if rng.random() < 0.5 else chr(rng.randrange(32, 0x3000)) for _ in range(length))
 
 

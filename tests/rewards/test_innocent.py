@@ -40,7 +40,7 @@ def test_what_a_sample_leaves_behind_costs_no_later_one(attacked, first, tmp_pat
 def test_processes_of_the_tick_in_which_a_call_begins_may_be_of_an_earlier_sample(monkeypatch):
     """/proc counts starts in hundredths of a second."""
     monkeypatch.setattr(launch, "start_ticks", lambda folders: [6, 7, 7, 7])
-    sandbox = SimpleNamespace(limits=Limits(max_processes=2), _num_own=1, _processes=lambda most: [])
+    sandbox = SimpleNamespace(limits=Limits(max_processes=2), _num_own=1, _processes=lambda limit: [])
     assert launch.Sandbox.has_too_many_since(sandbox, 6)
     assert not launch.Sandbox.has_too_many_since(sandbox, 7)
 

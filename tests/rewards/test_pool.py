@@ -50,8 +50,8 @@ def test_a_harmful_call_costs_its_own_sample_and_says_why(make_pool):
 def test_others_go_on_while_a_call_hangs(make_pool):
     pool = make_pool(num_workers=2, timeout_s=600.0)
     pool.start()
-    hung, *others = [pool.submit([request(reply)]) for reply in ("sleep", *map(str, range(20)))]
-    pool.wait(others)
+    hung, *quick = [pool.submit([request(reply)]) for reply in ("sleep", *map(str, range(20)))]
+    pool.wait(quick)
     assert not hung.done(), "the second worker did not take over"
 
 
@@ -172,10 +172,10 @@ def test_close_is_idempotent_ends_workers_and_running_calls(make_pool):
 
 def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, around, caplog):
     """Twice is too often: then something of the machine or the function ends it."""
-    left = [1]
+    kills = [1]
 
     def killed(exchange, self, *arguments, **named):
-        if left and left.pop():
+        if kills and kills.pop():
             os.killpg(self.pid, signal.SIGKILL)
         return exchange(self, *arguments, **named)
 
@@ -183,7 +183,7 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, aro
     (score,) = make_pool().score_all([request("0.5")])
     assert (score.score, score.error) == (0.5, None)
     assert "A reward worker is started again. The reward worker did not start" in caplog.text
-    left[:] = [1, 1]
+    kills[:] = [1, 1]
     with pytest.raises(RewardError, match="did not start"):
         make_pool().start()
 

@@ -26,9 +26,9 @@ def nothing_left():
     """No test leaves a process, nor this process as the parent of orphans."""
     before = set(descendants(os.getpid()))
     yield
-    left = set(descendants(os.getpid())) - before
+    survivors = set(descendants(os.getpid())) - before
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    assert not left
+    assert not survivors
 
 
 SMALL = ProgramLimits(time_s=1.0, memory_mb=256, max_output_mb=1, max_processes=4)
@@ -58,7 +58,7 @@ def test_a_hostile_program_ends_with_all_that_it_started(source):
 
 def test_a_program_that_grows_while_it_is_counted_is_ended(around):
     """A walk without an end to a fork bomb that is faster gives it all process ids of the machine."""
-    around(programs, "descendants", lambda counted, pid, most=0: range(most + 1) if most else counted(pid))
+    around(programs, "descendants", lambda counted, pid, limit=0: range(limit + 1) if limit else counted(pid))
     assert "more than 4 processes" in run_program("import time\ntime.sleep(99)", limits=SMALL).failure
 
 

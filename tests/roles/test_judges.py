@@ -55,9 +55,9 @@ def test_a_service_judges_in_words(name):
         worker = ask(f"{service.url}/v1", name=name)
         assert replies(worker, responses) == [str(len(f"Rate {text}")) for text in texts]
         worker.close()
-        asked = service.bodies("/v1/chat/completions")
-    assert sorted(b["messages"][0]["content"] for b in asked) == sorted({f"Rate {text}" for text in texts})
-    assert all((b["model"], b["temperature"], b["max_tokens"]) == ("a/judge", 0.0, 8) for b in asked)
+        bodies = service.bodies("/v1/chat/completions")
+    assert sorted(b["messages"][0]["content"] for b in bodies) == sorted({f"Rate {text}" for text in texts})
+    assert all((b["model"], b["temperature"], b["max_tokens"]) == ("a/judge", 0.0, 8) for b in bodies)
 
 
 def test_a_service_of_other_models_is_refused(monkeypatch):
@@ -90,10 +90,10 @@ def test_a_service_that_does_not_reply_ends_the_step(answer, says):
 
 class Recorder:
     def __init__(self):
-        self.asked, self.ends = [], []
+        self.batches, self.ends = [], []
 
     def replies(self, questions):
-        self.asked.append(list(questions))
+        self.batches.append(list(questions))
         return [question.upper() for question in questions]
 
     def release(self):
@@ -108,7 +108,7 @@ def test_a_judge_is_asked_in_batches(size, expected):
     judge, config = Recorder(), settings("", judge_template=TEMPLATE, reward_batch_size=size)
     worker = JudgeWorker(judge, make_tokenizer(), config, template=TEMPLATE)
     assert replies(worker) == [f"RATE {make_tokenizer().decode(r).upper()}" for r in RESPONSES]
-    assert [len(questions) for questions in judge.asked] == expected
+    assert [len(questions) for questions in judge.batches] == expected
     RewardWorker(type("Manager", (), {"close": lambda self: None})(), worker).close()
     assert judge.ends == ["release", "close"]
 

@@ -121,9 +121,9 @@ def test_a_shared_beginning_is_computed_once(tmp_path, around):
 def test_order_and_neighbours_do_not_change_a_score(tmp_path):
     module = load_reward_model(make_classifier(tmp_path), dtype=torch.float64)
     sequences = [tuple(p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    whole = sequence_scores(module, sequences, max_tokens=1000)
+    together = sequence_scores(module, sequences, max_tokens=1000)
     order = [4, 0, 5, 2, 1, 3]
-    torch.testing.assert_close(sequence_scores(module, [sequences[i] for i in order], max_tokens=40), whole[order])
+    torch.testing.assert_close(sequence_scores(module, [sequences[i] for i in order], max_tokens=40), together[order])
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def test_scores_by_rows_can_be_shared_out(tmp_path):
     worker = build_reward_model(settings(path), load_tokenizer(path), torch.device("cpu"))
     batch = batch_of(PROMPTS, RESPONSES)
     parts = [worker.score(batch.select_idxs(rows)).batch["reward_model_score"] for rows in ([0, 3, 4], [1, 2, 5])]
-    whole = worker.score(batch).batch["reward_model_score"]
-    torch.testing.assert_close(torch.cat(parts), whole[[0, 3, 4, 1, 2, 5]], rtol=1e-5, atol=1e-6)
+    together = worker.score(batch).batch["reward_model_score"]
+    torch.testing.assert_close(torch.cat(parts), together[[0, 3, 4, 1, 2, 5]], rtol=1e-5, atol=1e-6)
     assert registered(type(worker))["score"].dispatch_mode.name == "ND_COMPUTE_PROTO"
 
 
@@ -302,11 +302,11 @@ def test_a_conversation_names_its_speakers():
 
 def scripted(monkeypatch, reply):
     """A judge that replies as `reply(question)` says; returns the questions that it was asked."""
-    asked = []
+    prompts = []
 
     class Scripted:
         def replies(self, questions):
-            asked.extend(questions)
+            prompts.extend(questions)
             return [reply(question) for question in questions]
 
         def release(self):
@@ -316,7 +316,7 @@ def scripted(monkeypatch, reply):
             pass
 
     monkeypatch.setattr("verl.roles.reward_model.build_judge", lambda config, device, **limits: Scripted())
-    return asked
+    return prompts
 
 
 def replies_of(worker, truths):
@@ -325,19 +325,19 @@ def replies_of(worker, truths):
 
 
 def test_a_judge_compares_with_the_ground_truth_in_both_orders(monkeypatch):
-    asked = scripted(monkeypatch, lambda q: "[[A]]" if len(q.split("|")[0]) > len(q.split("|")[1]) else "[[B]]")
+    prompts = scripted(monkeypatch, lambda q: "[[A]]" if len(q.split("|")[0]) > len(q.split("|")[1]) else "[[B]]")
     worker = build_reward_model(settings("judge", judge_template="{first}|{second}"), TOKENIZER, torch.device("cpu"))
     answers = replies_of(worker, ["a long truth"] * 3 + [""] * 3)
     assert [reply.splitlines()[-1] for reply in answers] == ["Score: 0.0000"] * 3 + ["Score: 1.0000"] * 3
     assert all("judge/order_agreement: 1.0000" in reply for reply in answers)
-    assert len(asked) == 12
+    assert len(prompts) == 12
 
 
 def test_a_judge_grades_by_a_rubric_and_keeps_its_replies(monkeypatch, tmp_path):
     (tmp_path / "rubric.yaml").write_text(
         "- {name: length, question: long, weight: 3}\n- {name: tone, question: kind}\n"
     )
-    asked = scripted(monkeypatch, lambda q: "8" if "kind" in q else str(len(q)))
+    prompts = scripted(monkeypatch, lambda q: "8" if "kind" in q else str(len(q)))
     (tmp_path / "config.json").write_text("{}")  # of the judge
     config = settings(
         str(tmp_path), judge_template="{criterion}:{response}", rubric=str(tmp_path / "rubric.yaml"),
@@ -347,10 +347,10 @@ def test_a_judge_grades_by_a_rubric_and_keeps_its_replies(monkeypatch, tmp_path)
         replies_of(build_reward_model(config, TOKENIZER, torch.device("cpu")), list("abcdef")) for _ in "12"
     )
     assert first == again
-    assert len(asked) == 12
+    assert len(prompts) == 12
     (tmp_path / "config.json").write_text("{ }")
     replies_of(build_reward_model(config, TOKENIZER, torch.device("cpu")), list("abcdef"))
-    assert len(asked) == 24  # another judge
+    assert len(prompts) == 24  # another judge
     assert first[0] == f"judge/length: {len('long:four'):.4f}\njudge/tone: 8.0000\nScore: {(3 * 9 + 8) / 4:.4f}"
     with pytest.raises(ConfigError, match=r"no place \{criterion\}"):
         read_template("{response}", has_rubric=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.engines import tiny
+from tests.engines.test_contract import weights_of
 from tests.models.reference import make_columns, random_rows
 from tests.slow import each_value
 from verl.algorithms.policy_losses import POLICY_LOSSES
@@ -13,7 +14,7 @@ from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import LOSS_AGG_MODES
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
 from verl.data_proto.proto import DataProto
-from verl.engines.api import MicroBatching, whole
+from verl.engines.api import MicroBatching
 from verl.models.tiny import make_tiny_model
 from verl.roles.api import RoleSpec
 from verl.roles.model import ModelRole
@@ -105,10 +106,6 @@ def relative_gap(a, b):
     return max(float((a[name] - b[name]).abs().max()) for name in a) / scale
 
 
-def weights_of(engine):
-    return {name: whole(tensor).clone() for name, tensor in engine.state().model.items()}
-
-
 @pytest.mark.parametrize(("mode", "micro"), each_value(DECLARED, CUTS))
 def test_gradients_match_all_rows(engine, mode, micro):
     for agg_mode in LOSS_AGG_MODES:
@@ -149,11 +146,11 @@ def test_all_rows_are_computed_where_something_else_acts_on_them(engine, config)
 
 def test_bypass_mode_and_users_losses_compute_all_rows(tmp_path):
     assert not skips_zero_advantages(make_config(), replace(RolloutCorrectionConfig(), bypass_mode=True))
-    own = tmp_path / "own.py"
-    own.write_text(
+    loss_file = tmp_path / "own.py"
+    loss_file.write_text(
         "def loss(old_log_prob, log_prob, advantages, response_mask, *, agg):\n    return log_prob.sum(), {}\n"
     )
-    assert not skips_zero_advantages(make_config(f"{own}:loss"), RolloutCorrectionConfig())
+    assert not skips_zero_advantages(make_config(f"{loss_file}:loss"), RolloutCorrectionConfig())
 
 
 def test_updates_report_the_share_and_metrics_of_computed_rows(folder):

@@ -149,10 +149,10 @@ def test_a_rubric_is_read_and_checked(tmp_path):
 
 
 def test_an_equal_question_is_asked_once_whatever_happens_between(tmp_path):
-    asked = []
+    requests = []
 
     def ask(questions):
-        asked.extend(questions)
+        requests.extend(questions)
         return [question.upper() for question in questions]
 
     file = tmp_path / "cache" / "replies.jsonl"
@@ -162,9 +162,9 @@ def test_an_equal_question_is_asked_once_whatever_happens_between(tmp_path):
     again = CachedReplies(ask, file, "judge")
     assert again(["b", "c"]) == ["B", "C"]
     assert CachedReplies(ask, file, "judge")(["c", "a"]) == ["C", "A"]
-    assert asked == ["a", "b", "c"]
+    assert requests == ["a", "b", "c"]
     assert CachedReplies(ask, file, "another judge")(["a"]) == ["A"]
-    assert asked == ["a", "b", "c", "a"]
+    assert requests == ["a", "b", "c", "a"]
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
     assert [line["reply"] for line in lines] == ["A", "B", "C", "A"]
 

@@ -29,7 +29,7 @@ class Service:
     """`answers[path]` is JSON, (status, text), a Raw, or a function of the request's body that gives one of these."""
 
     def __init__(self, answers, port=0):
-        self.answers, self.asked, self.headers = answers, [], []
+        self.answers, self.requests, self.headers = answers, [], []
         self.lock = threading.Lock()
         service = self
 
@@ -42,7 +42,7 @@ class Service:
 
             def _answer(self, body):
                 with service.lock:
-                    service.asked.append((self.path, body))
+                    service.requests.append((self.path, body))
                     service.headers.append(dict(self.headers))
                 answer = service.answers.get(self.path, (404, "no such route"))
                 answer = answer(body) if callable(answer) else answer
@@ -69,7 +69,7 @@ class Service:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def bodies(self, path):
-        return [body for asked, body in self.asked if asked == path]
+        return [body for route, body in self.requests if route == path]
 
 
 @contextmanager

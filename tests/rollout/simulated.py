@@ -74,17 +74,17 @@ class Model:
         return int(token), float(log_prob)
 
     def begin_update(self):
-        self.manifest, self.left = Manifest(), set(self.parameters)
+        self.manifest, self.missing = Manifest(), set(self.parameters)
 
     def update(self, bucket, reader=read_shared_bucket):
         with torch.no_grad():
             for name, tensor in reader(bucket):
-                self.left.remove(name)
+                self.missing.remove(name)
                 self.parameters[name].copy_(tensor)
         self.manifest.add(bucket)
 
     def finish_update(self, manifest):
-        if self.left or manifest != self.manifest.digest:
+        if self.missing or manifest != self.manifest.digest:
             raise ModelError("did not receive the tensors that were sent")
 
 

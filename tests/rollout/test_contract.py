@@ -121,10 +121,10 @@ def test_samples_are_the_native_ones(name, make_engine, tokens_at_once):
 def test_a_sample_does_not_depend_on_the_batch(name, slots, budget, make_engine, tokens_at_once):
     prompts = make_prompts(LENGTHS)
     params = SamplingParams(n=3, temperature=1.0, max_new_tokens=12)
-    whole = tokens_at_once(name, params, 1)
+    batched = tokens_at_once(name, params, 1)
     engine = make_engine(name, max_num_seqs=slots, max_num_batched_tokens=budget)
-    assert tokens_of(engine.generate(prompts[::-1], params, step=1)) == whole
-    assert tokens_of(engine.generate(prompts[2:4], params, step=1)).items() <= whole.items()
+    assert tokens_of(engine.generate(prompts[::-1], params, step=1)) == batched
+    assert tokens_of(engine.generate(prompts[2:4], params, step=1)).items() <= batched.items()
 
 
 def test_seed_step_and_sample_matter(name, make_engine):
@@ -186,17 +186,17 @@ def test_stop_token_ids_and_ignore_eos(name, make_engine):
     free = engine.generate(prompts, params, step=1)
     assert all(len(c.token_ids) == 20 and c.finish_reason == "length" for c in free)
     stop = free[0].token_ids[4]
-    for c, whole in zip(
+    for c, unstopped in zip(
         engine.generate(prompts, dataclasses.replace(params, stop_token_ids=(stop,)), step=1), free, strict=True
     ):
-        at = whole.token_ids.index(stop) + 1 if stop in whole.token_ids else 20
-        assert c.token_ids == whole.token_ids[:at]
-        assert c.finish_reason == ("stop" if stop in whole.token_ids else "length")
-    for c, whole in zip(
+        at = unstopped.token_ids.index(stop) + 1 if stop in unstopped.token_ids else 20
+        assert c.token_ids == unstopped.token_ids[:at]
+        assert c.finish_reason == ("stop" if stop in unstopped.token_ids else "length")
+    for c, unstopped in zip(
         engine.generate(prompts, dataclasses.replace(params, ignore_eos=False), step=1), free, strict=True
     ):
-        at = whole.token_ids.index(EOS) + 1 if EOS in whole.token_ids else 20
-        assert c.token_ids == whole.token_ids[:at]
+        at = unstopped.token_ids.index(EOS) + 1 if EOS in unstopped.token_ids else 20
+        assert c.token_ids == unstopped.token_ids[:at]
 
 
 def test_stop_strings_end_with_the_token_that_completes_them(name, make_engine, tokenizer):
@@ -210,10 +210,10 @@ def test_stop_strings_end_with_the_token_that_completes_them(name, make_engine, 
 
     stops = (readable(free[0].token_ids, 5), readable(free[5].token_ids, 10), "never, ever")
     stopped = engine.generate(prompts, dataclasses.replace(params, stop=stops), step=1)
-    for c, whole in zip(stopped, free, strict=True):
-        ends = (t for t in range(1, 21) if any(s in tokenizer.decode(whole.token_ids[:t]) for s in stops))
+    for c, unstopped in zip(stopped, free, strict=True):
+        ends = (t for t in range(1, 21) if any(s in tokenizer.decode(unstopped.token_ids[:t]) for s in stops))
         end = next(ends, None)
-        assert c.token_ids == whole.token_ids[: end or 20]
+        assert c.token_ids == unstopped.token_ids[: end or 20]
         assert c.finish_reason == ("stop" if end else "length")
     assert stopped[0].finish_reason == stopped[5].finish_reason == "stop"
 
@@ -432,7 +432,7 @@ def test_requests_may_come_while_others_run(name, make_engine):
 def test_a_sample_that_resumes_is_the_unbroken_one(name, make_engine):
     """Partial rollouts: a part of each response, and the others later with what there is so far."""
     prompts, engine = make_prompts(LENGTHS), make_engine(name)
-    whole = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=12, ignore_eos=True), step=4)
+    complete = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=12, ignore_eos=True), step=4)
     part = SamplingParams(n=2, max_new_tokens=5, ignore_eos=True)
     first = engine.generate(prompts, part, step=4)
     assert {done.finish_reason for done in first} == {"length"}
@@ -441,7 +441,7 @@ def test_a_sample_that_resumes_is_the_unbroken_one(name, make_engine):
         for d in first
     ]
     rest = engine.generate(requests, dataclasses.replace(part, max_new_tokens=7), step=4)
-    for a, b, unbroken in zip(first, rest, whole, strict=True):
+    for a, b, unbroken in zip(first, rest, complete, strict=True):
         assert a.token_ids + b.token_ids == unbroken.token_ids
         assert torch.allclose(torch.tensor(a.log_probs + b.log_probs), torch.tensor(unbroken.log_probs), atol=1e-4)
 
@@ -449,12 +449,12 @@ def test_a_sample_that_resumes_is_the_unbroken_one(name, make_engine):
 def test_a_request_may_have_its_own_limit(name, make_engine):
     engine, params = make_engine(name), SamplingParams(n=2, max_new_tokens=9, ignore_eos=True)
     prompts = make_prompts([9, 4])
-    whole = engine.generate(prompts, params, step=1)
-    limited = [dataclasses.replace(prompt, max_new_tokens=most) for prompt, most in zip(prompts, (3, 20), strict=True)]
+    unlimited = engine.generate(prompts, params, step=1)
+    limited = [dataclasses.replace(prompt, max_new_tokens=cap) for prompt, cap in zip(prompts, (3, 20), strict=True)]
     completions = engine.generate(limited, params, step=1)
     assert [len(c.token_ids) for c in completions] == [3, 3, 9, 9]
     assert [c.token_ids for c in completions] == [
-        c.token_ids[: len(f.token_ids)] for c, f in zip(whole, completions, strict=True)
+        c.token_ids[: len(f.token_ids)] for c, f in zip(unlimited, completions, strict=True)
     ]
     assert {c.finish_reason for c in completions} == {"length"}
 

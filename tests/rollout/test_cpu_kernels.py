@@ -208,10 +208,10 @@ def test_bfloat16_is_as_near_to_float64_as_torch(kernels, name, load, odd_models
     exact_engine = make_engine("native", module=copy.deepcopy(module).double())
     engine = make_engine("native", module=module)
     lengths = range(5, 37)
-    asked = {"lengths": lengths, "n": 1, "max_new_tokens": 1}
-    exact = generate(exact_engine, **asked)
-    ours = generate(engine, **asked)
-    theirs = by_torch(monkeypatch, engine, **asked)
+    one_token = {"lengths": lengths, "n": 1, "max_new_tokens": 1}
+    exact = generate(exact_engine, **one_token)
+    ours = generate(engine, **one_token)
+    theirs = by_torch(monkeypatch, engine, **one_token)
 
     def error(completions):
         pairs = [
@@ -235,8 +235,8 @@ def test_samples_do_not_depend_on_slots_neighbours_order_or_pieces(kernels, dtyp
     lengths = [3 + 5 * (i % 7) for i in range(16)]
     settings = {"n": 2, "max_new_tokens": 12, "temperature": 0.8, "lengths": lengths}
     runs = [
-        generate(make_engine("native", module=module, max_num_seqs=slots, max_num_batched_tokens=tokens), **asked)
-        for slots, tokens, asked in ((32, 8192, settings), (7, 19, settings), (1, 5, {**settings, "expected": 3}))
+        generate(make_engine("native", module=module, max_num_seqs=slots, max_num_batched_tokens=tokens), **sampling)
+        for slots, tokens, sampling in ((32, 8192, settings), (7, 19, settings), (1, 5, {**settings, "expected": 3}))
     ]
     assert [c.token_ids for c in runs[0]] == [c.token_ids for c in runs[1]] == [c.token_ids for c in runs[2]]
     assert [c.log_probs for c in runs[0]] == [c.log_probs for c in runs[1]] == [c.log_probs for c in runs[2]]
@@ -248,11 +248,11 @@ def test_a_response_that_is_read_again_as_a_prompt_goes_on_with_the_same_bits(ke
     function of the tokens up to it."""
     engine = make_engine("native", module=copy.deepcopy(load("qwen3")).to(dtype))
     prompt = make_prompts([21])[0]
-    whole = engine.generate([prompt], SamplingParams(n=4, max_new_tokens=30, temperature=0, ignore_eos=True), step=0)[0]
-    half = PromptRequest(0, (*prompt.token_ids, *whole.token_ids[:15]))
+    full = engine.generate([prompt], SamplingParams(n=4, max_new_tokens=30, temperature=0, ignore_eos=True), step=0)[0]
+    half = PromptRequest(0, (*prompt.token_ids, *full.token_ids[:15]))
     rest = engine.generate([half], SamplingParams(n=1, max_new_tokens=15, temperature=0, ignore_eos=True), step=0)[0]
-    assert rest.token_ids == whole.token_ids[15:]
-    assert rest.log_probs == whole.log_probs[15:]
+    assert rest.token_ids == full.token_ids[15:]
+    assert rest.log_probs == full.log_probs[15:]
 
 
 def test_threads_do_not_change_bits(kernels, dtype, load, make_engine):

@@ -340,8 +340,8 @@ def test_what_replaces_a_kernel_waits_for_nothing():
         by_torch(pointwise.write_kv)(qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
         by_torch(pointwise.swiglu)(by_torch(pointwise.add_norm)(qkv, qkv, qkv[0], 1e-6)[1])
         slots = (torch.tensor([0, 3, 6, 9, 12]), torch.tensor([1, 0, 2, 2, 0]), 3, None, 0)
-        own = (qkv, turns, turns, None, None, 0.0, torch.zeros(2, 15, 2, 4), *slots, 3, 0, 0.5)
-        by_torch(decoding.attend_decode)(*own, torch.ones(2, 15, 2, 4), *slots, places, places)
+        arguments = (qkv, turns, turns, None, None, 0.0, torch.zeros(2, 15, 2, 4), *slots, 3, 0, 0.5)
+        by_torch(decoding.attend_decode)(*arguments, torch.ones(2, 15, 2, 4), *slots, places, places)
     assert (probs.gather(1, tokens[:, None]) >= threshold).all()
 
 
@@ -462,7 +462,7 @@ def test_attention_of_a_step_is_that_to_all_keys(window, cached, monkeypatch):
     gather, place = (torch.from_numpy(x) for x in assign_places(np.array([1, 0, 1]), 2, 2))
     table = torch.randperm(20, dtype=torch.int32).view(5, 4) if cached else None
     starts = torch.arange(5) if cached else torch.arange(5) * 16
-    own = decoding.Slots(starts[[2, 0, 1]], lengths, 16, table, size if cached else 0)
+    row_slots = decoding.Slots(starts[[2, 0, 1]], lengths, 16, table, size if cached else 0)
     shared = decoding.Slots(starts[[4, 3]], prompts, 16, table, size if cached else 0)
     before = torch.randn(2, 80, kv_heads, dim, dtype=torch.float64)
     qkv, turns = torch.randn(3, (heads + 2 * kv_heads) * dim).double(), torch.randn(2, 3, dim).double()
@@ -473,11 +473,11 @@ def test_attention_of_a_step_is_that_to_all_keys(window, cached, monkeypatch):
             monkeypatch.setattr(decoding, "FLASH", PLAIN)
         store = before.clone()
         prompts_too = (store, decoding.SharedPrompts(shared, gather, place)) if window is None else ()
-        out = decoding.attend_new_tokens(qkv, *turns, (None, None, 0.0), store, own, window, 0.3, *prompts_too)
+        out = decoding.attend_new_tokens(qkv, *turns, (None, None, 0.0), store, row_slots, window, 0.3, *prompts_too)
         q = pointwise.rotated(qkv.unflatten(1, (-1, dim))[:, :heads], *turns)
         results.append(out)
         for row in range(3):
-            keys = decoding._places(own, torch.arange(16)[None], store)[row][: lengths[row] + 1]
+            keys = decoding._places(row_slots, torch.arange(16)[None], store)[row][: lengths[row] + 1]
             keys = keys[-window:] if window else torch.cat([
                 keys, decoding._places(shared, torch.arange(16)[None], store)[[1, 0, 1][row]][: prompts[[1, 0, 1][row]]]
             ])  # fmt: skip
@@ -566,12 +566,12 @@ def test_stores_that_stay_over_training_change_nothing(cache, n, device, monkeyp
     assert_same(again, expected, tolerance=0)
 
 
-@pytest.mark.parametrize(("most", "stays"), [(50, True), (70, False)])
-def test_stores_stay_where_the_device_has_memory_left_over_from_training(most, stays, monkeypatch):
+@pytest.mark.parametrize(("peak", "stays"), [(50, True), (70, False)])
+def test_stores_stay_where_the_device_has_memory_left_over_from_training(peak, stays, monkeypatch):
     """Of 100 bytes, 5 are other processes'."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (35, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
-    monkeypatch.setattr(backend, "most_memory_allocated", lambda device: most)
+    monkeypatch.setattr(backend, "most_memory_allocated", lambda device: peak)
     assert backend._has_room(torch.device("cuda", 0), 20) is stays
     assert not backend._has_room(torch.device("cpu"), 0)
 

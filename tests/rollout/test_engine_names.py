@@ -115,6 +115,6 @@ def test_every_route_that_verl_calls_is_looked_up():
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get", "post") and node.args
         if isinstance(node.args[0], ast.Constant) and str(node.args[0].value).startswith("/")
     }
-    known = {name.partition(":")[2] for ways in USES.values() for name in ways[SERVICE]}
+    routes = {name.partition(":")[2] for ways in USES.values() for name in ways[SERVICE]}
     assert len(called) > 6
-    assert called <= known
+    assert called <= routes

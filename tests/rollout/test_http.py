@@ -59,10 +59,10 @@ def test_tokens_in_and_tokens_out(make):
     assert sorted((c.ordinal, c.sample) for c in ended) == [(c.ordinal, c.sample) for c in completions]
     assert [c.token_ids[0] for c in completions[::2]] == [p.token_ids[-1] for p in prompts]
     assert completions[0].log_probs == [-0.5, -0.25]
-    asked = service.bodies("/v1/completions")
-    assert all((b["model"], b["temperature"], b["top_k"], b["stop"]) == ("served", 0.8, 5, ["x"]) for b in asked)
-    assert all(b["return_token_ids"] and b["stop_token_ids"] == [9, EOS] for b in asked)
-    assert len({b["seed"] for b in asked}) == 6
+    bodies = service.bodies("/v1/completions")
+    assert all((b["model"], b["temperature"], b["top_k"], b["stop"]) == ("served", 0.8, 5, ["x"]) for b in bodies)
+    assert all(b["return_token_ids"] and b["stop_token_ids"] == [9, EOS] for b in bodies)
+    assert len({b["seed"] for b in bodies}) == 6
     assert engine.stats()["num_generated_tokens"] == 12
 
 
@@ -87,11 +87,11 @@ def test_a_repeated_request_is_one_sample(make):
 
 def test_a_service_says_when_to_ask_again(make, monkeypatch):
     """Retry-After, in seconds, up to half a minute; a date is not read."""
-    waits, asked = [], iter(["2", "9999", "Sun, 06 Nov 1994 08:49:37 GMT"])
+    waits, headers = [], iter(["2", "9999", "Sun, 06 Nov 1994 08:49:37 GMT"])
     monkeypatch.setattr(client.time, "sleep", waits.append)
 
     def busy(body):
-        if wait := next(asked, None):
+        if wait := next(headers, None):
             return Raw(lambda: [f"HTTP/1.1 429 Busy\r\nRetry-After: {wait}\r\nContent-Length: 0\r\n\r\n".encode()])
         return completion(body)
 
@@ -220,11 +220,11 @@ def test_stop_strings_are_looked_for_here(num_made, text, ending, num_asked, mak
     params = SamplingParams(max_new_tokens=len(script), stop=("x",), stop_token_ids=(stop_token,))
     with running({"/v1/models": MODELS, "/v1/completions": answer}) as service:
         (completions,) = make(service.url).generate([prompt], params, step=0)
-    asked = service.bodies("/v1/completions")
-    assert (tokenizer.decode(completions.token_ids), completions.finish_reason, len(asked)) == (*ending, num_asked)
+    bodies = service.bodies("/v1/completions")
+    assert (tokenizer.decode(completions.token_ids), completions.finish_reason, len(bodies)) == (*ending, num_asked)
     assert len(completions.log_probs) == len(completions.token_ids)
-    assert len({b["seed"] for b in asked}) == num_asked
-    assert [b["stop"] for b in asked[1:]] == [[]] * (num_asked - 1)
+    assert len({b["seed"] for b in bodies}) == num_asked
+    assert [b["stop"] for b in bodies[1:]] == [[]] * (num_asked - 1)
 
 
 def test_log_probs_of_what_a_filter_left_are_refused(make):
@@ -263,11 +263,11 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
     assert all(torch.equal(served.get_parameter(name), p) for name, p in weights_of(module))
     assert not list(tmp_path.iterdir())  # what has been read is removed
     keys = sample_keys(PARAMS.seed, 2, torch.tensor([0, 0]), torch.tensor([0, 1])).tolist()
-    asked = [b for b in service.bodies("/v1/completions") if b["max_tokens"] == PARAMS.max_new_tokens]
-    assert sorted(b["vllm_xargs"]["verl_draw"] for b in asked) == sorted(
+    bodies = [b for b in service.bodies("/v1/completions") if b["max_tokens"] == PARAMS.max_new_tokens]
+    assert sorted(b["vllm_xargs"]["verl_draw"] for b in bodies) == sorted(
         draw_arguments(key, 0, PARAMS)["verl_draw"] for key in keys
     )
-    assert all(b["temperature"] == 0.0 for b in asked)
+    assert all(b["temperature"] == 0.0 for b in bodies)
 
 
 def test_a_restart_within_a_step_is_noticed(make, load, tmp_path):

@@ -76,11 +76,11 @@ def request_of(tokenizer):
     config, pictures = DataConfig(), [picture(seed) for seed in range(3)]
     encoder, question = PromptEncoder(tokenizer, config), [{"role": "user", "content": "<image>A<image>?"}]
     prompt = encoder.encode_row(image_messages(question, {"images": pictures[:2]}, config)[0], "row", pictures[:2])
-    shown = encoder.images.read(pictures[2:], "row").media
-    turn = tokenizer.encode(f"B{shown.texts[0]}?", add_special_tokens=False)
+    media = encoder.images.read(pictures[2:], "row").media
+    turn = tokenizer.encode(f"B{media.texts[0]}?", add_special_tokens=False)
     ids = (*prompt.ids, 11, *turn)
     places = [place for place, token in enumerate(ids) if token == IMAGE and place > len(prompt.ids)]
-    span = MediaSpan(places[0], places[-1] + 1 - places[0], shown)
+    span = MediaSpan(places[0], places[-1] + 1 - places[0], media)
     return PromptRequest(0, ids, num_drawn=1 + len(turn), media=prompt.media, spans=(span,))
 
 
@@ -90,9 +90,9 @@ def test_services_get_a_token_and_a_data_url_for_each_image(name, folder):
         engine = engine_of(name, folder, service.url)
         done = engine.generate([request_of(engine.tokenizer)], PARAMS, step=1)
     assert [(d.token_ids, d.log_probs) for d in done] == [([11, 12] * 2, [-0.5, 0.0] * 2)] * 2, "each gives two tokens"
-    asked = [body for body in service.bodies(ROUTES[name]) if "image_data" in body or "content_parts" in body]
-    assert len(asked) == 4
-    for body in asked:
+    bodies = [body for body in service.bodies(ROUTES[name]) if "image_data" in body or "content_parts" in body]
+    assert len(bodies) == 4
+    for body in bodies:
         assert (body.get("token_ids") or body["input_ids"]).count(IMAGE) == 3
         urls = body.get("image_data") or [part["url"] for part in body["content_parts"]]
         assert [opened(url).tobytes() for url in urls] == [picture(seed).tobytes() for seed in range(3)]

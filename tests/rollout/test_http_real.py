@@ -91,11 +91,11 @@ def serving(folder, log_folder, *arguments, length=256):
 
 def make(url, folder, tokenizer, **service):
     keys = f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
-    loaded, own = transfer_of_run(*keys)
+    loaded, spec = transfer_of_run(*keys)
     settings = ServiceConfig(url=url, timeout_s=60.0, num_retries=1, **service)
     config = RolloutConfig(name="http", max_num_seqs=8, max_model_len=256, service=settings)
     return ENGINES.get("http")(
-        skeleton(loaded.actor_rollout_ref.model, own.dtype), tokenizer, config, eos_token_ids=[EOS], transfer=own
+        skeleton(loaded.actor_rollout_ref.model, spec.dtype), tokenizer, config, eos_token_ids=[EOS], transfer=spec
     )
 
 

@@ -36,8 +36,8 @@ def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepac
     holds = {engine.invariance().holds for engine in built}
     assert len(holds) == 1, "says one thing for all numbers of slots"
     if True in holds:
-        first, *others = [bits(engine, n) for engine in built]
-        assert all(other == first for other in others)
+        first, *repeats = [bits(engine, n) for engine in built]
+        assert all(other == first for other in repeats)
     else:
         assert built[0].invariance().why
 

@@ -49,7 +49,7 @@ def by_token(num_tokens, generator):
 def test_attention_over_prefix_and_own_part(window, softcap, shared):
     """Three prompts in chunks, then decode steps of rows in mixed order together with a prompt chunk."""
     generator = torch.Generator().manual_seed(0)
-    own, prefix = SlotStore(keys_as_columns=True), SlotStore()
+    row_store, prefix = SlotStore(keys_as_columns=True), SlotStore()
     lengths, row_slot = [4, 9, 1], [1, 0, 1, 1, 2] if shared else [0, 1, 2]
     history = [([], []) for _ in lengths]  # keys and values of each prompt
     scoring = Scoring(0.3, window, softcap)
@@ -76,9 +76,9 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
     rows = [([*history[s][0]], [*history[s][1]]) for s in row_slot]
     prompt = np.array([lengths[s] for s in row_slot])
     drawn = np.array([0, 3, 1, 0, 2] if shared else [0, 0, 0])  # rows that began earlier than others
-    own.reserve(len(row_slot), 16, 16)
+    row_store.reserve(len(row_slot), 16, 16)
     members = Members(np.array(row_slot), np.array(lengths), torch.device("cpu")) if shared else None
-    stored = own.tensors(0, *by_token(1, generator)[1:])
+    stored = row_store.tensors(0, *by_token(1, generator)[1:])
     for row, count in enumerate(drawn):
         for _ in range(count):
             _, k, v = qkv(1, generator)
@@ -87,8 +87,8 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
             remember(rows[row], k, v, 0)
     if not shared:
         for row, slot in enumerate(row_slot):
-            own.put(row, prefix.take(slot, lengths[slot]))
-    decoding = DecodeRows(own, prefix, len(row_slot), members, torch.device("cpu"))
+            row_store.put(row, prefix.take(slot, lengths[slot]))
+    decoding = DecodeRows(row_store, prefix, len(row_slot), members, torch.device("cpu"))
     for step in range(3):
         own_lengths = drawn + step + (0 if shared else prompt)
         positions = prompt + drawn + step
@@ -110,13 +110,13 @@ def test_rows_of_very_different_lengths(seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = np.sort(np.random.default_rng(seed).integers(1, 200, 40))[::-1].copy()
     assert len(length_blocks(lengths)) > 1
-    own = SlotStore(keys_as_columns=True)
-    own.reserve(40, 201, 201)
-    keys, values = own.tensors(0, *by_token(1, generator)[1:])
+    row_store = SlotStore(keys_as_columns=True)
+    row_store.reserve(40, 201, 201)
+    keys, values = row_store.tensors(0, *by_token(1, generator)[1:])
     keys.normal_(generator=generator)
     values.normal_(generator=generator)
     q, k, v = qkv(40, generator)
-    decoding = DecodeRows(own, SlotStore(), 40, None, torch.device("cpu"))
+    decoding = DecodeRows(row_store, SlotStore(), 40, None, torch.device("cpu"))
     decoding.advance(lengths, lengths)
     layout = StepLayout(decoding, SlotStore(), [])
     out = layout.attend(0, q, k, v, Scoring(WIDTH**-0.5))

@@ -35,10 +35,10 @@ def samples(engine, n, prompts=None, new=40):
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("max_tokens", [None, 640, 200])
 def test_samples_match_a_whole_cache(make_engine, n, max_tokens):
-    whole, before = samples(make_engine("native", max_num_seqs=16), n)
+    unpaged, before = samples(make_engine("native", max_num_seqs=16), n)
     paged = config(enable_paged_attention=True, max_tokens=max_tokens)
     tokens, stats = samples(make_engine("native", max_num_seqs=16, kv_cache_config=paged), n)
-    assert tokens == whole
+    assert tokens == unpaged
     assert "kv_fragmentation" not in before
     assert 0 < stats["kv_fragmentation"] < 1
     assert stats["kv_cache_bytes"] < before["kv_cache_bytes"]
@@ -112,10 +112,10 @@ class TestPagedStore:
         assert len(store._maps) == 2
 
     def test_contents_match_a_block_store(self):
-        paged, whole = self.filled([16, 48], slots=3, capacity=64), BlockStore(self.SHAPE)
-        whole.reserve(3, 64, 64)
-        whole.view()
+        paged, unpaged = self.filled([16, 48], slots=3, capacity=64), BlockStore(self.SHAPE)
+        unpaged.reserve(3, 64, 64)
+        unpaged.view()
         taken = paged.take(1, 48, copy=True)
-        whole.put(2, taken)
+        unpaged.put(2, taken)
         paged.move([1], [2], 48)
-        assert torch.equal(paged._blocks[1][2, :, :3], whole._blocks[1][2, :, :3])
+        assert torch.equal(paged._blocks[1][2, :, :3], unpaged._blocks[1][2, :, :3])

@@ -34,8 +34,8 @@ def paused(make_engine, name, n, between=lambda: None, **settings):
     return prompts, list(zip(first, engine.generate(again, sampling(n, LIMIT), step=2), strict=True)), engine
 
 
-def sampling(n, most):
-    return SamplingParams(n=n, max_new_tokens=most, ignore_eos=True)
+def sampling(n, max_tokens):
+    return SamplingParams(n=n, max_new_tokens=max_tokens, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("name", "n"), [("native", 3), ("native", 1), ("device", 3), ("device", 1), ("torch", 3)])
@@ -70,13 +70,13 @@ def test_with_equal_weights_parts_are_the_whole_sample(make_engine, tmp_path, dt
     path = make_tiny_model(tmp_path / "model")
     module = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype=getattr(torch, dtype))
     settings = {"module": module, "batch_invariant": "require"}
-    whole = make_engine("native", max_num_seqs=8, **settings).generate(
+    unbroken = make_engine("native", max_num_seqs=8, **settings).generate(
         make_prompts(LENGTHS), sampling(3, LIMIT), step=1
     )
     settings |= {} if cache is None else {"kv_cache_config": cache}
     _, parts, engine = paused(make_engine, "native", 3, **settings)
-    assert [first.token_ids + second.token_ids for first, second in parts] == [c.token_ids for c in whole]
-    assert [first.log_probs + second.log_probs for first, second in parts] == [c.log_probs for c in whole]
+    assert [first.token_ids + second.token_ids for first, second in parts] == [c.token_ids for c in unbroken]
+    assert [first.log_probs + second.log_probs for first, second in parts] == [c.log_probs for c in unbroken]
     assert (engine.stats().get("num_preempted", 0) > 0) == (cache is not None)
 
 

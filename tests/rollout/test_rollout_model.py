@@ -56,14 +56,14 @@ def test_parts_of_the_new_weights_make_the_whole(folders):
     for replica in replicas:
         replica.load(trained.named_parameters())
     cut = 0
-    for name, whole in named(trained).items():
+    for name, full in named(trained).items():
         pieces = [named(replica.module)[name] for replica in replicas]
-        different = [d for d in range(whole.dim()) if pieces[0].shape[d] != whole.shape[d]]
+        different = [d for d in range(full.dim()) if pieces[0].shape[d] != full.shape[d]]
         for dim in different:
             cut += 1
-            assert torch.equal(torch.cat(pieces, dim), whole), name
+            assert torch.equal(torch.cat(pieces, dim), full), name
         if not different:
-            assert all(torch.equal(piece, whole) for piece in pieces), name
+            assert all(torch.equal(piece, full) for piece in pieces), name
     assert cut > 0
 
 
@@ -118,14 +118,14 @@ def test_the_sum_over_ranks(family, num_experts, tmp_path, monkeypatch):
     modules = [load_causal_lm(path, dtype=torch.float64) for _ in range(3)]
     for rank, module in enumerate(modules[1:]):
         assert NAME in experts.divide_experts(module, Place(rank), experts.SummedExperts)
-    whole, *parts = (module.get_submodule(NAME) for module in modules)
+    full, *parts = (module.get_submodule(NAME) for module in modules)
     assert [len(part.down_proj) for part in parts] == [(num_experts + 1) // 2, num_experts // 2]
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(6, whole.down_proj.shape[1], dtype=torch.float64, generator=generator)
+    hidden = torch.randn(6, full.down_proj.shape[1], dtype=torch.float64, generator=generator)
     chosen = torch.rand(6, num_experts, generator=generator).topk(2).indices
     weights = torch.rand(6, 2, dtype=torch.float64, generator=generator)
     with torch.no_grad():
-        expected = whole(hidden, chosen, weights)
+        expected = full(hidden, chosen, weights)
         total = sum(part(hidden, chosen, weights) for part in parts)
     assert torch.allclose(total, expected, rtol=1e-13, atol=1e-15)
     assert expected.abs().max() > 0

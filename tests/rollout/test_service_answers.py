@@ -96,13 +96,13 @@ def test_a_sample_is_one_or_is_refused(kind, data):
 def test_every_other_answer_is_read_or_refused(data):
     kind = data.draw(st.sampled_from(["vllm", "sglang"]))
     right = data.draw(st.sampled_from(sorted(answers_of(kind, VOCABULARY).items())))[1]
-    asked, dialect = Recorded(data.draw(damaged(right))), DIALECTS[kind]()
+    client, dialect = Recorded(data.draw(damaged(right))), DIALECTS[kind]()
     description = {"folder": "somewhere", "number": 1, "entries": []}
-    refusal(lambda: served_model(asked, None, "somewhere/model"))
-    refusal(lambda: dialect.check(asked, "somewhere/model", None, VOCABULARY))
-    refusal(lambda: dialect.update(asked, description, "reader"))
-    refusal(lambda: dialect.version(asked))
-    refusal(lambda: dialect.label(asked, 3))
+    refusal(lambda: served_model(client, None, "somewhere/model"))
+    refusal(lambda: dialect.check(client, "somewhere/model", None, VOCABULARY))
+    refusal(lambda: dialect.update(client, description, "reader"))
+    refusal(lambda: dialect.version(client))
+    refusal(lambda: dialect.label(client, 3))
 
 
 @pytest.mark.parametrize("kind", ["openai", "sglang"])
@@ -176,9 +176,9 @@ def test_an_answer_without_end_is_not_read_whole():
             yield b" " * (1 << 16)
 
     with running({"/v1/models": Raw(parts)}) as service:
-        asked = Client(service.url, token_env="", timeout_s=30.0, num_retries=0)
+        client = Client(service.url, token_env="", timeout_s=30.0, num_retries=0)
         with pytest.raises(ModelError, match="GET /v1/models with more than 4,194,304 bytes"):
-            asked.get("/v1/models")
+            client.get("/v1/models")
     assert num_sent < 1 << 25, "sockets hold a few megabytes of what nobody reads"
 
 
@@ -207,9 +207,9 @@ def test_a_reply_with_half_a_character_can_be_written(load, tmp_path):
 
 def test_terminal_escapes_of_a_service_are_not_printed():
     with running({"/v1/models": (500, "\x1b[2J\x1b]0;owned\x07 no")}) as service:
-        asked = Client(service.url, token_env="", timeout_s=5.0, num_retries=0)
+        client = Client(service.url, token_env="", timeout_s=5.0, num_retries=0)
         with pytest.raises(ModelError) as caught:
-            asked.get("/v1/models")
+            client.get("/v1/models")
     assert str(caught.value).isprintable()
 
 
@@ -233,17 +233,17 @@ def test_requests_under_way_are_dropped_when_a_generation_closes():
     """Their threads would hold up the end of the process for as long as the service is silent."""
     silent = threading.Event()
     with running({"/v1/models": lambda body: silent.wait(120)}) as service:
-        asked, outcomes = Client(service.url, token_env="", timeout_s=60.0, num_retries=3), []
+        client, outcomes = Client(service.url, token_env="", timeout_s=60.0, num_retries=3), []
 
         def ask():
             with pytest.raises(CancelledError):
-                asked.get("/v1/models")
+                client.get("/v1/models")
             outcomes.append("cancelled")
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        assert wait_until(lambda: service.asked)
-        asked.cancel()
+        assert wait_until(lambda: service.requests)
+        client.cancel()
         thread.join(120)
         silent.set()
         assert outcomes == ["cancelled"]

@@ -143,8 +143,8 @@ def test_log_probs_are_at_the_sampling_temperature(engine, folder):
         with torch.no_grad():
             logits = module(torch.tensor([ids])).logits[0].float() / 0.7
         rows = torch.log_softmax(logits, -1)[-len(completion.token_ids) - 1 : -1]
-        own = rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert (own - torch.tensor(completion.log_probs)).abs().max() < 1e-5
+        log_probs = rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert (log_probs - torch.tensor(completion.log_probs)).abs().max() < 1e-5
 
 
 def test_the_end_of_the_context_is_reached(engine):

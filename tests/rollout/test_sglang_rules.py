@@ -34,16 +34,16 @@ def sglang(next_token=scripted, **rules):
     return SimulatedSGLang("a/model", next_token, VOCABULARY, **rules)
 
 
-@pytest.mark.parametrize("others", [(), (EOS,), (EOS, 101, 40, 7)])
+@pytest.mark.parametrize("further_eos", [(), (EOS,), (EOS, 101, 40, 7)])
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_samples_end_where_the_native_ones_do(ignore_eos, others, make, load, tokenizer):
+def test_samples_end_where_the_native_ones_do(ignore_eos, further_eos, make, load, tokenizer):
     """Whichever tokens SGLang takes for ends besides. Greedy responses hold a stop token and tokens that only it knows."""
     model = Model(load("llama"))
-    server = sglang(lambda ids, position, params: model.next_token(ids, 1, position, params), eos_token_ids=others)
+    server = sglang(lambda ids, position, params: model.next_token(ids, 1, position, params), eos_token_ids=further_eos)
     prompts = make_prompts([3, 9, 17])
     native = ENGINES.get("native")(load("llama"), tokenizer, RolloutConfig(), eos_token_ids=[EOS])
     text = [c.token_ids for c in native.generate(prompts, SamplingParams(temperature=0, max_new_tokens=16), step=0)]
-    server.eos_token_ids = (*others, *(tokens[1] for tokens in text[:1] if others))
+    server.eos_token_ids = (*further_eos, *(tokens[1] for tokens in text[:1] if further_eos))
     for stops in ((), (text[1][3],), (EOS,)):
         params = SamplingParams(temperature=0, max_new_tokens=16, stop_token_ids=stops, ignore_eos=ignore_eos)
         with running(server.answers) as service:
@@ -151,11 +151,11 @@ def test_no_default_of_a_service_is_left(make):
     with running(answers) as service:
         for name in ("http", "sglang"):
             make(service, name).generate(make_prompts([3]), one, step=0)
-        asked = [service.bodies("/v1/completions")[-1], service.bodies("/generate")[-1]["sampling_params"]]
+        bodies = [service.bodies("/v1/completions")[-1], service.bodies("/generate")[-1]["sampling_params"]]
     neutral = {
         "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }  # fmt: skip
-    for body in asked:
+    for body in bodies:
         assert {name: body.get(name) for name in neutral} == neutral
         assert len(body["stop"]) == 32, "SGLang takes no more"
         assert "" not in body["stop"]
@@ -166,6 +166,6 @@ def test_requests_side_by_side_are_as_many_as_configured(make, monkeypatch):
         engine = make(service, max_num_seqs=300)
         engine.generate(make_prompts([3] * 280), SamplingParams(max_new_tokens=1), step=0)
     assert engine.stats()["max_running"] == 280
-    for limit, most in ((1024, 768), (64, 16)):
+    for limit, num_connections in ((1024, 768), (64, 16)):
         monkeypatch.setattr(resource, "getrlimit", lambda name, limit=limit: (limit, limit))
-        assert most_connections() == most
+        assert most_connections() == num_connections

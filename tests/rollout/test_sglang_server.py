@@ -54,8 +54,8 @@ def make(load, tokenizer, note):
         settings = RolloutConfig(
             name="sglang", max_num_seqs=4, max_model_len=64, tensor_model_parallel_size=2, **config
         )
-        own = dataclasses.replace(weight_transfer("a/model"), visible_devices=("4", "5"), start_timeout_s=60.0)
-        engines.append(ENGINES.get("sglang")(load("llama"), tokenizer, settings, eos_token_ids=[EOS], transfer=own))
+        spec = dataclasses.replace(weight_transfer("a/model"), visible_devices=("4", "5"), start_timeout_s=60.0)
+        engines.append(ENGINES.get("sglang")(load("llama"), tokenizer, settings, eos_token_ids=[EOS], transfer=spec))
         return engines[-1]
 
     yield build
@@ -137,8 +137,8 @@ def test_arguments_follow_the_config(load):
     config = RolloutConfig(
         prompt_length=20, response_length=12, seed=5, enable_prefix_caching=False, gpu_memory_utilization=0.4
     )
-    own = {"schedule_conservativeness": 0.5, "cuda_graph_bs": [1, 2], "random_seed": 7, "dtype": None}
-    config = dataclasses.replace(config, engine_kwargs=dataclasses.replace(config.engine_kwargs, sglang=own))
+    more = {"schedule_conservativeness": 0.5, "cuda_graph_bs": [1, 2], "random_seed": 7, "dtype": None}
+    config = dataclasses.replace(config, engine_kwargs=dataclasses.replace(config.engine_kwargs, sglang=more))
     words = arguments(config, weight_transfer("a/model"), load("llama"), 8123)
     said = " ".join(words)
     for part in (

@@ -95,8 +95,8 @@ def test_a_sample_resumes_behind_images(family, module, name):
             request.ordinal, (*request.token_ids, *response), num_drawn=len(response), media=request.media
         )
         (done,) = engine.generate([resumed], GREEDY, step=1)
-        whole = cached_log_probs(random_model(family), request.token_ids, request.media, (*response, *done.token_ids))
-        assert torch.allclose(torch.tensor(done.log_probs), whole[len(response) :], rtol=0, atol=1e-5)
+        full = cached_log_probs(random_model(family), request.token_ids, request.media, (*response, *done.token_ids))
+        assert torch.allclose(torch.tensor(done.log_probs), full[len(response) :], rtol=0, atol=1e-5)
 
 
 @by_engine
@@ -117,8 +117,8 @@ def test_a_turn_follows_images(family, module, name):
     generation.close()
     for request in requests:
         first, second = turns[request.ordinal, 0]
-        whole = (*first.token_ids, *answer, *second.token_ids)
-        expected = cached_log_probs(random_model(family), request.token_ids, request.media, whole)
+        tokens = (*first.token_ids, *answer, *second.token_ids)
+        expected = cached_log_probs(random_model(family), request.token_ids, request.media, tokens)
         assert torch.allclose(torch.tensor(second.log_probs), expected[-4:], rtol=0, atol=1e-5)
 
 
@@ -196,8 +196,8 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_the_time_of_its_images(fam
     generation.close()
     ids = (*prompt, *first.token_ids, *turn)
     moved = MediaSpan(len(ids) - len(turn) + 1, span.length, span.media)
-    whole = PromptRequest(0, ids, num_drawn=4 + len(turn), spans=(spans[0], moved))
-    (again,) = engine_of("native", module).generate([whole], turns, step=1)
+    resumed = PromptRequest(0, ids, num_drawn=4 + len(turn), spans=(spans[0], moved))
+    (again,) = engine_of("native", module).generate([resumed], turns, step=1)
     assert bits_of([turned]) == bits_of([again])
 
 

@@ -336,7 +336,7 @@ def test_a_missing_vllm_names_its_extra(monkeypatch):
 
 
 def test_an_untried_version_says_which_were_tried(caplog):
-    core.check_version(f"{core.KNOWN[0]}.0+cpu")
+    core.check_version(f"{core.TESTED_RELEASES[0]}.0+cpu")
     assert not caplog.records
     core.check_version("0.7.1")
     assert core.WORKING in caplog.text
@@ -345,7 +345,9 @@ def test_an_untried_version_says_which_were_tried(caplog):
 def test_a_vllm_that_has_moved_its_names_says_which_were_tried(load, monkeypatch):
     setup = make_setup(RolloutConfig(), weight_transfer(), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
     monkeypatch.setitem(sys.modules, "verl.rollout.vllm.library", None)  # importing it fails
-    with pytest.raises(ModelError, match=rf"vLLM could not start with model: .*known to work: {core.KNOWN[0]}"):
+    with pytest.raises(
+        ModelError, match=rf"vLLM could not start with model: .*known to work: {core.TESTED_RELEASES[0]}"
+    ):
         Core(setup)
 
 
@@ -430,13 +432,13 @@ def test_joint_experts_are_loaded_as_published_files_have_them():
 
 
 def test_sums_of_parts_explain_a_whole():
-    first, *others = pieces = [3, -(1 << 63), 1 << 62]
-    whole = sum(pieces)
-    assert _explained(pieces, whole, 2 * whole, 2), "each rank has all of it"
-    assert _explained(pieces, 5, whole - (1 << 64), 2), "the ranks have it together, in integers that wrap around"
-    assert _explained(pieces, 5, first + 2 * sum(others), 2), "two ranks have the same keys and values"
-    assert not _explained(pieces, 5, whole + 1, 2)
-    assert not _explained(pieces, whole + 1, whole + 1, 1)
+    first, *further = pieces = [3, -(1 << 63), 1 << 62]
+    total = sum(pieces)
+    assert _explained(pieces, total, 2 * total, 2), "each rank has all of it"
+    assert _explained(pieces, 5, total - (1 << 64), 2), "the ranks have it together, in integers that wrap around"
+    assert _explained(pieces, 5, first + 2 * sum(further), 2), "two ranks have the same keys and values"
+    assert not _explained(pieces, 5, total + 1, 2)
+    assert not _explained(pieces, total + 1, total + 1, 1)
 
 
 def test_a_message_runs_no_code_of_its_sender(tmp_path):

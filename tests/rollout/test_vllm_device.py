@@ -154,8 +154,8 @@ def test_the_engine_takes_the_gpu_of_its_rank(mode, visible, expected, load, mon
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     keys = ["rollout.name=vllm", f"rollout.mode={mode}", "actor.fsdp_config.dtype=float32"]
-    _, own = transfer_of_run(*(f"actor_rollout_ref.{key}" for key in keys), device="cuda:1")
-    setup = make_setup(RolloutConfig(), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
+    _, transfer = transfer_of_run(*(f"actor_rollout_ref.{key}" for key in keys), device="cuda:1")
+    setup = make_setup(RolloutConfig(), transfer, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert setup.environment.get("CUDA_VISIBLE_DEVICES") == expected
 
 
@@ -163,8 +163,8 @@ def spanning(device, load, *names):
     """The environment of an engine process that spans two GPUs of its run."""
     keys = ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "actor.fsdp_config.dtype=float32"]
     keys = (f"actor_rollout_ref.{key}" for key in keys)
-    config, own = transfer_of_run(*keys, device=device, visible_devices=names)
-    setup = make_setup(config.actor_rollout_ref.rollout, own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
+    config, transfer = transfer_of_run(*keys, device=device, visible_devices=names)
+    setup = make_setup(config.actor_rollout_ref.rollout, transfer, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert (setup.llm["tensor_parallel_size"], setup.llm["distributed_executor_backend"]) == (2, "mp")
     return setup.environment.get("CUDA_VISIBLE_DEVICES")
 

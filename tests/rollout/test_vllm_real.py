@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
 
 
 def make(folder, mode, tokenizer, **config):
-    loaded, own = transfer_of_run(
+    loaded, spec = transfer_of_run(
         f"actor_rollout_ref.model.path={folder}",
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
@@ -75,7 +75,7 @@ def make(folder, mode, tokenizer, **config):
     )
     rollout = loaded.actor_rollout_ref.rollout
     return ENGINES.get("vllm")(
-        skeleton(loaded.actor_rollout_ref.model, own.dtype), tokenizer, rollout, eos_token_ids=[EOS], transfer=own
+        skeleton(loaded.actor_rollout_ref.model, spec.dtype), tokenizer, rollout, eos_token_ids=[EOS], transfer=spec
     )
 
 
@@ -200,11 +200,11 @@ def test_conversations_are_the_native_ones(engine, folder, tokenizer):
 
 def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine, folder, tokenizer):
     module = changed(folder, 7)
-    whole = list(module.named_parameters())
+    weights = list(module.named_parameters())
     for wrong, words in (
-        (whole[:-1], "is missing parameter"),
-        ([(whole[0][0], whole[0][1][:5]), *whole[1:]], "which the rollout model lacks"),
-        ([*whole, ("model.other", torch.zeros(3))], "model.other"),
+        (weights[:-1], "is missing parameter"),
+        ([(weights[0][0], weights[0][1][:5]), *weights[1:]], "which the rollout model lacks"),
+        ([*weights, ("model.other", torch.zeros(3))], "model.other"),
     ):
         with pytest.raises(ModelError, match=words):
             engine.load(wrong)
@@ -263,10 +263,10 @@ def own_family(pid):
 
 def weights_with_a_kill(module, pid):
     """The parameters of `module`; the process `pid` is killed before the last two."""
-    whole = list(module.named_parameters())
-    yield from whole[:-2]
+    weights = list(module.named_parameters())
+    yield from weights[:-2]
     os.kill(pid, signal.SIGKILL)
-    yield from whole[-2:]
+    yield from weights[-2:]
 
 
 @pytest.mark.parametrize("moment", ["generating", "updating"])

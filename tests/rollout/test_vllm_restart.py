@@ -111,8 +111,8 @@ def builder(load, tokenizer, monkeypatch, kind, sending, device="cpu"):
         monkeypatch.setattr(engine, "RemoteCore", processes)
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=max_engine_restarts)
         keys = "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
-        own = dataclasses.replace(transfer_of_run(*keys, device=device)[1], **sending())
-        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own), processes
+        transfer = dataclasses.replace(transfer_of_run(*keys, device=device)[1], **sending())
+        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=transfer), processes
 
     return build
 
@@ -156,12 +156,12 @@ def test_a_batch_that_is_sampled_again_is_the_batch_that_was_asked_for(make, loa
     """In a smaller one, matmuls round otherwise."""
     rollout, processes = make()
     one_step(rollout, load("llama"), 1)
-    asked = []
-    around(SimulatedProcess, "add", lambda add, engine, rows: asked.append(list(rows)) or add(engine, rows))
+    batches = []
+    around(SimulatedProcess, "add", lambda add, engine, rows: batches.append(list(rows)) or add(engine, rows))
     processes.script = {len(processes.calls) + 6: lost()}
     rollout.generate(make_prompts([3, 5]), PARAMS, step=2)
-    assert len(asked) == 3, "prompt by prompt, and then all again"
-    assert asked[0] + asked[1] == asked[2]
+    assert len(batches) == 3, "prompt by prompt, and then all again"
+    assert batches[0] + batches[1] == batches[2]
 
 
 @pytest.mark.parametrize("lost_at", [None, 2, 4])

@@ -64,7 +64,7 @@ SMALL = {
     "attention_chunk_size": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 264,
     "num_kv_shared_layers": 0, "num_nextn_predict_layers": 0, "use_mamba_kernels": False, "tie_word_embeddings": True,
 }  # fmt: skip
-OWN = {
+SETTINGS = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2}, "gemma3n_text": {"num_hidden_layers": 5},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1}, "bamba": {"attn_layer_indices": [1]},
     "lfm2": {"layer_types": ["conv", "full_attention"]}, "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -96,7 +96,7 @@ def config_of(family: str):
     default = transformers.AutoConfig.for_model(family)
     names = {**{name: name for name in vars(default)}, **{n: n for n in default.attribute_map}}
     small = {name: value for name, value in SMALL.items() if name in names}
-    return transformers.AutoConfig.for_model(family, **{**small, **OWN.get(family, {})})
+    return transformers.AutoConfig.for_model(family, **{**small, **SETTINGS.get(family, {})})
 
 
 def build(family: str, folder: Path) -> None:

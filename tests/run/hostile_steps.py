@@ -15,7 +15,7 @@ from verl.models.tiny import make_tiny_model
 from verl.run.host import train
 
 ROWS, SAMPLES = 4, 4  # of a step
-MOST = 2.0  # times the median of the steps without a hostile sample
+MAX_RATIO = 2.0  # times the median of the steps without a hostile sample
 MAX_MB = 2.0  # in the run folder for one hostile sample: reward.max_result_kb and max_output_kb, and what says so
 _TRIES = 3  # a busy machine is no fault of a sample
 _STEPS = 12  # hostile steps of one run, each followed by an ordinary step
@@ -93,24 +93,24 @@ def of_row(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def cases(rng, count, folder):
-    """(kind of sample, "in time"). Raises AssertionError for a kind that makes a step slower than MOST times the median."""
+    """(kind of sample, "in time"). Raises AssertionError for a kind that makes a step slower than MAX_RATIO allows."""
     model = make_tiny_model(folder / "model")
-    left = [KINDS[i % len(KINDS)] for i in range(count)]
-    rng.shuffle(left)
-    slowest = dict.fromkeys(left, 0.0)
+    kinds = [KINDS[i % len(KINDS)] for i in range(count)]
+    rng.shuffle(kinds)
+    slowest = dict.fromkeys(kinds, 0.0)
     for number in range(_TRIES):
         slow = []
-        for first in range(0, len(left), _STEPS):
+        for first in range(0, len(kinds), _STEPS):
             where = folder / f"{number}_{first}"
-            for kind, ratio in steps_of(where, model, left[first : first + _STEPS], rng):
-                if ratio > MOST:
+            for kind, ratio in steps_of(where, model, kinds[first : first + _STEPS], rng):
+                if ratio > MAX_RATIO:
                     slow.append((kind, ratio))
                 else:
                     slowest[kind] = max(slowest[kind], ratio)
                     yield kind, "in time"
-        left = [kind for kind, _ in slow]
+        kinds = [kind for kind, _ in slow]
     print("slowest step over the median:", ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in sorted(slowest.items())))
-    assert not slow, f"steps that one sample made slower than {MOST} times the median, {_TRIES} times: {slow}"
+    assert not slow, f"steps that one sample made slower than {MAX_RATIO} times the median, {_TRIES} times: {slow}"
 
 
 def steps_of(folder, model, kinds, rng):
@@ -130,8 +130,8 @@ def steps_of(folder, model, kinds, rng):
     )
     assert written_mb < MAX_MB * (1 + len(kinds)), f"the run wrote {written_mb:.1f} MB beside {kinds}"
     usual = median(seconds[0::2])
-    own = [float((folder / f"once_{step}").read_text() or 0) for step, kind in enumerate(order) if kind]
-    times = zip(kinds, own, seconds[1::2], seconds[2::2], strict=True)
+    reward_s = [float((folder / f"once_{step}").read_text() or 0) for step, kind in enumerate(order) if kind]
+    times = zip(kinds, reward_s, seconds[1::2], seconds[2::2], strict=True)
     return [(kind, max(took - own_s, after) / usual) for kind, own_s, took, after in times]
 
 

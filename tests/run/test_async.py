@@ -74,11 +74,11 @@ def test_without_learning_samples_do_not_depend_on_the_queue(tiny_run, batches):
     """Weights that stay: whole, in parts, and however far ahead, the same tokens."""
     still = ("actor_rollout_ref.actor.optim.lr=1e-30", STEPS, "data.max_response_length=7")
     tiny_run(f"{PREFETCH}=2", *still, folder="whole")
-    whole = [tokens(b) for b in batches]
+    sampled = [tokens(b) for b in batches]
     batches.clear()
     for name, keys in (("parts", (PARTIAL,)), ("kept", (PARTIAL, OLDER_KEYS))):
         tiny_run(f"{PREFETCH}=2", *keys, *still, folder=name)
-        assert [tokens(b) for b in batches] == whole
+        assert [tokens(b) for b in batches] == sampled
         batches.clear()
 
 
@@ -131,9 +131,9 @@ def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, aroun
             for name, parameter in actor.engine.module.named_parameters():
                 parameter.copy_(copies[version][name])
         ours = actor.forward(batch, {"log_probs": "ours"}).batch["ours"]
-        of_version = batch.batch["token_weight_version"] == version
-        assert of_version.sum() == len(batch) * size
-        torch.testing.assert_close(sampled[of_version], ours[of_version], atol=1e-4, rtol=1e-4)
+        at_version = batch.batch["token_weight_version"] == version
+        assert at_version.sum() == len(batch) * size
+        torch.testing.assert_close(sampled[at_version], ours[at_version], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("partial", [slow(False), True, "kept"])

@@ -145,17 +145,17 @@ def test_each_row_has_the_teacher_of_its_source(distill, sources, teachers, tiny
                 f"{TEACHERS}.teacher_model.key=other", folder="refused")  # fmt: skip
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own reward", "built-in"])
-def test_rows_need_no_reference_answer(distill, tiny_task, tmp_path, own):
+@pytest.mark.parametrize("has_reward", [True, False], ids=["own reward", "built-in"])
+def test_rows_need_no_reference_answer(distill, tiny_task, tmp_path, has_reward):
     """A teacher by itself trains on prompts. The user's reward function is still called; a built-in one is not."""
     rows = read_lines(tiny_task / "train.jsonl")
     file = write_lines(tmp_path / "prompts.jsonl", ({"prompt": row["prompt"]} for row in rows))
     reward = write_reward(tmp_path, "return 2.0 if ground_truth is None else 1.0")
-    reward = reward if own else "reward.custom_reward_function.path=null"
+    reward = reward if has_reward else "reward.custom_reward_function.path=null"
     files = (f"data.train_files={file}", f"data.val_files={file}")
     (row,) = distill(*ALONE, *files, "trainer.total_training_steps=1", reward).training_rows()
     assert row["distillation/abs_loss"] > 0
-    assert row["critic/score/mean"] == (2.0 if own else 0.0)
+    assert row["critic/score/mean"] == (2.0 if has_reward else 0.0)
     with pytest.raises(DataError, match="row 0.*field 'data_source' must be a text"):
         distill(f"data.train_files={file}", folder="rewarded")
 
@@ -177,10 +177,10 @@ def test_gkd_trains_on_samples_in_a_share_of_steps(distill, answers):
     kinds = []
     for step in range(1, 7):
         rows = run.samples_of(step)
-        of_rows = {row["response"].startswith("the answer") for row in rows}
-        assert len(of_rows) == 1
-        assert all(("log_probs" in row) != of_rows.copy().pop() for row in rows)
-        kinds.append(of_rows.pop())
+        are_rows = {row["response"].startswith("the answer") for row in rows}
+        assert len(are_rows) == 1
+        assert all(("log_probs" in row) != are_rows.copy().pop() for row in rows)
+        kinds.append(are_rows.pop())
     assert {True, False} == set(kinds)
     again = distill(*settings, "distillation.on_policy_share=0.5", folder="again")
     assert again.repeatable == run.repeatable

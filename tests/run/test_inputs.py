@@ -308,6 +308,14 @@ NAMED = {
 }
 
 
+def changed(overrides, edit):
+    """Names of the digests of a PPO run that `edit()` changes."""
+    before = digests("ppo", overrides)
+    edit()
+    after = digests("ppo", overrides)
+    return {name for name in before if after[name] != before[name]}
+
+
 @pytest.mark.parametrize("key", NAMED)
 def test_a_byte_of_every_file_that_a_key_names_counts(key, make_inputs, overrides_of, tmp_path, monkeypatch):
     value, text = NAMED[key]
@@ -319,11 +327,8 @@ def test_a_byte_of_every_file_that_a_key_names_counts(key, make_inputs, override
         file = tmp_path / file
     file.write_text(text)
     overrides = overrides_of("ppo", inputs, f"{key}={value.format(file=named, module='named')}")
-    before = digests("ppo", overrides)
-    assert digests("ppo", overrides) == before
-    file.write_text(text + "\n")
-    after = digests("ppo", overrides)
-    assert {name for name in before if after[name] != before[name]} == {key}
+    assert digests("ppo", overrides) == digests("ppo", overrides)
+    assert changed(overrides, lambda: file.write_text(text + "\n")) == {key}
 
 
 # keys of files, by the reason for which NAMED has no row
@@ -352,8 +357,8 @@ def test_every_key_that_names_files_is_in_the_list(program):
     reasons = tuple(ending for endings in SOURCES.values() for ending in endings)
     leaves = PROGRAMS_OF[program].leaves.items()
     named = {path for path, leaf in leaves if leaf.names_files and not leaf.inert and not leaf.sizing}
-    own = {path for path in named if path not in NAMED and f"actor_rollout_ref.{path}" not in NAMED}
-    assert sorted(path for path in own if not path.endswith(reasons)) == []
+    unlisted = {path for path in named if path not in NAMED and f"actor_rollout_ref.{path}" not in NAMED}
+    assert sorted(path for path in unlisted if not path.endswith(reasons)) == []
 
 
 def test_files_that_named_files_name_count(make_inputs, overrides_of, tmp_path, monkeypatch):
@@ -368,12 +373,9 @@ def test_files_that_named_files_name_count(make_inputs, overrides_of, tmp_path, 
     (inputs / "parts.py").write_text("y = 1\n")
     (inputs / "reward.py").write_text("import json\nfrom parts import y\n" + (inputs / "reward.py").read_text())
     overrides = overrides_of("ppo", inputs, f"{ROLLOUT}.multi_turn.tool_config_path={inputs}/tools.yaml")
-    before = digests("ppo", overrides)
-    (package / "search.py").write_text(SOURCE + "y = 2\n")
-    (inputs / "parts.py").write_text("y = 2\n")
-    after = digests("ppo", overrides)
-    changed = {name for name in before if after[name] != before[name]}
-    assert changed == {f"{ROLLOUT}.multi_turn.tool_config_path", "reward.custom_reward_function.path"}
+    tool, part = f"{ROLLOUT}.multi_turn.tool_config_path", "reward.custom_reward_function.path"
+    assert changed(overrides, lambda: (package / "search.py").write_text(SOURCE + "y = 2\n")) == {tool}
+    assert changed(overrides, lambda: (inputs / "parts.py").write_text("y = 2\n")) == {part}
     assert "own_tools" not in sys.modules
 
 
@@ -383,10 +385,8 @@ def test_every_way_to_import_a_module_of_a_package_in_the_folder_counts(line, ma
     (inputs / "lib").mkdir()
     (inputs / "lib" / "parts.py").write_text("y = 1\n")
     (inputs / "reward.py").write_text(f"{line}\n" + (inputs / "reward.py").read_text())
-    before = digests("ppo", overrides_of("ppo", inputs))
-    (inputs / "lib" / "parts.py").write_text("y = 2\n")
-    after = digests("ppo", overrides_of("ppo", inputs))
-    assert {name for name in before if after[name] != before[name]} == {"reward.custom_reward_function.path"}
+    edited = changed(overrides_of("ppo", inputs), lambda: (inputs / "lib" / "parts.py").write_text("y = 2\n"))
+    assert edited == {"reward.custom_reward_function.path"}
 
 
 def test_the_closure_of_a_function_given_as_an_object_counts(make_inputs, overrides_of):
@@ -431,11 +431,9 @@ def test_adapters_that_are_merged_into_a_frozen_model_count(make_inputs, overrid
     save_file({"a": torch.ones(4)}, adapter / "adapter_model.safetensors")
     model = (f"actor_rollout_ref.model.lora_adapter_path={adapter}", "actor_rollout_ref.model.lora_rank=4")
     overrides = overrides_of("ppo", inputs, *KL, *model)
-    before = digests("ppo", overrides)
-    save_file({"a": torch.zeros(4)}, adapter / "adapter_model.safetensors")
-    after = digests("ppo", overrides)
+    edited = changed(overrides, lambda: save_file({"a": torch.zeros(4)}, adapter / "adapter_model.safetensors"))
     frozen = {spec.name for spec in roles_of(overrides) if not spec.changes and spec.model.lora_adapter_path}
-    assert {name for name in before if after[name] != before[name]} == {f"weights of the {name}" for name in frozen}
+    assert edited == {f"weights of the {name}" for name in frozen}
 
 
 def roles_of(overrides):
@@ -444,11 +442,10 @@ def roles_of(overrides):
 
 def test_the_settings_of_an_image_processor_count(make_inputs, overrides_of):
     inputs = make_inputs()
-    (inputs / "model" / "preprocessor_config.json").write_text("{}")
-    before = digests("ppo", overrides_of("ppo", inputs))
-    (inputs / "model" / "preprocessor_config.json").write_text('{"do_resize": false}')
-    after = digests("ppo", overrides_of("ppo", inputs))
-    assert {name for name in before if after[name] != before[name]} == {"image processor of the actor"}
+    file = inputs / "model" / "preprocessor_config.json"
+    file.write_text("{}")
+    edited = changed(overrides_of("ppo", inputs), lambda: file.write_text('{"do_resize": false}'))
+    assert edited == {"image processor of the actor"}
 
 
 def test_a_list_of_data_files_counts_in_order(make_inputs, overrides_of):

@@ -25,9 +25,9 @@ def longer_wins(body):
 @pytest.fixture
 def rows(tmp_path):
     file = tmp_path / "responses.parquet"
-    asked = [[{"role": "user", "content": f"question {i}"}] for i in range(3)]
+    prompts = [[{"role": "user", "content": f"question {i}"}] for i in range(3)]
     responses = [["no", "a longer one", "middle"], ["ab", "cd"], ["same", "same"]]
-    write_parquet(file, [{"prompt": p, "responses": r} for p, r in zip(asked, responses, strict=True)])
+    write_parquet(file, [{"prompt": p, "responses": r} for p, r in zip(prompts, responses, strict=True)])
     return file
 
 
@@ -59,10 +59,10 @@ def test_pairs_are_asked_in_both_orders_and_once(label, tmp_path):
         assert labelled[0]["prompt"] == [{"role": "user", "content": "question 0"}]
         assert "have the same verdict: 1.000" in said
         assert "shown first: 0.500" in said
-        asked = len(service.bodies("/v1/chat/completions"))
-        assert asked == 2 * 3 + 2  # of the third prompt both responses are equal
+        num_requests = len(service.bodies("/v1/chat/completions"))
+        assert num_requests == 2 * 3 + 2  # of the third prompt both responses are equal
         _, again, _ = label(service.url, *cache, "--pairs", "all")
-        assert len(service.bodies("/v1/chat/completions")) == asked
+        assert len(service.bodies("/v1/chat/completions")) == num_requests
         assert [answers(row)[:2] for row in again] == [
             ("a longer one", "no"),
             ("middle", "no"),

@@ -67,13 +67,13 @@ def test_a_resumed_run_has_the_ledger_of_the_unbroken_one(tiny_run, ends_after, 
     around(ResponseLengths, "of", lambda of, *args: expected.append(of(*args).tolist()) or of(*args))
     ahead = (*AHEAD, "data.train_max_samples=8")
     unbroken = tiny_run(*ahead, *steps(5), folder="unbroken")
-    *_, last = known = [lengths for lengths in expected if any(lengths)]
+    *_, last = begun = [lengths for lengths in expected if any(lengths)]
     ends_after(3)
     broken = tiny_run(*ahead, *steps(5), folder="broken")
     without_checkpoints_after(2, broken.folder)
     expected.clear()
     resumed = tiny_run(*ahead, *steps(5), folder="broken")
-    assert len(known) == 2
+    assert len(begun) == 2
     assert [lengths for lengths in expected if any(lengths)] == [last]
     assert ledger_of(resumed)[1:] == ledger_of(unbroken)[1:]
     assert weights(resumed, 5) == weights(unbroken, 5)

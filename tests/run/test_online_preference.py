@@ -39,9 +39,9 @@ def test_the_likelihood_of_chosen_samples_does_not_depend_on_the_mini_batches(ti
         "actor_rollout_ref.actor.optim.lr=1e-9",
         "trainer.total_training_steps=1",
     )
-    whole = tiny_run(*settings, folder="whole").training_rows()[0]
+    undivided = tiny_run(*settings, folder="whole").training_rows()[0]
     parts = tiny_run(*settings, "actor_rollout_ref.actor.ppo_mini_batch_size=1", folder="parts").training_rows()[0]
-    assert parts["actor/nll_loss"] == pytest.approx(whole["actor/nll_loss"], rel=0.05)
+    assert parts["actor/nll_loss"] == pytest.approx(undivided["actor/nll_loss"], rel=0.05)
 
 
 def test_a_resumed_run_equals_the_unbroken_one(tiny_run):

@@ -145,9 +145,9 @@ class TestLaws:
         changes += ["preference.ld_alpha=0.5", "preference.use_weighting=True"] * (name == "ld and wpo")
         changes += ["trainer.total_training_steps=2"]
         labelled = name in LABELLED_LOSSES
-        whole = preference_run(*changes, folder="whole", labelled=labelled)
+        undivided = preference_run(*changes, folder="whole", labelled=labelled)
         small = ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1")
-        assert_close(preference_run(*changes, *small, folder="parts", labelled=labelled), whole)
+        assert_close(preference_run(*changes, *small, folder="parts", labelled=labelled), undivided)
 
     def test_padding_and_the_order_of_rows_do_not_matter(self, preference_run, rows, tmp_path):
         lines = (rows / "pairs_train.jsonl").read_text().splitlines()

@@ -39,8 +39,8 @@ def groups(around):
 
 
 def win_rate(scores, i):
-    others = [s for j, s in enumerate(scores) if j != i]
-    return sum(1 / (1 + 2.718281828459045 ** (s - scores[i])) for s in others) / len(others)
+    peers = [s for j, s in enumerate(scores) if j != i]
+    return sum(1 / (1 + 2.718281828459045 ** (s - scores[i])) for s in peers) / len(peers)
 
 
 def sppo_loss(groups):
@@ -76,9 +76,9 @@ def test_prime_learns_process_rewards_from_outcomes(tiny_run, tmp_path):
 def test_gvpo_does_not_depend_on_micro_batches(tiny_run):
     settings = (*GVPO, "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     micro = ("actor_rollout_ref.actor.use_dynamic_bsz=False", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
-    whole, parts = tiny_run(*settings, folder="whole"), tiny_run(*settings, *micro, folder="parts")
+    undivided, parts = tiny_run(*settings, folder="whole"), tiny_run(*settings, *micro, folder="parts")
     names = ("actor/loss", "actor/grad_norm", "actor/implicit_reward")
-    for one, other in zip(whole.training_rows(), parts.training_rows(), strict=True):
+    for one, other in zip(undivided.training_rows(), parts.training_rows(), strict=True):
         assert [one[n] for n in names] == pytest.approx([other[n] for n in names], rel=1e-3, abs=1e-6)
 
 

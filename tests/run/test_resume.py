@@ -66,15 +66,15 @@ def test_a_template_that_writes_the_time_reads_the_same_after_a_resume(tiny_run,
     settings = (*SETTINGS, "data.max_prompt_length=80", f"actor_rollout_ref.model.custom_chat_template={template}")
     clock = ["2024-01-01T00:00:00"]
     monkeypatch.setattr("verl.run.state.now", lambda: clock[0])
-    whole = tiny_run(*settings, folder="unbroken")
+    unbroken = tiny_run(*settings, folder="unbroken")
     tiny_run(*settings, f"trainer.total_training_steps={2 if has_checkpoint else 1}", folder="broken")
     if not has_checkpoint:
-        shutil.rmtree(whole.folder.parent / "broken" / "global_step_1")
-        (whole.folder.parent / "broken" / "latest_checkpointed_iteration.txt").unlink()
+        shutil.rmtree(unbroken.folder.parent / "broken" / "global_step_1")
+        (unbroken.folder.parent / "broken" / "latest_checkpointed_iteration.txt").unlink()
     clock[0] = "2025-12-31T23:59:59"
     resumed = tiny_run(*settings, folder="broken")
     assert "01 Jan 2024 00:00:00" in (resumed.folder / f"samples/train/step_{STEPS:06d}.jsonl").read_text()
-    assert weights(resumed) == weights(whole)
+    assert weights(resumed) == weights(unbroken)
     over = tiny_run(*settings, "trainer.resume_mode=disable", "trainer.total_training_steps=1", folder="broken")
     assert "31 Dec 2025 23:59:59" in (over.folder / "samples/train/step_000001.jsonl").read_text()
 

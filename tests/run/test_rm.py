@@ -184,13 +184,13 @@ class TestLoss:
     def test_does_not_depend_on_micro_batches(self, kind, micro, rm_run, shared_run, rm_overrides):
         """A pair is above the limit of a micro-batch, and stays in one."""
         settings = ("trainer.total_training_steps=3", "trainer.test_freq=3")
-        whole = shared_run(rm_overrides(kind), *settings, program="rm")
+        undivided = shared_run(rm_overrides(kind), *settings, program="rm")
         parts = rm_run(kind, *settings, *micro)
-        names = [name for name in whole.rows[0] if name.startswith("train/")]
-        for one, other in zip(whole.rows, parts.rows, strict=True):
+        names = [name for name in undivided.rows[0] if name.startswith("train/")]
+        for one, other in zip(undivided.rows, parts.rows, strict=True):
             for name in names:
                 assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
-        assert whole.rows[-1]["val/loss"] == pytest.approx(parts.rows[-1]["val/loss"], rel=1e-4)
+        assert undivided.rows[-1]["val/loss"] == pytest.approx(parts.rows[-1]["val/loss"], rel=1e-4)
 
     def test_does_not_depend_on_the_order_of_rows(self):
         objective = PairObjective("sigmoid", 0.01, StepGuard(StepGuardsConfig()))

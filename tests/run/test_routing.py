@@ -71,9 +71,9 @@ def test_keys_that_contradict_a_replay_are_refused(tiny_overrides, changes, sent
 
 
 def test_each_key_asks_for_the_other(tiny_overrides):
-    of_rollout = load_config([*tiny_overrides, R3])
-    of_actor = load_config([*tiny_overrides, f"+{ACTOR}.megatron.router_replay.mode=R3"])
-    for config in (of_rollout, of_actor):
+    rollout_only = load_config([*tiny_overrides, R3])
+    actor_only = load_config([*tiny_overrides, f"+{ACTOR}.megatron.router_replay.mode=R3"])
+    for config in (rollout_only, actor_only):
         group = config.config.actor_rollout_ref
         assert group.actor.router_replay.mode == "R3"
         assert group.rollout.enable_rollout_routing_replay

@@ -111,8 +111,8 @@ class TestLoss:
         ],
     )
     def test_does_not_depend_on_micro_batches(self, sft_run, shared_run, sft_overrides, micro):
-        whole, parts = shared_run(sft_overrides, program="sft"), sft_run(*micro)
-        for one, other in zip(trained(whole), trained(parts), strict=True):
+        undivided, parts = shared_run(sft_overrides, program="sft"), sft_run(*micro)
+        for one, other in zip(trained(undivided), trained(parts), strict=True):
             assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
     def test_dft_weighs_tokens_by_their_probability(self, sft_run):

@@ -62,9 +62,9 @@ def test_a_part_of_any_name_changes_no_other_metric():
     for chosen in [*({name} for name in names), names]:
         metrics = metrics_with(dict.fromkeys(chosen, 100.0))
         assert {name: metrics[name] for name in built_in} == built_in, chosen
-        of_parts = {value for name, value in metrics.items() if name not in built_in}
-        assert 100.0 in of_parts, chosen
-        assert of_parts <= {0.0, 100.0}, chosen  # spread and mean
+        part_values = {value for name, value in metrics.items() if name not in built_in}
+        assert 100.0 in part_values, chosen
+        assert part_values <= {0.0, 100.0}, chosen  # spread and mean
 
 
 def test_a_part_called_acc_is_the_core_variable_and_the_reward_remains():
@@ -131,8 +131,8 @@ def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
     assert all((sample["score"] is None) == (sample in failed) for sample in samples)
     index = SampleIndex(run.folder, tmp_path)
     index.update()
-    ((of_step,),) = index.statistics().values()
-    assert (of_step["mean"], of_step["low"], of_step["high"], of_step["without_signal"]) == (1.0, 1.0, 1.0, 1.0)
+    ((stats,),) = index.statistics().values()
+    assert (stats["mean"], stats["low"], stats["high"], stats["without_signal"]) == (1.0, 1.0, 1.0, 1.0)
     default = tiny_run(*settings, "reward.default_score=0", folder="default")
     assert default.training_rows()[0]["critic/advantages/max"] > 0
 

@@ -158,7 +158,7 @@ def test_scores_depend_on_the_images_and_not_on_neighbours(preferences, model, t
 def test_scores_of_episodes_depend_on_images_of_later_turns(preferences):
     """Episodes of one prompt, with other images in later turns, and without its last turn; and the images as one block."""
     module = load_reward_model(preferences("rm").folder / "global_step_2/model/huggingface")
-    prompt, response, _, relative, whole = episode_of(FAMILY, 0)
+    prompt, response, _, relative, all_images = episode_of(FAMILY, 0)
     spans = tuple(span.moved(len(prompt)) for span in relative)
     ids = (*prompt, *response)
     swapped = (spans[0], replace(spans[1], media=episode_of(FAMILY, 1)[3][1].media), spans[2])
@@ -166,7 +166,7 @@ def test_scores_of_episodes_depend_on_images_of_later_turns(preferences):
     sequences, media = [list(part) for part in zip(*episodes, strict=True)]
     together = sequence_scores(module, sequences, max_tokens=900, media=media)
     apart = [sequence_scores(module, [i], max_tokens=900, media=[m]) for i, m in episodes]
-    block = sequence_scores(module, [ids], max_tokens=900, media=[(MediaSpan(0, len(ids) - 1, whole),)])
+    block = sequence_scores(module, [ids], max_tokens=900, media=[(MediaSpan(0, len(ids) - 1, all_images),)])
     torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
     torch.testing.assert_close(together[:1], block, rtol=0, atol=1e-5)
     assert abs(float(together[0] - together[1])) > 1e-4

@@ -26,9 +26,9 @@ def environment(**more):
         "PYTHONPATH": str(ROOT),
         "VERL_TEST_WIDE_NORMS": "1",
     }
-    others = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_AUTH_MODE")
-    own = {k: v for k, v in os.environ.items() if k not in others}
-    return {**own, **quiet, **{k: str(v) for k, v in more.items()}}
+    launcher_names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_AUTH_MODE")
+    inherited = {k: v for k, v in os.environ.items() if k not in launcher_names}
+    return {**inherited, **quiet, **{k: str(v) for k, v in more.items()}}
 
 
 def python(module, *arguments, env):
@@ -158,9 +158,9 @@ def survivors(mark, grace_s=60.0):
     """Command lines that hold `mark`, of processes that are still there after `grace_s` seconds."""
     until = time.monotonic() + grace_s
     while True:
-        left = [p for p in psutil.process_iter(["pid", "cmdline", "status"]) if _holds(p, mark)]
-        if not left or time.monotonic() > until:
-            return [" ".join(p.info["cmdline"]) for p in left]
+        survivors = [p for p in psutil.process_iter(["pid", "cmdline", "status"]) if _holds(p, mark)]
+        if not survivors or time.monotonic() > until:
+            return [" ".join(p.info["cmdline"]) for p in survivors]
         time.sleep(0.2)
 
 

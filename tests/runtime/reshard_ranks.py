@@ -85,9 +85,9 @@ def flips_a_bit(check_held, self, target):
 @fault_of(transport.PeerToPeer, "_place")
 def loses_half_a_bucket(place, self, move):
     """The second half of what rank 0 writes for the engine goes elsewhere."""
-    there, moves = place(self, move), list(self._places)
+    view, moves = place(self, move), list(self._places)
     is_lost = is_time(0) and moves.index(move) >= len(moves) // 2
-    return torch.empty_like(there) if is_lost else there
+    return torch.empty_like(view) if is_lost else view
 
 
 @fault_of(transport.PeerToPeer, "check_held")

@@ -53,9 +53,9 @@ def test_an_engine_with_its_own_memory_gets_what_the_allocator_keeps(monkeypatch
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("cache given back"))
     rollout = SimpleNamespace(set_weights=lambda version, weights: order.append("weights"), replica=None)
     spec = SimpleNamespace(section=RolloutConfig())
-    for own, expected in ((True, ["cache given back", "weights", "cache given back"]), (False, ["weights"])):
+    for apart, expected in ((True, ["cache given back", "weights", "cache given back"]), (False, ["weights"])):
         order.clear()
-        context = SimpleNamespace(rollout=spec, device=torch.device("cuda"), has_own_weights=own, shares_weights=True)
+        context = SimpleNamespace(rollout=spec, device=torch.device("cuda"), has_own_weights=apart, shares_weights=True)
         sync = RankWeightSync(context, None, None)
         monkeypatch.setattr(sync.switch, "to_generation", lambda: None)
         sync.rollout = rollout
@@ -213,11 +213,11 @@ def test_the_peak_is_measured_and_said_once(held, level, caplog):
 
 
 def test_what_was_there_before_does_not_count():
-    there = np.frombuffer(mmap.mmap(-1, 100 << 20), dtype=np.uint8)
-    there[:] = 1
+    mapped = np.frombuffer(mmap.mmap(-1, 100 << 20), dtype=np.uint8)
+    mapped[:] = 1
     metrics = held_in_a_switch(SwitchMemory(CPU, MODEL), 1 << 20)
     assert metrics["switch_peak_ratio"] < 1.1
-    assert resident_bytes() > there.nbytes
+    assert resident_bytes() > mapped.nbytes
 
 
 def test_a_system_that_does_not_tell(monkeypatch, tmp_path):

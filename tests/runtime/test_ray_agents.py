@@ -46,9 +46,9 @@ def test_two_ranks_have_the_conversations_of_one_process(driven, jobs, way):  # 
         pytest.importorskip("uvicorn", reason="needs the extra agents")
     here = train_here(jobs, f"{way}_here", *AGENTS, *WAYS[way])
     ranks = train_here(jobs, f"{way}_ray", *AGENTS, *WAYS[way], *TWO)
-    (of_one, alone), (of_ranks, both) = conversations(here), conversations(ranks)
+    (one_process, alone), (two_ranks, both) = conversations(here), conversations(ranks)
     assert (alone, both) == ({"rank0"}, {"rank0", "rank1"})
-    assert of_ranks == of_one
-    assert max(len(messages) for messages, *_ in of_one.values()) > 4
+    assert two_ranks == one_process
+    assert max(len(messages) for messages, *_ in one_process.values()) > 4
     assert_same(ranks, here, rel=1e-10)
     assert_same_weights(ranks, here, 3, rel=1e-10)

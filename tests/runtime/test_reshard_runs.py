@@ -57,9 +57,9 @@ def alone(jobs, mixture, odd):
     """Runs of a single process, whose sampler computes directly from the weights; a divided model's sampler calls modules."""
     adapters = train_here(jobs, "adapters1", *TWO_STEPS, *SIDES["adapters"])
     experts = train_here(jobs, "experts1", *TWO_STEPS, *mixture)
-    whole = train_here(jobs, "alone", *TWO_STEPS)
+    undivided = train_here(jobs, "alone", *TWO_STEPS)
     return {
-        **dict.fromkeys(SIDES, whole),
+        **dict.fromkeys(SIDES, undivided),
         "adapters": adapters,
         "experts": experts,
         "odd": train_here(jobs, "odd1", *TWO_STEPS, *odd),
@@ -96,8 +96,8 @@ def test_tokens_and_weights_match_one_process(two_ranks, alone, name):
 
 
 def test_a_rank_stores_the_keys_of_its_heads(two_ranks, alone):
-    for ours, whole in zip(two_ranks.run("divided").rows, alone["divided"].rows, strict=True):
-        assert 2 * ours["rollout/kv_cache_bytes"] == whole["rollout/kv_cache_bytes"] > 0
+    for ours, undivided in zip(two_ranks.run("divided").rows, alone["divided"].rows, strict=True):
+        assert 2 * ours["rollout/kv_cache_bytes"] == undivided["rollout/kv_cache_bytes"] > 0
 
 
 @pytest.mark.seed("C3")

@@ -107,8 +107,8 @@ def test_roles_that_grow_and_shrink_change_no_sample_and_no_weight(jobs, monkeyp
         until, sizes = time.monotonic() + 300, [{"rollout": 3, "reward": 2}, {"rollout": 1, "reward": 1}]
         while time.monotonic() < until and len(requests) < 2:
             metrics = run / "metrics.jsonl"
-            whole = metrics.read_text().rpartition("\n")[0] if metrics.exists() else ""
-            rows = [json.loads(line) for line in whole.splitlines()]
+            complete_lines = metrics.read_text().rpartition("\n")[0] if metrics.exists() else ""
+            rows = [json.loads(line) for line in complete_lines.splitlines()]
             if rows and not requests:
                 requests.append(ask_role_sizes(run, sizes[0]))
             elif rows and rows[-1].get("rollout/num_replicas") == 3:

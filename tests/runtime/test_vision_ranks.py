@@ -71,9 +71,9 @@ def test_two_ranks_equal_one_process(two_ranks, alone, name):
 
 @pytest.mark.slow
 def test_a_frozen_tower_keeps_its_weights_on_two_ranks(two_ranks, jobs, vision):
-    here, there = train_here(jobs, "frozen_alone", *vision, *FROZEN), two_ranks[0].run("frozen")
-    assert_same(there, here, rel=1e-10)
-    ours, theirs = there.weights(3), here.weights(3)
+    here, divided = train_here(jobs, "frozen_alone", *vision, *FROZEN), two_ranks[0].run("frozen")
+    assert_same(divided, here, rel=1e-10)
+    ours, theirs = divided.weights(3), here.weights(3)
     assert all(ours[name].equal(tensor) for name, tensor in theirs.items() if is_of_tower(name))
 
 

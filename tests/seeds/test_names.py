@@ -160,12 +160,12 @@ def test_a_missing_package_is_installed_by_its_name():
 
 
 @pytest.mark.seed("E10")
-@pytest.mark.parametrize(("level", "shown"), [("DEBUG", "a detail"), ("INFO", None)])
-def test_log_level(level, shown, monkeypatch, capsys):
+@pytest.mark.parametrize(("level", "is_printed"), [("DEBUG", "a detail"), ("INFO", None)])
+def test_log_level(level, is_printed, monkeypatch, capsys):
     monkeypatch.setenv("LOG_LEVEL", level)
     with Console():
         logging.getLogger("verl.part").debug("a detail")
-    assert ("a detail" in capsys.readouterr().out) == bool(shown)
+    assert ("a detail" in capsys.readouterr().out) == bool(is_printed)
 
 
 @pytest.mark.seed("E10")
@@ -256,9 +256,9 @@ def test_loss_kl_and_reward_are_on_every_line(settings, tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     task = letters_task.write_task(tmp_path)
-    own = ["algorithm.adv_estimator=gae", "trainer.logger=[console,tensorboard]", "data.train_batch_size=4"]
+    changes = ["algorithm.adv_estimator=gae", "trainer.logger=[console,tensorboard]", "data.train_batch_size=4"]
     files = [f"reward.custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={tmp_path}/run"]
-    assert train(load_config([*settings, *own, *files])) == 0
+    assert train(load_config([*settings, *changes, *files])) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step=1/1"))
     assert {"reward", "loss", "kl"} <= {part.split("=")[0] for part in line.split()}
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))

@@ -192,8 +192,8 @@ def test_the_replaced_checkpoint_counts_as_free(bench, tmp_path):
             body = {"model_id": ada.model, "path": name, "seq_id": seq_id, "overwrite": overwrite}
             answer = await ada.result(await ada.post("save_weights", body))
             assert ("path" in answer) == fits, answer
-            most = 3 * service.bench.training.adapters[ada.model].weights.num_bytes()
-            model.tenant = replace(model.tenant, limits=replace(model.tenant.limits, bytes=most))
+            max_bytes = 3 * service.bench.training.adapters[ada.model].weights.num_bytes()
+            model.tenant = replace(model.tenant, limits=replace(model.tenant.limits, bytes=max_bytes))
 
     in_process(bench, tmp_path, act)
 

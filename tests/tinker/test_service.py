@@ -66,14 +66,14 @@ def test_a_custom_loss_of_the_client_has_the_gradient_of_autograd(served):
     def weighted(data, log_probs):
         return -sum((lp * w).sum() for lp, w in zip(log_probs, weights, strict=True)), {}
 
-    own, built_in = served.trainer(), served.trainer()
+    custom, built_in = served.trainer(), served.trainer()
     plain = [
         types.Datum(model_input=r.model_input, loss_fn_inputs={"target_tokens": r.loss_fn_inputs["target_tokens"]})
         for r in rows
     ]
-    own.forward_backward_custom(plain, weighted).result()
+    custom.forward_backward_custom(plain, weighted).result()
     built_in.forward_backward(rows, "cross_entropy").result()
-    gradients = [served.service.bench.training.adapters[trainer.model_id].gradients for trainer in (own, built_in)]
+    gradients = [served.service.bench.training.adapters[trainer.model_id].gradients for trainer in (custom, built_in)]
     for name, gradient in gradients[1].items():
         assert (gradients[0][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max()
 

@@ -75,8 +75,8 @@ def reference(tiny_llama):
 
 @pytest.mark.parametrize("loss", SETTINGS)
 def test_losses_and_gradients_equal_torch_in_float64(bench, reference, loss):
-    adapter, asked = new_adapter(bench), request(loss)
-    output = bench.forward_backward(adapter, asked)
+    adapter, batch = new_adapter(bench), request(loss)
+    output = bench.forward_backward(adapter, batch)
     value, log_probs = output.metrics["loss:sum"], iter(output.log_probs)
     leaves = {name: tensor.double().requires_grad_() for name, tensor in adapter.weights.tensors.items()}
     base, scale = dict(reference.named_parameters(remove_duplicate=False)), ALPHA / adapter.weights.rank
@@ -85,7 +85,7 @@ def test_losses_and_gradients_equal_torch_in_float64(bench, reference, loss):
         for layer in adapter.weights.layers
     }
     total = torch.zeros((), dtype=torch.float64)
-    for datum in asked.data:
+    for datum in batch.data:
         ids = torch.from_numpy(datum.tokens)[None]
         logits = torch.func.functional_call(reference, weights, (ids,), tie_weights=False).logits[0]
         targets = torch.from_numpy(datum.inputs["target_tokens"])
@@ -116,20 +116,20 @@ def held_bytes():
 def test_ten_adapters_add_their_own_tensors_and_share_the_base(bench):
     """Between steps an adapter has its weights and two moments of AdamW, and no gradients; samplers share the base too."""
     ask = SamplingRequest((1, 2, 3), 1, 2, SamplingParams(), 0)
-    shown = new_adapter(bench, rank=8)  # whose tensors the module has until another one's replace them
-    bench.forward_backward(shown, request("cross_entropy", 2))
-    bench.optim_step(shown, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))  # gives up the buffer of logits
+    first_adapter = new_adapter(bench, rank=8)  # whose tensors the module has until another one's replace them
+    bench.forward_backward(first_adapter, request("cross_entropy", 2))
+    bench.optim_step(first_adapter, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))  # gives up the buffer of logits
     bench.sample([(None, ask)] * 10)
     before = held_bytes()
     adapters = [new_adapter(bench, seed, rank=8) for seed in range(10)]
-    own = sum(adapter.weights.num_bytes() for adapter in adapters)
+    adapter_bytes = sum(adapter.weights.num_bytes() for adapter in adapters)
     for adapter in adapters:
         bench.forward_backward(adapter, request("cross_entropy", 2))
         bench.optim_step(adapter, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))
         assert not adapter.gradients
-    assert 3 * own <= held_bytes() - before < 3.1 * own
+    assert 3 * adapter_bytes <= held_bytes() - before < 3.1 * adapter_bytes
     snapshots = [adapter.snapshot() for adapter in adapters]
     bench.sample([(weights, ask) for weights in snapshots])
-    assert held_bytes() - before < 10 * own
+    assert held_bytes() - before < 10 * adapter_bytes
     del snapshots
-    assert held_bytes() - before < 3.1 * own
+    assert held_bytes() - before < 3.1 * adapter_bytes

@@ -29,7 +29,7 @@ STEP = {
     "perf/time_per_step": 4.07,
 }
 REWARD = Result("reward", "held-out reward, sampled", 0.152, 0.5)
-SHOWN = {
+METRICS = {
     "critic/score/mean": ("reward", "{:.3f}"),
     "response_length/mean": ("length", "{:.1f}"),
     "actor/entropy": ("entropy", "{:.3f}"),
@@ -44,7 +44,7 @@ def run(terminal: bool, steps: bool = True, tmp_path=None) -> str:
         console.header(
             {"model": "m", "parameters": 134515008, "notices": [f"{LONG_KEY} has no effect here: " + "x " * 80]}
         )
-        console.begin(0, 2, SHOWN)
+        console.begin(0, 2, METRICS)
         spans = Spans(on_enter=console.phase)
         console.validation(0, {"val/reward": 0.1, "val-core/gcd/reward/mean@4": 0.2, "val-aux/gcd/reward/std@4": 0.2})
         for step in (1, 2):
@@ -120,7 +120,7 @@ def test_the_bar_counts_the_seconds_of_a_phase_and_the_time_left(monkeypatch):
     for step_s, first in ((None, "4.0 s"), (60.0, "4.0 s · 3 min 50 s left")):
         now[0] = 100.0
         with Console(rich_console=RichConsole(file=io.StringIO(), force_terminal=True, width=100)) as console:
-            console.begin(0, 4, SHOWN, step_s)
+            console.begin(0, 4, METRICS, step_s)
             now[0] += 6.0
             console.phase("gen")
             now[0] += 4.0
@@ -145,16 +145,16 @@ def test_foreign_text_adds_no_lines_and_no_escapes(text, terminal):
     rich = RichConsole(file=out, force_terminal=terminal, no_color=True, width=200 if terminal else None)
     with Console(rich_console=rich) as console:
         console.header({"model": text, "notices": [text]})
-        console.begin(0, 2, SHOWN)
+        console.begin(0, 2, METRICS)
         console.phase(text)
         console.validation(1, {core: 0.5})
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())  # rich's own styles
-    assert not [c for c in shown if not c.isprintable() and c not in "\n\r\t"]
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())  # rich's own styles
+    assert not [c for c in printed if not c.isprintable() and c not in "\n\r\t"]
     if not terminal:
-        lines = shown.split("\n")
+        lines = printed.split("\n")
         assert "\x1b" not in out.getvalue()
         assert len([line for line in lines if line.startswith(("model:", "notice:", "validation"))]) == 3
-    assert "title\x07" not in shown
+    assert "title\x07" not in printed
 
 
 def test_names_of_metrics_are_clean_in_the_file(tmp_path):
@@ -223,7 +223,7 @@ def test_summary_of_a_run_without_steps(tmp_path):
 def test_the_bar_leaves_the_terminal_to_a_debugger(monkeypatch):
     monkeypatch.setattr(sys, "breakpointhook", lambda: None)
     with Console(rich_console=RichConsole(file=io.StringIO(), force_terminal=True, width=100)) as console:
-        console.begin(0, 3, SHOWN)
+        console.begin(0, 3, METRICS)
         for debugger in (lambda: pdb.Pdb(stdout=io.StringIO()), breakpoint):
             assert console._progress.live.is_started
             debugger()

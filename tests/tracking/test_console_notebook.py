@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.tracking.test_console import SHOWN, STEP, summary
+from tests.tracking.test_console import METRICS, STEP, summary
 from verl.run.host import _console
 from verl.tracking import console_notebook
 from verl.tracking.console import Console
@@ -35,7 +35,7 @@ def outputs(monkeypatch):
 def run(*, steps=3, error=None):
     with NotebookConsole() as console:
         console.header({"model": "<b>m</b>", "notices": ["look here"]})
-        console.begin(0, steps, SHOWN)
+        console.begin(0, steps, METRICS)
         console.validation(0, {"val/reward": 0.1})
         for step in range(1, steps + 1):
             console.phase("gen")

@@ -130,13 +130,13 @@ def test_segments_that_refuse_writes_are_made_again_for_the_file(path, tracker):
 
 
 def test_the_digest_is_of_the_content_and_not_of_the_pieces():
-    whole, parts, other = SampleDigest(), SampleDigest(), SampleDigest()
-    whole.add(segment(1, 0, count=3))
+    joined, parts, other = SampleDigest(), SampleDigest(), SampleDigest()
+    joined.add(segment(1, 0, count=3))
     parts.add(segment(1, 0, count=1))
     parts.add(segment(1, 0, first=1, count=2))
     other.add(segment(1, 0, count=3, version=1))
-    assert whole.content() == parts.content()
-    contents = ((whole.content(), 0.5), (whole.content(), 0.25), (other.content(), 0.5))
+    assert joined.content() == parts.content()
+    contents = ((joined.content(), 0.5), (joined.content(), 0.25), (other.content(), 0.5))
     assert len({records.digest_with_reward(*content) for content in contents}) == 3
 
 

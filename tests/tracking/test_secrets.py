@@ -92,9 +92,9 @@ def test_a_secret_in_json_is_hidden_too(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", 'quo"ted\\secret')
     remember_secrets()
     assert hide('quo"ted\\secret') == MASK
-    known = list(secrets._known)
+    secrets_before = list(secrets._known)
     remember_secrets()
-    assert sorted(secrets._known) == sorted(known)  # and not what escaping it twice would give
+    assert sorted(secrets._known) == sorted(secrets_before)  # and not what escaping it twice would give
     assert json.loads(json_text({"text": 'it is quo"ted\\secret!'})) == {"text": f"it is {MASK}!"}
 
 

@@ -197,11 +197,11 @@ def test_a_run_that_learns_nothing_is_told_so_first(cut, words):
     silent = {f"critic__{name}": 0.0 for name in ("advantages__max", "advantages__min", "score__mean")}
     generation = {"rollout__max_running": 32, "rollout__num_decode_steps": 500, "rollout__num_generated_tokens": 4000}
     metrics = metrics_of(**silent, **generation, response_length__clip_ratio=cut)
-    first, *others = find_bottleneck(rows_of({"rollout": 8.0, "training": 2.0}), metrics, CONFIG).advice
+    first, *further = find_bottleneck(rows_of({"rollout": 8.0, "training": 2.0}), metrics, CONFIG).advice
     assert first.startswith("Most steps learn nothing: all samples of a prompt have the same reward (mean 0).")
     assert words in first
-    assert ("Lower data.max_response_length" in " ".join(others)) == (not cut)
-    assert "are cut" not in " ".join(others)
+    assert ("Lower data.max_response_length" in " ".join(further)) == (not cut)
+    assert "are cut" not in " ".join(further)
 
 
 @pytest.mark.parametrize(("scale", "is_slow"), [(1.0, True), (0.01, False)])
@@ -271,12 +271,12 @@ def test_show_names_the_groups_that_the_others_wait_for(run_folder, capsys):
     ]
     append_rows(run_folder / "metrics.jsonl", rows)
     assert main(["show", str(run_folder)]) == 0
-    shown = capsys.readouterr().out
-    assert "step 7: prompt 37 ended last, after 8 s; its longest response has 1,024 tokens" in shown
-    assert "Nine tenths of the prompts had ended after 7 s and waited for 12% of the generation" in shown
-    assert "step 5: " in shown
-    assert "step 6: " not in shown
-    assert "most groups wait" not in shown
+    printed = capsys.readouterr().out
+    assert "step 7: prompt 37 ended last, after 8 s; its longest response has 1,024 tokens" in printed
+    assert "Nine tenths of the prompts had ended after 7 s and waited for 12% of the generation" in printed
+    assert "step 5: " in printed
+    assert "step 6: " not in printed
+    assert "most groups wait" not in printed
     append_rows(run_folder / "metrics.jsonl", [{**row, "rollout/last_group/others_ended_s": 4.0} for row in rows * 2])
     assert "most groups wait for the last one for 50%" in " ".join(read_progress(run_folder).bottleneck.advice)
 
@@ -294,12 +294,12 @@ def test_keys_in_the_advice_exist():
                       "timing_s/old_log_prob": 5.0, "timing_s/ref": 5.0, "rollout/max_running": 32,
                       "rollout/num_decode_steps": 100, "rollout/num_generated_tokens": 100}), CONFIG,
     )  # fmt: skip
-    known = set(PPO.leaves)
+    keys = set(PPO.leaves)
     named = set(
         re.findall(r"\b((?:trainer|data|actor_rollout_ref|reward|algorithm)\.[\w.]*\w)", " ".join(every.advice))
     )
     assert len(named) > 8
-    assert not named - known
+    assert not named - keys
 
 
 def test_the_first_step_warms_up():
@@ -328,7 +328,7 @@ def run_folder(tmp_path):
 
 def test_show_a_stopped_run(run_folder, capsys):
     assert main(["show", str(run_folder)]) == 0
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for text in (
         "stopped at step 5 of 100",
         "same command",
@@ -338,9 +338,9 @@ def test_show_a_stopped_run(run_folder, capsys):
         "0.1 → 0.5",
         "a scorer hung",
     ):
-        assert text in shown
-    assert "fine" not in shown
-    assert "2.0 MB" in shown
+        assert text in printed
+    assert "fine" not in printed
+    assert "2.0 MB" in printed
 
 
 def test_only_what_can_be_better_has_a_best_value(run_folder, capsys):
@@ -381,8 +381,8 @@ def test_show_as_json_and_before_the_first_step(run_folder, capsys):
     (run_folder / "timeline.jsonl").unlink()
     (run_folder / "metrics.jsonl").unlink()
     assert main(["show", str(run_folder), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["step"], shown["bottleneck"], shown["curves"]) == (0, None, {})
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["step"], printed["bottleneck"], printed["curves"]) == (0, None, {})
 
 
 def test_show_refuses_what_is_no_run(tmp_path, capsys):

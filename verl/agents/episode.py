@@ -183,12 +183,12 @@ class Episode:
         tokens, log_probs = branch.tokens[start:], branch.log_probs[start:]
         return Completion(self.task.ordinal, branch.number, tokens, log_probs, reason, max(branch.versions[start:]))
 
-    def _repeat(self, branch: Branch, prompt: list[int], most: int) -> FinishReason | None:
+    def _repeat(self, branch: Branch, prompt: list[int], max_tokens: int) -> FinishReason | None:
         """Answer a turn with its earlier tokens. Returns the finish reason; None for a turn that continues or is new."""
         past, start = self._past, len(prompt)
         if past is None:
             return None
-        stop, end = start, min(len(past.tokens), start + most)
+        stop, end = start, min(len(past.tokens), start + max_tokens)
         while stop < end and past.sampled[stop]:
             stop += 1
         is_last = stop == len(past.tokens)
@@ -206,7 +206,7 @@ class Episode:
         branch.copy(past, stop)
         if is_last:
             self._past = None
-        if stop - start == most:
+        if stop - start == max_tokens:
             return "stop" if past.tokens[stop - 1] in self.task.stop_token_ids else "length"
         return None if is_last else "stop"
 

@@ -48,7 +48,7 @@ def examine_file(file: Path, folders: Sequence[Path] = ()) -> Iterator[Line]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("compute_score"):
             yield _reward_function(node)
         elif isinstance(node, ast.ClassDef):
-            bases = {_last_name(base) for base in node.bases}
+            bases = {getattr(base, "attr", getattr(base, "id", "")) for base in node.bases}  # the last part of a.b
             if "RLHFDataset" in bases:
                 yield from _dataset_class(node)
             if "RayPPOTrainer" in bases:
@@ -175,10 +175,6 @@ def _own_attributes(node: ast.ClassDef) -> tuple[set[str], dict[str, int]]:
             else:
                 defined.add(item.attr)
     return defined, read
-
-
-def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 _ABOUT = """Read files that were written for other verl releases, without running them: launch scripts (.sh), YAML config files,

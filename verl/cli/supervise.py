@@ -302,14 +302,14 @@ def newest_saved(folder: Path, since: float) -> Path | None:
     return max(checkpoints)[1] if checkpoints else None
 
 
-def _reap(child: int, others: dict[str, int]) -> int | None:
-    """Collect the processes that have ended, adopted ones too; the child's status if it is among them. `others` gets the names
-    and ids of the rest."""
+def _reap(child: int, ended_names: dict[str, int]) -> int | None:
+    """Collect the processes that have ended, adopted ones too; the child's status if it is among them. `ended_names` gets
+    the names and ids of the adopted processes."""
     child_status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             with contextlib.suppress(OSError):
-                others[Path(f"/proc/{ended.si_pid}/comm").read_text().strip()] = ended.si_pid
+                ended_names[Path(f"/proc/{ended.si_pid}/comm").read_text().strip()] = ended.si_pid
             _, status = os.waitpid(ended.si_pid, 0)
             child_status = status if ended.si_pid == child else child_status
     return child_status

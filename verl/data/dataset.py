@@ -116,7 +116,7 @@ class RLHFDataset:
                     prompt = text_or_messages(row, messages, self.prompt_key)
                     lengths[index] = len(encoder.encode_whole(prompt, place, images, kwargs).ids)
                 except DataError as error:
-                    bad.add(BadRows(of_fields=(number, str(error))))
+                    bad.add(BadRows(bad_fields=(number, str(error))))
         return ScanPart({"lengths": np.array(lengths, dtype=np.int32)}, bad=bad)
 
     def _prompts(self, dataframe: Rows, numbers: range) -> tuple[list[Messages | str], list[dict[str, object]]] | None:

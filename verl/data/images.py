@@ -198,10 +198,10 @@ class PromptImages:
         self.media, self.place = media, place
         self._tokens, self._marks = processor.tokens, processor.marks
 
-    def expanded(self, text: str, *, whole: bool = True) -> str:
-        """Rendered messages with the text of its image in place of each token; with `whole`, they have all images of the row.
-        Raises DataError if the text has other tokens of images than the row has images."""
-        return expanded(text, self._tokens, self.media.texts, self.place, whole=whole)
+    def expanded(self, text: str, *, complete: bool = True) -> str:
+        """Rendered messages with the text of its image in place of each token; with `complete`, they have all images of the
+        row. Raises DataError if the text has other tokens of images than the row has images."""
+        return expanded(text, self._tokens, self.media.texts, self.place, complete=complete)
 
     def check(self, ids: Sequence[int], text: str) -> None:
         """Raise DataError unless the tokens `ids` of an expanded text have as many parts of images as the text."""
@@ -222,11 +222,11 @@ class PromptImages:
         return sum(text.count(token) for text in texts for token in self._marks)
 
 
-def expanded(text: str, tokens: Sequence[str], texts: Sequence[str], place: str, *, whole: bool = True) -> str:
+def expanded(text: str, tokens: Sequence[str], texts: Sequence[str], place: str, *, complete: bool = True) -> str:
     """See PromptImages.expanded, for the `texts` of images that stand in place of one of `tokens`."""
     pieces = re.split("|".join(map(re.escape, tokens)), text)
     num_tokens = len(pieces) - 1
-    if num_tokens > len(texts) or (whole and num_tokens < len(texts)):
+    if num_tokens > len(texts) or (complete and num_tokens < len(texts)):
         names = " or ".join(map(quoted, tokens))
         raise DataError(
             f"{place}: the rendered messages have {num_tokens} times {names}, and there are {len(texts)} images. Remove that "
@@ -245,7 +245,7 @@ class ConversationImages:
 
     def expanded(self, text: str) -> str:
         """The rendering of the first messages, with the text of each of their images."""
-        return text if self._read is None else self._read.expanded(text, whole=False)
+        return text if self._read is None else self._read.expanded(text, complete=False)
 
     def attached(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The sequences of the row with its images. Raises DataError if one follows the first token that trains, or if a

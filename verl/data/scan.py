@@ -48,44 +48,44 @@ class BadRows:
     """Bad rows of a scan: the first with a wrong field, the first with an unusable prompt, and for each feature that is not
     available the number of rows that need it, the first of them and its place."""
 
-    of_fields: _First | None = None
-    of_prompts: _First | None = None
-    of_features: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    bad_fields: _First | None = None
+    bad_prompts: _First | None = None
+    unavailable: dict[str, tuple[int, int, str]] = field(default_factory=dict)
 
     def add_error(self, row: int, error: DataError, place: str, *, in_prompt: bool = False) -> None:
         if isinstance(error, UnavailableRowError):
-            self.add(BadRows(of_features={error.feature: (1, row, place)}))
+            self.add(BadRows(unavailable={error.feature: (1, row, place)}))
         else:
             first = (row, str(error))
-            self.add(BadRows(of_prompts=first) if in_prompt else BadRows(of_fields=first))
+            self.add(BadRows(bad_prompts=first) if in_prompt else BadRows(bad_fields=first))
 
     def add(self, other: BadRows) -> None:
         """Count the bad rows of another part of the scan."""
-        self.of_fields = min(filter(None, (self.of_fields, other.of_fields)), default=None)
-        self.of_prompts = min(filter(None, (self.of_prompts, other.of_prompts)), default=None)
-        for feature, (count, row, place) in other.of_features.items():
-            before, first, place_of_first = self.of_features.get(feature, (0, row, place))
-            self.of_features[feature] = (before + count, *min((row, place), (first, place_of_first)))
+        self.bad_fields = min(filter(None, (self.bad_fields, other.bad_fields)), default=None)
+        self.bad_prompts = min(filter(None, (self.bad_prompts, other.bad_prompts)), default=None)
+        for feature, (count, row, place) in other.unavailable.items():
+            before, first, place_of_first = self.unavailable.get(feature, (0, row, place))
+            self.unavailable[feature] = (before + count, *min((row, place), (first, place_of_first)))
 
     def sentences(self, num_rows: int) -> list[str]:
         """One sentence for each unavailable feature, in the order of the rows."""
         return [
             f"{count} of {num_rows} rows, the first {place}: {feature}"
-            for feature, (count, _, place) in sorted(self.of_features.items(), key=lambda entry: entry[1][1])
+            for feature, (count, _, place) in sorted(self.unavailable.items(), key=lambda entry: entry[1][1])
         ]
 
     def error(self, num_rows: int) -> DataError | None:
-        if self.of_fields is not None:
-            return DataError(self.of_fields[1])
-        if self.of_features:
+        if self.bad_fields is not None:
+            return DataError(self.bad_fields[1])
+        if self.unavailable:
             return DataError(" ".join(self.sentences(num_rows)))
-        return DataError(self.of_prompts[1]) if self.of_prompts is not None else None
+        return DataError(self.bad_prompts[1]) if self.bad_prompts is not None else None
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any]) -> BadRows:
         """The bad rows that a process has reported."""
-        first = {name: tuple(report[name]) if report[name] else None for name in ("of_fields", "of_prompts")}
-        return cls(**first, of_features={name: tuple(rows) for name, rows in report["of_features"].items()})
+        first = {name: tuple(report[name]) if report[name] else None for name in ("bad_fields", "bad_prompts")}
+        return cls(**first, unavailable={name: tuple(rows) for name, rows in report["unavailable"].items()})
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Scan:
         for number, batch in enumerate(self.batches):
             if batch.start < max(num_rows, 1) and number not in self._parts:
                 self._add(number, self.examine(batch))
-                if self._bad.of_fields is not None:
+                if self._bad.bad_fields is not None:
                     break  # later rows cannot change the error
         self._raise_bad()
 

@@ -223,7 +223,7 @@ def _where(mask: torch.Tensor, values: torch.Tensor, other: torch.Tensor) -> tor
     return SpanColumn(RowSpans(numbers, starts, np.where(chosen, stops, starts)), mask.shape[1])
 
 
-SpanColumn.of_rows = {
+SpanColumn.row_ops = {
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
     _aten.select.int: _select,

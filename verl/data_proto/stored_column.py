@@ -38,12 +38,12 @@ class StoredArray:
 class LazyColumn(torch.Tensor):
     """A tensor [rows, ...] that makes its values when something computes with them.
 
-    Operations of `of_rows` make another column without its values; other operations return ordinary tensors. A write turns the
+    Operations of `row_ops` make another column without its values; other operations return ordinary tensors. A write turns the
     column into a copy. Raises RuntimeError for a write to a slice: it would not reach its column.
     """
 
     # by operation; None: this call computes with values
-    of_rows: ClassVar[dict[object, Callable[..., torch.Tensor | list[torch.Tensor] | None]]] = {}
+    row_ops: ClassVar[dict[object, Callable[..., torch.Tensor | list[torch.Tensor] | None]]] = {}
     _copy: torch.Tensor | None  # after a write
     _is_slice: bool
 
@@ -59,7 +59,7 @@ class LazyColumn(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        if func in cls.of_rows and not kwargs and (column := cls.of_rows[func](*args)) is not None:
+        if func in cls.row_ops and not kwargs and (column := cls.row_ops[func](*args)) is not None:
             return column
         target = (kwargs or {}).get("out", args[0] if args else None)
         written = target if func._schema.is_mutable and isinstance(target, LazyColumn) else None
@@ -302,7 +302,7 @@ def blocks(column: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     return (column[at : at + size] for at in range(0, len(column), size))
 
 
-StoredColumn.of_rows = {
+StoredColumn.row_ops = {
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
     _aten.select.int: _row,

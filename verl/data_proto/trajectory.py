@@ -156,7 +156,7 @@ def token_columns(
     response ids, response mask); as wide as the longest row by default."""
     prompt_width = max(len(ids) for ids, _, _ in rows) if prompt_width is None else prompt_width
     response_width = max(len(ids) for _, ids, _ in rows) if response_width is None else response_width
-    prompts, prompt_mask = padded([ids for ids, _, _ in rows], pad_token_id, prompt_width, torch.int64, left=True)
+    prompts, prompt_mask = padded([ids for ids, _, _ in rows], pad_token_id, prompt_width, torch.int64, pad_left=True)
     responses, exists = padded([ids for _, ids, _ in rows], pad_token_id, response_width, torch.int64)
     return {
         "prompts": prompts,
@@ -168,13 +168,13 @@ def token_columns(
 
 
 def padded(
-    rows: Sequence[np.ndarray], fill: float, width: int, dtype: torch.dtype, *, left: bool = False
+    rows: Sequence[np.ndarray], fill: float, width: int, dtype: torch.dtype, *, pad_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values in `dtype`, mask), both [batch, width]; `left` pads on the left."""
+    """(values in `dtype`, mask), both [batch, width]; `pad_left` pads on the left."""
     values = torch.full((len(rows), width), fill, dtype=dtype)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
     for i, row in enumerate(rows):
-        where = slice(width - len(row), width) if left else slice(0, len(row))
+        where = slice(width - len(row), width) if pad_left else slice(0, len(row))
         values[i, where] = torch.from_numpy(row).to(dtype)
         mask[i, where] = True
     return values, mask

@@ -152,7 +152,7 @@ class TrainedEngine(ABC):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        if self.spec is None or self.spec.others:
+        if self.spec is None or self.spec.full_modules:
             raise ConfigError("There are no adapters, or model.modules_to_save trains too; build a reference.")
         with adapters_off(self.module):
             yield

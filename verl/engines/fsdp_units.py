@@ -121,9 +121,9 @@ class GatheredGradients(GradientBuffers):
         if not self._holders:  # all units have been gathered before the first backward
             for parameter in itertools.chain.from_iterable(map(fsdp_params, self._units)):
                 if parameter.sharded_param.requires_grad:
-                    whole = parameter._unsharded_param
-                    self._holders[whole] = _Waiting(parameter, torch.promote_types(whole.dtype, torch.float32))
-                    whole.register_post_accumulate_grad_hook(self._holders[whole].widen)
+                    full = parameter._unsharded_param
+                    self._holders[full] = _Waiting(parameter, torch.promote_types(full.dtype, torch.float32))
+                    full.register_post_accumulate_grad_hook(self._holders[full].widen)
         return super().wants(parameters)
 
     def _new_buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

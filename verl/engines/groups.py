@@ -104,10 +104,10 @@ class ProcessGroups:
         """Reduce `numbers` in place over the ranks that have their own rows."""
         return all_reduce_(numbers, self._axes[:2], op)
 
-    def over_shards_(self, numbers: torch.Tensor, *, of_experts: bool, and_tensor: bool) -> torch.Tensor:
+    def over_shards_(self, numbers: torch.Tensor, *, is_expert: bool, and_tensor: bool) -> torch.Tensor:
         """Sum `numbers` in place over the ranks that hold the other parts of the same parameters."""
-        groups = [self._expert_shards if of_experts else self._shards]
-        if of_experts and self.expert is not None:
+        groups = [self._expert_shards if is_expert else self._shards]
+        if is_expert and self.expert is not None:
             groups.append(self.expert)
         return all_reduce_(numbers, [*groups, self.tensor] if and_tensor else groups)
 

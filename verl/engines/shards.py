@@ -143,8 +143,8 @@ def sum_over_shards(
         kind = (shards[name].is_expert, shards[name].tensor_dim is not None)
         sums[kind] = sums[kind] + value if kind in sums else value
     total = torch.zeros_like(next(iter(sums.values())))
-    for (of_experts, and_tensor), value in sorted(sums.items()):
-        total = total + groups.over_shards_(value, of_experts=of_experts, and_tensor=and_tensor)
+    for (is_expert, and_tensor), value in sorted(sums.items()):
+        total = total + groups.over_shards_(value, is_expert=is_expert, and_tensor=and_tensor)
     return total
 
 

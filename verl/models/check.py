@@ -107,13 +107,13 @@ def require_dtype(module: HFModule) -> None:
         ) from error
 
 
-def own_attention(module: HFModule, asked: str | None = None) -> str:
-    """The attention of transformers for a padded forward of `module`: `asked`, if it is FlashAttention that can run here,
+def own_attention(module: HFModule, requested: str | None = None) -> str:
+    """The attention of transformers for a padded forward of `module`: `requested`, if it is FlashAttention that can run here,
     else the fastest one that its class has."""
-    if asked in FLASH and _has_flash(asked):
-        return asked
-    if asked in FLASH:
-        log.info("%s is not installed for a GPU of this machine: a padded forward takes sdpa or eager.", asked)
+    if requested in FLASH and _has_flash(requested):
+        return requested
+    if requested in FLASH:
+        log.info("%s is not installed for a GPU of this machine: a padded forward takes sdpa or eager.", requested)
     decoder = module.get_decoder()
     return "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"
 

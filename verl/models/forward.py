@@ -183,11 +183,11 @@ def computed_outputs(
     inputs: HeadInputs,
     packed: PackedBatch,
     outputs: Sequence[str],
-    whole: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+    joined: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
 ) -> dict[str, torch.Tensor]:
-    """The named outputs of `inputs` in their shapes; `whole` joins the values of ranks that have some of the tokens."""
+    """The named outputs of `inputs` in their shapes; `joined` joins the values of ranks that have some of the tokens."""
     kinds = {name: output_kind(name) for name in outputs}
-    return {name: kind.scatter(packed, whole(kind.compute(inputs))) for name, kind in kinds.items()}
+    return {name: kind.scatter(packed, joined(kind.compute(inputs))) for name, kind in kinds.items()}
 
 
 def head_transform(config: PreTrainedConfig) -> dict[str, Any]:

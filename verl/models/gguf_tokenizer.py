@@ -61,9 +61,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, num_embeddings: int) ->
             )
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_split(tokenizer.get("pre_tokenizer") or {}, folder))
-    others = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=num_embeddings)
-    others.add_special_token.setdefault("bos", False)  # llama.cpp's default depends on the kind
-    others.add_to_gguf(writer, quiet=True)
+    special_tokens = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=num_embeddings)
+    special_tokens.add_special_token.setdefault("bos", False)  # llama.cpp's default depends on the kind
+    special_tokens.add_to_gguf(writer, quiet=True)
 
 
 def _type(token: str, is_used: bool, is_special: bool | None, has_bytes: bool) -> gguf.TokenType:

@@ -115,7 +115,7 @@ class LoRASpec:
     head: bool = False  # whether the output projection is among the linear layers
     rslora: bool = False
     dora: bool = False
-    others: tuple[str, ...] = ()  # names or endings of modules that train in full
+    full_modules: tuple[str, ...] = ()  # names or endings of modules that train in full
 
     @property
     def scale(self) -> float:
@@ -160,7 +160,7 @@ class LoRASpec:
 def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype) -> list[str]:
     """Freeze `module` and put adapters of `dtype` on its linear layers; returns the names of the adapted ones.
 
-    A value head and the modules of `spec.others` stay trainable, the latter in `dtype`. Raises ConfigError as
+    A value head and the modules of `spec.full_modules` stay trainable, the latter in `dtype`. Raises ConfigError as
     `adapted_layers` does.
     """
     module.requires_grad_(False)
@@ -209,7 +209,7 @@ def whole_modules(module: nn.Module, spec: LoRASpec) -> list[str]:
     """The names of the modules that train in full in addition to adapters. Raises ConfigError for a module that shares a
     parameter with another one, as tied embeddings do."""
     names = [name for name, _ in module.named_modules() if name]
-    chosen = _chosen("model.modules_to_save", spec.others, names, "module")
+    chosen = _chosen("model.modules_to_save", spec.full_modules, names, "module")
     parameters = list(module.named_parameters(remove_duplicate=False))
     for name in chosen:
         mine = {id(parameter) for other, parameter in parameters if other.startswith(f"{name}.")}

@@ -286,15 +286,15 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int) -> float:
     return 2 * elements * shape.num_layers
 
 
-def recorded_activations(shape: ModelShape, tokens: float, most: float) -> float:
-    """Bytes of the activations of `tokens` tokens that the sampler keeps for the update, at most `most`
+def recorded_activations(shape: ModelShape, tokens: float, max_bytes: float) -> float:
+    """Bytes of the activations of `tokens` tokens that the sampler keeps for the update, at most `max_bytes`
     (verl/models/decoder/reuse.py); 0 for models that record none."""
     if shape.is_mixture or shape.is_latent or shape.tower:
         return 0.0
     qkv = shape.query_size + 2 * shape.kv_heads * shape.head_dim
     layer = WEIGHT * (2 * shape.hidden + qkv + shape.output_size + shape.num_in * shape.intermediate)
     token = shape.num_layers * (layer + FLOAT32 * shape.heads) + WEIGHT * shape.hidden
-    return min(token * min(tokens, MOST_REUSED_TOKENS), most)
+    return min(token * min(tokens, MOST_REUSED_TOKENS), max_bytes)
 
 
 def rollout_weights(shape: ModelShape, tensor: int) -> float:

@@ -189,9 +189,9 @@ class Muon(torch.optim.AdamW):
         rank, dtype, mine = divided.group.rank(), _computes_in(self._dtype, divided.device), torch.empty(0)
         nothing = torch.empty(0, dtype=self._dtype, device=divided.device)
         for owner, name in enumerate(names):
-            whole = divided.whole(name, self._update(here[name][0]) if name in here else nothing, dtype)
+            update = divided.whole(name, self._update(here[name][0]) if name in here else nothing, dtype)
             if owner == rank:
-                mine = orthogonal(whole).contiguous()
+                mine = orthogonal(update).contiguous()
         for owner, name in enumerate(names):
             shape = divided.shape(name)
             sent = mine if owner == rank else torch.empty(shape, dtype=dtype, device=divided.device)

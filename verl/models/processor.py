@@ -87,7 +87,7 @@ class ImageProcessor:
         parts = [
             self._read_clip(item, settings) if isinstance(item, Clip) else self.read([item], settings) for item in media
         ]
-        return joined([own for own, _ in parts], FAMILIES[self.family].axis, "cpu"), [
+        return joined([tensors for tensors, _ in parts], FAMILIES[self.family].axis, "cpu"), [
             t for _, texts in parts for t in texts
         ]
 
@@ -100,12 +100,12 @@ class ImageProcessor:
 
     def _frame_arguments(self, clip: Clip, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the image processor for frames, by the folder's file, data.mm_processor_kwargs and the row."""
-        own = {name: v for name, v in self.video_settings.items() if name in self.arguments and name not in SAMPLING}
-        arguments = {**own, **settings}
+        base = {name: v for name, v in self.video_settings.items() if name in self.arguments and name not in SAMPLING}
+        arguments = {**base, **settings}
         if self.frames_at_once > 1:
             size = {**dict(self.processor.image_processor.size), **arguments.get("size", {})}
             size = {edge: size[edge] for edge in _EDGES.values()}
-            if "size" in own and "size" not in settings and self.family in _TOTALS:
+            if "size" in base and "size" not in settings and self.family in _TOTALS:
                 size = {edge: pixels // len(clip.frames) for edge, pixels in size.items()}
             for limits in (arguments, clip.limits):
                 size |= {edge: int(limits[name]) for name, edge in _EDGES.items() if limits.get(name)}

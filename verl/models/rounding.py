@@ -88,11 +88,11 @@ def offsets(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @op(triton="dither:launch_dither", writes=("target",))
-def dither(master: torch.Tensor, target: torch.Tensor, phase: int, whole: list[int], first_at: list[int]) -> None:
-    """Write `master` to `target` with the offsets of a parameter of shape `whole` with this `phase`. Both are the block of it
+def dither(master: torch.Tensor, target: torch.Tensor, phase: int, shape: list[int], first_at: list[int]) -> None:
+    """Write `master` to `target` with the offsets of a parameter of shape `shape` with this `phase`. Both are the block of it
     that begins at the coordinates `first_at`."""
     max_positions = _CHUNK if master.device.type == "cpu" else _DEVICE_CHUNK
-    repeated, region = tiles(master.device, max_positions), Region(tuple(whole), tuple(first_at))
+    repeated, region = tiles(master.device, max_positions), Region(tuple(shape), tuple(first_at))
     weights, wide = target.view(-1), master.view(-1)
     out = weights.view(torch.int16)
     scratch = torch.empty(min(max_positions, wide.numel()), dtype=torch.int32, device=master.device)

@@ -161,7 +161,7 @@ class RunReader:
             if files.is_number(written):
                 self.times[step] = written
             for name, value in row.items():
-                if value is None or not -files.MOST <= value <= files.MOST:
+                if value is None or not -files.LARGEST <= value <= files.LARGEST:
                     continue
                 series = self._series.get(name)
                 if series is None:

@@ -165,12 +165,12 @@ class Gate:
         return hmac.compare_digest(token.encode(), self.token.encode())
 
 
-def is_own_name(host: str, own: str = "localhost") -> bool:
+def is_own_name(host: str, name_of_page: str = "localhost") -> bool:
     """Whether a Host header has a name of this machine, or a number: a page elsewhere can point its own name here, and never a
-    number. `own` is the address that the server listens at."""
+    number. `name_of_page` is the address that the server listens at."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     name = name.strip("[]").lower()
-    if name in ("localhost", own, socket.gethostname().lower()):
+    if name in ("localhost", name_of_page, socket.gethostname().lower()):
         return True
     try:
         ipaddress.ip_address(name)

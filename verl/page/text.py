@@ -77,17 +77,17 @@ class Tokens:
 
 
 def tokens_of(
-    row: Mapping[str, object], known: Mapping[int, tuple[str, bool]], which: str = "response"
+    row: Mapping[str, object], tokens: Mapping[int, tuple[str, bool]], which: str = "response"
 ) -> Tokens | None:
     """The tokens of a row; None when the row has no ids or the run has not kept the texts of its tokens."""
     ids = row.get(f"{which}_ids")
-    if not isinstance(ids, list) or not ids or not known or not all(map(is_count, ids)):
+    if not isinstance(ids, list) or not ids or not tokens or not all(map(is_count, ids)):
         return None
     count = min(len(ids), MAX_TOKENS)
     shown_ids = ids[:count]
     columns = _columns(row, count) if which == "response" else {}
     mask = columns.get("mask")
-    texts = [valid_utf8(known[i][0]) if i in known else f"⟨{i}⟩" for i in shown_ids]
+    texts = [valid_utf8(tokens[i][0]) if i in tokens else f"⟨{i}⟩" for i in shown_ids]
     return Tokens(texts, shown_ids, columns, _turns(mask, count), len(ids))
 
 

@@ -10,9 +10,9 @@ memory bandwidth B (bytes/s), a number of processors S, and a tile of 128 rows (
     decode      latency + the larger of KV bytes / (`memory` B) and waves * blocks of 128 keys in a part * `block` +
                 rows * `row` + `combine` if sequences are read in parts: S / rows of them, so that all processors read
     experts     latency + ((bytes of the experts in use / (`memory` B))^q + (flops / (`compute` P))^q)^(1/q)
-                + bytes of all rows / (`token` B);  an expert's rows fill tiles, of the rows of other ranks a share `others` is
+                + bytes of all rows / (`token` B);  an expert's rows fill tiles, of the rows of other ranks a share `skip` is
                 computed too
-    collective  latency + bytes / bandwidth + `ramp` sqrt(bytes);  bytes = bytes on the wire + `own` of a rank's part; if
+    collective  latency + bytes / bandwidth + `ramp` sqrt(bytes);  bytes = bytes on the wire + `copy` of a rank's part; if
                 small messages have a separate protocol, the faster of: bytes / `small`, `bulk` + bytes / bandwidth
 
 The constants are in devices.yaml, with the error of each fit on kernels that it has not seen;
@@ -72,7 +72,7 @@ class ExpertsFit:
     memory: float
     token: float  # share of the bandwidth for the rows of the tokens
     blend: float
-    others: float = 0.0
+    skip: float = 0.0  # share of the work for rows of experts that other ranks have
     small_tile: float = 1.0  # rows, up to a token for each expert
     tile: float = 1.0  # rows beyond
 
@@ -83,7 +83,7 @@ class CollectiveFit:
     rank_us: float  # per rank beyond two
     gb_per_s: float  # on the wire, each direction
     ramp_ns: float  # per square root of a byte
-    own: float = 0.0  # share of a byte on the wire that copying a byte of the rank's own part takes
+    copy: float = 0.0  # share of a byte on the wire that copying a byte of the part of the rank takes
     small_gb_per_s: float = 0.0  # of the protocol for small messages; 0: there is one protocol
     bulk_us: float = 0.0  # latency of the protocol for large messages, in addition to `latency_us`
 
@@ -177,8 +177,8 @@ def experts_time(
     used = np.maximum(used, 1)
     tile = np.where(tokens <= num / ranks, fit.small_tile, fit.tile)
     tiles = np.ceil(np.maximum(rows / used / tile, 1e-9)) * tile * used if fit.tile > 1 else rows
-    slots = tokens * np.minimum(1, top_k / ranks) * top_k if fit.others else tokens * top_k  # of the tokens that arrive
-    computed = tiles + fit.others * (slots - rows)
+    slots = tokens * np.minimum(1, top_k / ranks) * top_k if fit.skip else tokens * top_k  # of the tokens that arrive
+    computed = tiles + fit.skip * (slots - rows)
     memory = device.width * 3 * hidden * inner * used / (device.bandwidth * fit.memory)
     compute = 2 * 3 * hidden * inner * computed / (device.peak * fit.compute)
     moved = device.width * slots * hidden / (device.bandwidth * fit.token)
@@ -192,7 +192,7 @@ def wire_bytes(operation: str, num_bytes: Number, ranks: Number) -> Number:
 
 def collective_time(fit: CollectiveFit, operation: str, num_bytes: Number, ranks: Number, scale: float = 1.0) -> Number:
     """A collective among the devices of one node. Their links have `scale` times the bandwidth of the fit."""
-    moved = (wire_bytes(operation, num_bytes, ranks) + fit.own * num_bytes / ranks) / scale
+    moved = (wire_bytes(operation, num_bytes, ranks) + fit.copy * num_bytes / ranks) / scale
     latency = (fit.latency_us + fit.rank_us * (ranks - 2)) * 1e-6
     sent = fit.bulk_us * 1e-6 + moved / (fit.gb_per_s * 1e9) + fit.ramp_ns * 1e-9 * np.sqrt(num_bytes / scale)
     if fit.small_gb_per_s:

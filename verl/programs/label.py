@@ -147,8 +147,8 @@ def graded(
     mean = sum(usable) / len(usable) if usable else math.nan
     gaps = []
     for c in candidates:
-        own = [next(scores_left) for _ in c.responses]
-        gaps.append({(i, j): own[i] - own[j] for i, j in _pairs(c)})
+        row_scores = [next(scores_left) for _ in c.responses]
+        gaps.append({(i, j): row_scores[i] - row_scores[j] for i, j in _pairs(c)})
     return gaps, [f"Mean score: {mean:.3f}; responses without one: {len(scores) - len(usable):,} of {len(scores):,}."]
 
 

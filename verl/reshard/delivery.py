@@ -329,9 +329,9 @@ class Delivery:
         row: Description = {"refused": "", "devices": [], "host": None}
         tensors = bucket.tensors or ()
         if self.on_device and self.rank in self.takes:
-            first, *others = self._on_devices
+            first, *further = self._on_devices
             row["devices"] = [bucket.description or self._laid_out(first, tensors)]
-            row["devices"] += [self._laid_out(device, tensors) for device in others]
+            row["devices"] += [self._laid_out(device, tensors) for device in further]
             row["refused"] = next((device.refused for device in self._on_devices if device.refused), "")
         compares = self.delta and bool(self._on_devices) and self.rank in self.route.link
         if compares or any(self._writer(number, rank) == self.rank for rank in self.takes):

@@ -65,10 +65,10 @@ class DeviceBuckets(Buckets):
         )
 
 
-def on_devices(bucket: Description, *others: Description) -> Description:
+def on_devices(bucket: Description, *further: Description) -> Description:
     """The description of a bucket that lies in memory of several GPUs, by its descriptions on each. With the description of a
     copy on the host as `bucket`, a reader without "devices" reads that."""
-    return {**bucket, "devices": [_placed(other) for other in others or (bucket,)]}
+    return {**bucket, "devices": [_placed(other) for other in further or (bucket,)]}
 
 
 def _placed(bucket: Description) -> Description:

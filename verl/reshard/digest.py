@@ -34,8 +34,8 @@ def copy_with_digest(label: str, target: torch.Tensor, source: torch.Tensor) -> 
     target, source = target.detach(), source.detach()
     if not (_is_on_host(target) and _is_on_host(source)):
         return digest(label, target.copy_(source))
-    max_values = CHUNK_BYTES // target.itemsize
-    return _digest(label, target.dtype, (to.copy_(chunk) for to, chunk in _chunks((target, source), max_values)))
+    size = CHUNK_BYTES // target.itemsize
+    return _digest(label, target.dtype, (to.copy_(chunk) for to, chunk in _chunks((target, source), size)))
 
 
 def spread_with_digest(
@@ -78,11 +78,11 @@ def _digest(label: str, dtype: torch.dtype, chunks: Iterator[torch.Tensor]) -> b
 def _hashed(values: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that are hashed for `values`, in order."""
     on_host = _is_on_host(values)
-    max_values = (CHUNK_BYTES if on_host else _DEVICE_BYTES) // values.itemsize
+    size = (CHUNK_BYTES if on_host else _DEVICE_BYTES) // values.itemsize
     if on_host and values.is_contiguous():
         yield values
         return
-    for (chunk,) in _chunks((values,), max_values, by_rows=True):
+    for (chunk,) in _chunks((values,), size, by_rows=True):
         if on_host:
             yield chunk
         else:
@@ -101,19 +101,19 @@ def _sums(chunk: torch.Tensor) -> Iterator[torch.Tensor]:
     yield flat[stop:]
 
 
-def _chunks(tensors: Sequence[torch.Tensor], most: int, *, by_rows: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of tensors of one shape, in parallel and in order, of at most `most` values: flat ranges if all are contiguous
-    (unless `by_rows`: then the cut depends only on the shape), else rows [some rows, columns], at least one."""
+def _chunks(tensors: Sequence[torch.Tensor], size: int, *, by_rows: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors of one shape, in parallel and in order, of at most `size` values: flat ranges if all are
+    contiguous (unless `by_rows`: then the cut depends only on the shape), else rows [some rows, columns], at least one."""
     first = tensors[0]
-    if first.numel() <= most:
+    if first.numel() <= size:
         yield tuple(tensors)
     elif not by_rows and all(tensor.is_contiguous() for tensor in tensors):
-        yield from zip(*(tensor.view(-1).split(most) for tensor in tensors), strict=True)
+        yield from zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
     elif first.dim() > 2:
         for inner in zip(*tensors, strict=True):
-            yield from _chunks(inner, most, by_rows=by_rows)
+            yield from _chunks(inner, size, by_rows=by_rows)
     else:
-        num_rows = max(1, most // (first.shape[1] if first.dim() == 2 else 1))
+        num_rows = max(1, size // (first.shape[1] if first.dim() == 2 else 1))
         yield from zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
 
 

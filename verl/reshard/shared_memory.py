@@ -215,9 +215,9 @@ def _mapped(path: str, num_bytes: int, name: str) -> torch.Tensor:
     stamp = _stamp(path)
     memory = _MAPPED.get((path, stamp))
     if memory is None or memory.nbytes < num_bytes:
-        for known in list(_MAPPED):
-            if _stamp(known[0]) != known[1]:
-                _MAPPED.pop(known, None)
+        for mapping in list(_MAPPED):
+            if _stamp(mapping[0]) != mapping[1]:
+                _MAPPED.pop(mapping, None)
         memory = open_segment(path, num_bytes, name)
         _MAPPED[path, stamp] = memory
     return memory

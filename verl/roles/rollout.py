@@ -134,9 +134,9 @@ class RolloutWorker:
                 return DataProto(), resumed
             starting = replace(params, max_new_tokens=first)
             return self._episodes(self.agents, prompts, starting, step, split, limit), resumed
-        asked = [*_resuming(rows, limit), *_starting(prompts, split, params.n, first)]
+        rollouts = [*_resuming(rows, limit), *_starting(prompts, split, params.n, first)]
         by_key = {
-            (one.request.ordinal, one.request.first_sample + i): one for one in asked for i in range(one.num_samples)
+            (one.request.ordinal, one.request.first_sample + i): one for one in rollouts for i in range(one.num_samples)
         }
 
         def trajectory(done: Completion) -> Trajectory:
@@ -151,8 +151,8 @@ class RolloutWorker:
                 self.score_stream(score_request(one.rows, one.row, key, sample.response_ids, self.tokenizer))
 
         # a rank that only takes part has no requests
-        requests, count = [one.request for one in asked], len(rows)
-        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if asked else []
+        requests, count = [one.request for one in rollouts], len(rows)
+        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if rollouts else []
         samples = [(trajectory(done), by_key[done.key].split) for done in completions]
         return self._columns(samples[count:], limit), self._columns(samples[:count], limit)
 

@@ -1,7 +1,7 @@
 """Attention of one forward of the native engine: decode rows over their caches, chunks of prompts over theirs.
 
 tokens of a forward   [ decode row 0 .. R-1 | chunk of prompt a | chunk of prompt b | ... ]
-keys of a decode row  prefix store, slot of its group (the prompt, stored once)  +  own store, slot = row (its response)
+keys of a decode row  prefix store, slot of its group (the prompt, stored once)  +  row store, slot = row (its response)
 keys of a chunk       prefix store, slot of its group, up to itself
 """
 

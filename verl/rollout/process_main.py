@@ -32,20 +32,20 @@ def serve(channel: socket.socket) -> None:
             constructor = load_object(factory)
         return constructor(setup)
 
-    engine = _answered(channel, make, shown=False)
+    engine = _answered(channel, make, sends_result=False)
     while engine is not None:
         method, arguments = from_bytes(receive_bytes(channel))
         _answered(channel, partial(getattr(engine, method), *arguments))
 
 
-def _answered(channel: socket.socket, call: Callable[[], object], *, shown: bool = True) -> object:
+def _answered(channel: socket.socket, call: Callable[[], object], *, sends_result: bool = True) -> object:
     """The result of `call`, sent to the parent as [result, None], or [None, [kind, sentence]] for an error."""
     try:
         result = call()
     except VerlError as error:
         send(channel, to_bytes([None, [type(error).__name__, str(error)]]))
         return None
-    send(channel, to_bytes([result if shown else None, None]))
+    send(channel, to_bytes([result if sends_result else None, None]))
     return result
 
 

@@ -206,8 +206,8 @@ def _with_weights(loaded: LoadedConfig[Any], saved: Path | None) -> LoadedConfig
     if getattr(config, "ref", None) is not None and config.ref.model_path is None:  # the run compares with its start
         config = replace(config, ref=replace(config.ref, model_path=owner.model.path))
     model = replace(owner.model, path=str(saved), lora_adapter_path=None)
-    whole = {"model": model} if owner is loaded.config else {"actor_rollout_ref": replace(owner, model=model)}
-    return replace(loaded, config=replace(config, **whole))
+    changes = {"model": model} if owner is loaded.config else {"actor_rollout_ref": replace(owner, model=model)}
+    return replace(loaded, config=replace(config, **changes))
 
 
 def _checkpoints(

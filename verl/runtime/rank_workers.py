@@ -33,7 +33,7 @@ class RankWorkers:
         self.comm = comm
         self.reward: RewardWorker | None = None
         self.rollout: RolloutWorker | None = None
-        self.own: dict[str, object] = {}  # workers of the program's classes
+        self.program_workers: dict[str, object] = {}  # workers of the program's classes
         self.weights: RankWeightSync | None = None
         make_current(context.device)
         try:
@@ -56,7 +56,7 @@ class RankWorkers:
             self.reward = build_reward(context, specs.reward)
         self.models = build_models(context)
         worker_of = cache(lambda build: build(context.device))
-        self.own = {spec.name: worker_of(spec.build) for spec in specs.workers if context.holds(spec.name)}
+        self.program_workers = {spec.name: worker_of(spec.build) for spec in specs.workers if context.holds(spec.name)}
         if specs.rollout is not None:
             policy, group = self.models.get(POLICY), rollout_group(context)
             weights = self.weights = RankWeightSync(context, self.comm, None if policy is None else policy.engine)
@@ -71,7 +71,7 @@ class RankWorkers:
 
     def worker(self, role: str) -> object:
         """The worker of `role` on this rank."""
-        return {"reward": self.reward, "rollout": self.rollout, **self.own}.get(role) or self.models[role]
+        return {"reward": self.reward, "rollout": self.rollout, **self.program_workers}.get(role) or self.models[role]
 
     def doing(self, call: str) -> AbstractContextManager[object]:
         """Names `call` in errors of other ranks that wait for this one."""

@@ -91,7 +91,8 @@ def find_bottleneck(timeline: Sequence[Json], metrics: Sequence[Json], config: J
     shares = dict(sorted(phases.items(), key=lambda item: -item[1]))
     trained = [row for row in metrics if row.get("step", 0) > 0][-len(rows) :]
     exchanged_s = sum(row["communication"]["seconds"] for row in rows)
-    step_s = statistics.median(map(_step_seconds, rows))
+    besides = ("validation", "saving")
+    step_s = statistics.median(row["seconds"] - sum(row["phases"].get(name, 0.0) for name in besides) for row in rows)
     facts = _Facts(
         shares, _span_shares(trained), _medians(trained), config, _utilisation(rows, total), exchanged_s / total, step_s
     )
@@ -149,10 +150,6 @@ def _median_phases(rows: Sequence[Json]) -> dict[str, float]:
 
 def _phase_names(rows: Sequence[Json]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row["phases"]))
-
-
-def _step_seconds(row: Json) -> float:
-    return float(row["seconds"] - row["phases"].get("validation", 0.0) - row["phases"].get("saving", 0.0))
 
 
 def _utilisation(rows: Sequence[Json], total: float) -> dict[str, float]:

@@ -148,21 +148,21 @@ class Console:
         self._last_end, self._done = now, step
         if not self.steps:
             return
-        shown = [
+        values = [
             (short, form.format(metrics[name]))
             for name, (short, form) in self._metrics.items()
             if metrics.get(name) is not None
         ]
         if not self.rich.is_terminal:
             self._lines(
-                [" ".join([f"step={step}/{self._total}", *(f"{n}={v}" for n, v in shown), f"left={self._left()}"])]
+                [" ".join([f"step={step}/{self._total}", *(f"{n}={v}" for n, v in values), f"left={self._left()}"])]
             )
             return
-        self.rich.print(_step_line(step, self._total, shown))
+        self.rich.print(_step_line(step, self._total, values))
         if self._progress is not None:
             self._progress.start()  # again, after a debugger
-            parts = [f"{name} {value}" for name, value in shown[:1] if name not in _UNITS]
-            parts += [f"{value}{_UNITS[name]}" for name, value in shown if name == "tokens_per_s"]
+            parts = [f"{name} {value}" for name, value in values[:1] if name not in _UNITS]
+            parts += [f"{value}{_UNITS[name]}" for name, value in values if name == "tokens_per_s"]
             self._progress.update(self._task, completed=step, status=" · ".join(parts))
 
     def _left(self) -> str:

@@ -31,7 +31,7 @@ _MAX_ROW_BYTES = 16 << 20
 _NUM_SEGMENTS = 64
 SHOWN_BYTES = 16 << 20  # of a longer file, people see rows at evenly spaced places
 _CHECKED_BYTES = 32 << 20  # of a longer file the end, so that a resume after a million steps takes seconds
-MOST = 1e308  # the mean of larger numbers is not finite
+LARGEST = 1e308  # the mean of larger numbers is not finite
 _NUMBERS = {int, float, type(None)}
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
 Check = Callable[[Any], bool]
@@ -163,7 +163,7 @@ def is_count(value: object) -> bool:
 
 def is_number(value: Any) -> bool:
     """A finite number."""
-    return type(value) in (int, float) and -MOST <= value <= MOST
+    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
 
 
 def is_text(value: object) -> bool:

@@ -103,7 +103,7 @@ def stacks_file(root: Path, rank: int) -> Path:
 
 NAME = "role_sizes.json"
 ROLES = ("rollout", "reward")
-MOST = 10_000
+MAX_DEVICES = 10_000
 
 
 def read_role_sizes(folder: Path) -> dict[str, int]:
@@ -145,5 +145,5 @@ def _check(sizes: Mapping[str, int]) -> None:
     for role, size in sizes.items():
         if role not in ROLES:
             raise ConfigError(f"The role {role} cannot be scaled during a run; {' and '.join(ROLES)} can.")
-        if not 1 <= size <= MOST:
-            raise ConfigError(f"{role}={size}: give a number of devices from 1 to {MOST}.")
+        if not 1 <= size <= MAX_DEVICES:
+            raise ConfigError(f"{role}={size}: give a number of devices from 1 to {MAX_DEVICES}.")

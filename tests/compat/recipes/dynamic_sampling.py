@@ -96,9 +96,9 @@ class DynamicSamplingTrainer(RayPPOTrainer):
         self.collected = batch if self.collected is None else DataProto.concat([self.collected, batch])
         self.num_prompts = len(set(self.collected.non_tensor_batch["uid"]))
         if self.num_prompts < self.config.data.train_batch_size:
-            most = self.config.algorithm.filter_groups.max_num_gen_batches
-            if 0 < most <= self.num_batches:
-                raise ValueError(f"{self.num_batches=} >= {most=}: too few prompts have rewards that differ.")
+            max_batches = self.config.algorithm.filter_groups.max_num_gen_batches
+            if 0 < max_batches <= self.num_batches:
+                raise ValueError(f"{self.num_batches=} >= {max_batches=}: too few prompts have rewards that differ.")
             return None
         return self.collected[: self.config.data.train_batch_size * rollout.n]
 

@@ -97,10 +97,10 @@ class TestLength:
     def test_counts_add_up(self, tmp_path_factory, lengths, limit, side):
         rows = [{"prompt": "p" * n, "completion": "c" * n} for n in lengths]
         path = write(tmp_path_factory.mktemp("rows") / "a.jsonl", rows)
-        whole = load(path, max_length=None)
+        uncut = load(path, max_length=None)
         short = load(path, max_length=limit, truncation=side, keep_going=True)
         sequences = [s for i in range(len(short)) for s in short[i]]
-        summary, before = short.summaries[0], whole.summaries[0]
+        summary, before = short.summaries[0], uncut.summaries[0]
         assert all(len(s.input_ids) == len(s.loss_mask) <= limit and s.num_trained for s in sequences)
         assert summary.num_tokens == sum(len(s.input_ids) for s in sequences)
         assert (
@@ -251,8 +251,8 @@ class TestOrder:
         rows = [np.array([*start, *range(num_trained)], dtype=np.int32) for start in starts]
         batch = training_batch([TrainingSequence(ids, np.arange(len(ids)) >= 83) for ids in rows]).batch
         assert batch["prompt_mask"].sum(1).tolist() == [split, split, split, 83]
-        whole = torch.cat([batch["prompts"], batch["responses"]], dim=1)[batch["attention_mask"]]
-        assert whole.tolist() == np.concatenate(rows).tolist()
+        tokens = torch.cat([batch["prompts"], batch["responses"]], dim=1)[batch["attention_mask"]]
+        assert tokens.tolist() == np.concatenate(rows).tolist()
         assert batch["response_mask"].sum(1).tolist() == [num_trained] * 4
         assert num_computed(unpadded_rows(batch)) == computed + 83 + num_trained - 1
 

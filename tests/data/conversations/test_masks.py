@@ -43,8 +43,8 @@ def test_answers_and_the_token_that_ends_them_train(family):
     tokenizer = tokenizer_of(family)
     (sequence,) = encode(tokenizer, {"messages": AB})
     assert shown(tokenizer, sequence) == ONE_SEQUENCE[family]
-    whole = tokenizer.apply_chat_template(AB, return_dict=False)
-    assert sequence.input_ids.tolist() == whole[: len(sequence.input_ids)]
+    rendered = tokenizer.apply_chat_template(AB, return_dict=False)
+    assert sequence.input_ids.tolist() == rendered[: len(sequence.input_ids)]
 
 
 LLAMA3_ASKED = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"

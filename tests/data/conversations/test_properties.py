@@ -84,9 +84,9 @@ def test_one_sequence_is_one_rendering_up_to_its_last_trained_turn(family, messa
     tokenizer = tokenizer_of(family)
     (sequence,) = encode(tokenizer, {"messages": messages})
     last = max(number for number, m in enumerate(messages) if m.get("loss_mask"))
-    whole = tokenizer.apply_chat_template(bare(messages[: last + 1]), return_dict=False)
-    assert sequence.input_ids.tolist() == whole[: len(sequence.input_ids)]
-    assert tokenizer.decode(whole[len(sequence.input_ids) :]).strip() == ""
+    rendered = tokenizer.apply_chat_template(bare(messages[: last + 1]), return_dict=False)
+    assert sequence.input_ids.tolist() == rendered[: len(sequence.input_ids)]
+    assert tokenizer.decode(rendered[len(sequence.input_ids) :]).strip() == ""
 
 
 @given(messages=conversations(answers=st.text("ab <>é日", min_size=1, max_size=9)))
@@ -110,8 +110,8 @@ def test_a_real_tokenizer_with_merges_across_borders(messages):
     if not any(m["content"][:1].isspace() for m in messages):
         (sequence,) = sequences
         last = max(number for number, m in enumerate(messages) if m.get("loss_mask"))
-        whole = tokenizer.apply_chat_template(bare(messages[: last + 1]), return_dict=False)
-        assert sequence.input_ids.tolist() == whole[: len(sequence.input_ids)]
+        rendered = tokenizer.apply_chat_template(bare(messages[: last + 1]), return_dict=False)
+        assert sequence.input_ids.tolist() == rendered[: len(sequence.input_ids)]
 
 
 @pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="work/models/SmolLM2-135M-Instruct is not there")
@@ -129,9 +129,9 @@ def test_line_breaks_of_a_prompt_stay_one_token():
     both, one = tokenizer.encode("\n\n"), tokenizer.encode("\n")
     assert len(both) == len(one) == 1
     assert both[0] in first.input_ids
-    whole = tokenizer.apply_chat_template(bare(messages), return_dict=False)
-    assert both[0] not in whole
-    assert one[0] in whole
+    rendered = tokenizer.apply_chat_template(bare(messages), return_dict=False)
+    assert both[0] not in rendered
+    assert one[0] in rendered
     assert second.input_ids.tolist().count(both[0]) == 1  # history is written as the sampler's prompt has it
 
 

@@ -119,9 +119,9 @@ def generated(tokenizer, stops, content):
     """The turn that sampling would return, from the template's own rendering: all up to the first token that ends it."""
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
     turns = [*QUESTION, {"role": "assistant", "content": content}]
-    whole, longer = (tokenizer.apply_chat_template(m, return_dict=False) for m in (turns, turns + QUESTION))
-    assert whole[: len(prompt)] == prompt
-    answer = (longer if set(stops).isdisjoint(whole[len(prompt) :]) else whole)[len(prompt) :]
+    rendered, longer = (tokenizer.apply_chat_template(m, return_dict=False) for m in (turns, turns + QUESTION))
+    assert rendered[: len(prompt)] == prompt
+    answer = (longer if set(stops).isdisjoint(rendered[len(prompt) :]) else rendered)[len(prompt) :]
     return prompt, answer[: 1 + min(answer.index(stop) for stop in stops if stop in answer)]
 
 
@@ -169,8 +169,8 @@ def test_later_turns_keep_the_text_behind_a_turn_as_context(tmp_path):
     tokenizer, stops = setup("text behind the end")
     messages = [*QUESTION, *GOOD, *QUESTION, *BAD]
     (sequence,) = sft()(write(tmp_path / "rows.jsonl", [{"messages": messages}]), tokenizer, stops)[0]
-    whole = tokenizer.apply_chat_template(messages, return_dict=False)
-    assert sequence.input_ids.tolist() == whole[: len(whole) - len(" ~~\n")]
+    rendered = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert sequence.input_ids.tolist() == rendered[: len(rendered) - len(" ~~\n")]
     trained = tokenizer.decode(sequence.input_ids[sequence.loss_mask])
     assert trained == "good<|im_end|>bad one<|im_end|>"
 

@@ -11,13 +11,13 @@ import tempfile
 from pathlib import Path
 
 
-def main(asked: str, answer: str) -> None:
+def main(task_file: str, answer: str) -> None:
     import trl
     from datasets import Dataset
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    task = json.loads(Path(asked).read_text())
+    task = json.loads(Path(task_file).read_text())
     answers = {}
     for name, case in task["cases"].items():
         tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])

@@ -46,8 +46,8 @@ class TestTokens:
         dataset = load(path, tokenizer)
         rendered = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         for sequence, answer in zip(dataset[0], (row["chosen"], row["rejected"]), strict=True):
-            whole = tokenizer.apply_chat_template(row["prompt"] + answer, return_dict=False)
-            assert sequence.input_ids.tolist() == whole[: len(sequence.input_ids)]
+            with_answer = tokenizer.apply_chat_template(row["prompt"] + answer, return_dict=False)
+            assert sequence.input_ids.tolist() == with_answer[: len(sequence.input_ids)]
             assert tokenizer.decode(sequence.input_ids[-1:]) == tokenizer.eos_token  # no line end of the template
             assert sequence.loss_mask.tolist() == [n >= len(rendered) for n in range(len(sequence.input_ids))]
 

@@ -183,18 +183,18 @@ class FileSummary:
         )
 
     def count(
-        self, whole: TrainingSequence, short: TrainingSequence, place: str, stops: Sequence[int]
+        self, full: TrainingSequence, short: TrainingSequence, place: str, stops: Sequence[int]
     ) -> TrainingSequence | None:
-        """Count `short`, a truncation of `whole` or `whole` itself, and return it; None if no token of it trains."""
-        length, num_cut = len(whole.input_ids), len(whole.input_ids) - len(short.input_ids)
+        """Count `short`, a truncation of `full` or `full` itself, and return it; None if no token of it trains."""
+        length, num_cut = len(full.input_ids), len(full.input_ids) - len(short.input_ids)
         if length > self.longest:
             self.longest, self.longest_place = length, place
-        self.num_behind += whole.num_behind > 0
-        self.num_endless += not np.isin(whole.input_ids[whole.loss_mask], stops).any()
+        self.num_behind += full.num_behind > 0
+        self.num_endless += not np.isin(full.input_ids[full.loss_mask], stops).any()
         if num_cut:
             self.num_truncated += 1
             self.num_tokens_cut += num_cut
-            self.num_trained_cut += whole.num_trained - short.num_trained
+            self.num_trained_cut += full.num_trained - short.num_trained
             if not short.num_trained:
                 self.num_untrainable_sequences += 1
                 return None

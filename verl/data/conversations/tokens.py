@@ -6,7 +6,7 @@ prompt. So for each trained turn the template renders
     context = render(messages before the turn, generation prompt)      the sampler's input
     whole   = render(messages up to the turn)                          the same, with the turn
 
-and the turn's tokens follow the tokens of `context` in `whole`. Consecutive turns share one sequence as long as the
+and the turn's tokens follow the tokens of `context` in `text`. Consecutive turns share one sequence as long as the
 next context begins with the tokens so far. If the template rewrites history (Qwen3 drops earlier `<think>` blocks),
 a new sequence begins: one row becomes as many sequences as contexts differ.
 
@@ -62,7 +62,7 @@ class _Turn:
     """Texts of one stretch that trains: its context, and the context with the stretch."""
 
     context: str
-    whole: str
+    text: str
     message: int | None = None  # number of the message that is the turn; None: a text, or everything (data.loss_on=all)
 
 
@@ -170,7 +170,7 @@ class _Row:
         for turn in self.turns:
             context, answer = self._tokens(turn)
             if self.checks is not None and isinstance(self.example.prompt, str):
-                self.checks.check_text(turn.whole, self.place, add_special_tokens=True)
+                self.checks.check_text(turn.text, self.place, add_special_tokens=True)
             trained = self._trained(turn, context, answer)
             if all(trained) and (end := self._end_behind(turn, answer)) is not None:
                 answer, trained = [*answer, end], [*trained, True]
@@ -261,11 +261,11 @@ class _Row:
         """Token ids of the context and of what follows it."""
         if split := self._split(turn):
             return split
-        context, full = self.texts.ids(turn.context), self.texts.ids(turn.whole)
+        context, full = self.texts.ids(turn.context), self.texts.ids(turn.text)
         if not self.settings.ignore_input_ids_mismatch:
             raise DataError(f"{self.place}: {self._difference(turn, context, full)}")
-        if turn.message is not None and not turn.whole.startswith(turn.context):
-            rendered = _Turn(self._as_rendered(turn), turn.whole)
+        if turn.message is not None and not turn.text.startswith(turn.context):
+            rendered = _Turn(self._as_rendered(turn), turn.text)
             context = self.texts.ids(rendered.context)
             if split := self._split(rendered):
                 return split
@@ -274,22 +274,22 @@ class _Row:
 
     def _split(self, turn: _Turn) -> tuple[list[int], list[int]] | None:
         """Tokens of the context as the sampler has them, and tokens after it; None if they are not the turn's text."""
-        if not turn.whole.startswith(turn.context):
+        if not turn.text.startswith(turn.context):
             return None
-        context, full = self.texts.ids(turn.context), self.texts.ids(turn.whole)
+        context, full = self.texts.ids(turn.context), self.texts.ids(turn.text)
         if full[: len(context)] == context:
             return context, full[len(context) :]
         # A token lies across the border ("\n" + "\n" is one of many vocabularies). A sampler that has been given the
         # first half cannot produce it, so the text after the border is encoded by itself.
-        text = turn.whole[len(turn.context) :]
+        text = turn.text[len(turn.context) :]
         rest = encode_text(self.tokenizer, text, self.place, add_special_tokens=False)
         return (context, rest) if self._decode(context + rest) == self._decode(full) else None
 
     def _as_rendered(self, turn: _Turn) -> str:
-        """The text before the turn's content in `turn.whole`, found by rendering the turn with another content."""
+        """The text before the turn's content in `turn.text`, found by rendering the turn with another content."""
         no_answer = {"role": "assistant", "content": NO_CONTENT}
         other = self._render([*self.messages[: turn.message], no_answer], answered=True)
-        return turn.whole[: num_common(turn.whole, other)]
+        return turn.text[: num_common(turn.text, other)]
 
     def _difference(self, turn: _Turn, context: list[int], rendered: list[int]) -> str:
         at = num_common(context, rendered)
@@ -298,7 +298,7 @@ class _Row:
         which = "the completion" if turn.message is None else f"message {turn.message}"
         fix = (
             "End the prompt where a token ends"
-            if turn.whole.startswith(turn.context)
+            if turn.text.startswith(turn.context)
             else "Use a chat template that renders the prompt the same way once it is answered (custom_chat_template)"
         )
         return (
@@ -338,13 +338,13 @@ class _Row:
         if ids == context + answer:
             return mask[len(context) :]
         # other tokens than the markers' rendering: compared by characters, also for a token across the border
-        covered = bytearray(len(turn.whole))
-        offsets = self.tokenizer(turn.whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        covered = bytearray(len(turn.text))
+        offsets = self.tokenizer(turn.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         for (start, stop), trains in zip(offsets, mask, strict=True):
             if trains:
                 covered[start:stop] = b"\x01" * (stop - start)
         border = len(turn.context)
-        rest = self.tokenizer(turn.whole[border:], add_special_tokens=False, return_offsets_mapping=True)
+        rest = self.tokenizer(turn.text[border:], add_special_tokens=False, return_offsets_mapping=True)
         if list(rest["input_ids"]) != answer:
             raise DataError(
                 f"{self.place}: the template's generation markers cannot be placed on the tokens of the row."

@@ -217,8 +217,8 @@ class _Parameters(Parameters):
             return value.to(dtype)
         return self.flat.whole(name, value, self.device, dtype)
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return whole if self.flat is None else self.flat.part(name, whole)
+    def part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        return full if self.flat is None else self.flat.part(name, full)
 
 
 def _rows(parameter: object) -> torch.Tensor:

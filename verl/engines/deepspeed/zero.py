@@ -35,32 +35,32 @@ class FlatSlice(NamedTuple):
 
 
 class FlatShards:
-    """Slices of flattened parameters, wherever the cuts fall: `own` of this rank, and sizes of all. They lie in rank order and
-    cover the tensor."""
+    """Slices of flattened parameters, wherever the cuts fall: `slices` of this rank, and sizes of all. They lie in rank
+    order and cover the tensor."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, FlatSlice], device: torch.device):
-        """Collective, on `device`. All ranks name the same tensors in `own`."""
-        self.shapes, self.own = dict(shapes), dict(own)
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, FlatSlice], device: torch.device):
+        """Collective, on `device`. All ranks name the same tensors in `slices`."""
+        self.shapes, self.slices = dict(shapes), dict(slices)
         world: Any = dist.group.WORLD
         self.group = world
-        mine = torch.tensor([part.size for part in own.values()], device=device)
+        mine = torch.tensor([part.size for part in slices.values()], device=device)
         sizes = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(sizes, mine, group=self.group)
-        self.sizes = dict(zip(own, torch.stack(sizes, 1).tolist(), strict=True))
+        self.sizes = dict(zip(slices, torch.stack(sizes, 1).tolist(), strict=True))
         assert all(sum(rank_sizes) == math.prod(self.shapes[name]) for name, rank_sizes in self.sizes.items())
 
     def region(self, name: str) -> Region:
         """The place of this rank's slice in the flattened tensor."""
-        return Region((math.prod(self.shapes[name]),), (self.own[name].start,))
+        return Region((math.prod(self.shapes[name]),), (self.slices[name].start,))
 
     def whole(self, name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """The tensor that has `value` [size] as this rank's slice. Collective; every rank gets it."""
         return gather_rows(value.to(device, dtype), self.sizes[name], self.group).view(self.shapes[name])
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of `whole`."""
-        own = self.own[name]
-        return whole.reshape(-1)[own.start : own.start + own.size]
+    def part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of `full`."""
+        piece = self.slices[name]
+        return full.reshape(-1)[piece.start : piece.start + piece.size]
 
 
 class ZeroOptimizer(MasterOptimizer):
@@ -97,7 +97,7 @@ class ZeroOptimizer(MasterOptimizer):
     def masters(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """This rank's slices of the masters, by name; empty tensors for parameters without a slice here."""
         buffers = self._buffers()
-        parts = self.flat.own.items()
+        parts = self.flat.slices.items()
         return {n: buffers[part.buffer].detach().narrow(0, part.offset, part.size) for n, part in parts}
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -151,10 +151,10 @@ class ZeroOptimizer(MasterOptimizer):
 
     def computing(self, name: str) -> torch.Tensor:
         """This rank's slice of the weights that compute."""
-        parameter, own = self.parameters[name], self.flat.own[name]
+        parameter, piece = self.parameters[name], self.flat.slices[name]
         if self.partitions_parameters:
             return partition(parameter)
-        return parameter.detach().view(-1).narrow(0, own.start, own.size)
+        return parameter.detach().view(-1).narrow(0, piece.start, piece.size)
 
     def move_state(self, device: torch.device) -> None:
         """DeepSpeed's offload decides on the place of its state."""
@@ -162,7 +162,7 @@ class ZeroOptimizer(MasterOptimizer):
     def state(self) -> dict[str, torch.Tensor]:
         """See MasterOptimizer; slots of slices are this rank's."""
         buffers, tensors = self._buffers(), {}
-        for name, part in self.flat.own.items():
+        for name, part in self.flat.slices.items():
             for slot, value in self.zero.optimizer.state.get(buffers[part.buffer], {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     value = value.detach().narrow(0, part.offset, part.size)
@@ -174,22 +174,22 @@ class ZeroOptimizer(MasterOptimizer):
         state, buffers = self.zero.optimizer.state, self._buffers()
         state.clear()
         self.num_steps = num_steps
-        own = self.flat.own
+        slices = self.flat.slices
         for key, value in tensors:
             name, _, slot = key.rpartition("/")
-            if name not in own:
+            if name not in slices:
                 raise CheckpointError(
                     f"The checkpoint has optimizer state for {name!r}, which this model does not train; it "
                     "belongs to another model."
                 )
-            buffer = buffers[own[name].buffer]
+            buffer = buffers[slices[name].buffer]
             slots = state[buffer]
             if not value.dim():
                 slots[slot] = value.to(buffer.device, copy=True) if slot == "step" else value.clone()
                 continue
             if slot not in slots:
                 slots[slot] = torch.zeros_like(buffer.detach(), dtype=value.dtype)
-            slots[slot].narrow(0, own[name].offset, own[name].size).copy_(value)
+            slots[slot].narrow(0, slices[name].offset, slices[name].size).copy_(value)
 
     def _buffers(self) -> list[torch.Tensor]:
         """DeepSpeed's flat masters, in float32."""
@@ -207,8 +207,8 @@ class ZeroOptimizer(MasterOptimizer):
             if mapping is None:
                 yield name, FlatSlice(0, 0, buffer, 0)
             else:
-                here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-                yield name, FlatSlice(here.start, here.numel, buffer, there.start)
+                computed, master = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                yield name, FlatSlice(computed.start, computed.numel, buffer, master.start)
 
     def _intercept(self) -> None:
         """DeepSpeed leaves a step out if the norm is not finite: it is made so if the step is refused."""
@@ -238,7 +238,7 @@ class ZeroOptimizer(MasterOptimizer):
     def _round(self, number: int) -> None:
         """Put rounded values into a buffer of masters, for DeepSpeed to take its compute weights from; the masters are kept."""
         buffer = self._buffers()[number].detach()
-        mine = [(n, part) for n, part in self.flat.own.items() if part.buffer == number]
+        mine = [(n, part) for n, part in self.flat.slices.items() if part.buffer == number]
         dtype = next(iter(self.parameters[name].dtype for name, _ in mine))
         if dtype == buffer.dtype:
             return

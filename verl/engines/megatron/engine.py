@@ -253,10 +253,10 @@ class MegatronEngine(TrainedEngine):
                 sent.copy_(source.pop(name))
             dist.broadcast(sent, src=0, group=all_ranks())
             for part in here.get(name, []):
-                own = part.take(sent)
-                part.view().copy_(own)
+                piece = part.take(sent)
+                part.view().copy_(piece)
                 if name in self.trained and part.parameter.dtype != wide:
-                    masters[f"{name}@end" if part.is_copy else name] = own.clone()
+                    masters[f"{name}@end" if part.is_copy else name] = piece.clone()
         return masters
 
     # -- the device layout, see TrainedEngine ------------------------------------------------------------------------------
@@ -300,9 +300,9 @@ class MegatronEngine(TrainedEngine):
         if self.spec is not None and self.compute_dtype == torch.bfloat16:
             masters = parameters.named()
             for name in self.optimizer.names:
-                whole = parameters.whole(name, masters[name], masters[name].dtype)
+                full = parameters.whole(name, masters[name], masters[name].dtype)
                 if name in held:
-                    held[name] = self.placed[name].take(whole)
+                    held[name] = self.placed[name].take(full)
         return held
 
     def trained_weights(self) -> dict[str, torch.Tensor]:

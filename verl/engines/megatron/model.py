@@ -216,8 +216,8 @@ class DecoderStage(GPTModel):
         group, vocabulary = self.pg_collection.tp, self.hf.vocab_size
         options: dict[str, Any] = {**statistics_wanted(names, part.columns, vocabulary), **head_transform(self.hf)}
         shares = self.share_embeddings_and_output_weights
-        own: Any = self.output_layer
-        weight = self.shared_embedding_or_output_weight() if shares else own.weight
+        head: Any = self.output_layer
+        weight = self.shared_embedding_or_output_weight() if shares else head.weight
         if group.size() == 1:
             return token_log_probs(hidden, weight[:vocabulary], part.targets, temperature, **options)
         first = group.rank() * len(weight)
@@ -254,10 +254,10 @@ def stage_inputs(packed: PackedBatch, config: TransformerConfig) -> dict[str, An
 
 def gather_choices(packed: PackedBatch, tokens: PackedTokens) -> None:
     """Give the routing of `packed` the experts that were recorded while its `tokens` passed the layers of this rank's stage."""
-    whole, layout = packed.layout.routing, tokens.layout
+    routing, layout = packed.layout.routing, tokens.layout
     if (
-        whole is None
-        or whole.replayed is not None
+        routing is None
+        or routing.replayed is not None
         or layout is None
         or layout.routing is None
         or tokens.routing is None
@@ -266,5 +266,5 @@ def gather_choices(packed: PackedBatch, tokens: PackedTokens) -> None:
     if tokens.routing is not layout.routing:
         tensor = parallel_state.get_tensor_model_parallel_group()
         layout.routing.gather(tokens.routing, packed.num_tokens, tensor)
-    if layout.routing is not whole:
-        whole.gather(layout.routing, packed.num_tokens, parallel_state.get_context_parallel_group())
+    if layout.routing is not routing:
+        routing.gather(layout.routing, packed.num_tokens, parallel_state.get_context_parallel_group())

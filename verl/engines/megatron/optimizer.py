@@ -158,14 +158,14 @@ class MegatronOptimizer(MasterOptimizer):
         here = ((key, value) for name, key, value in owners if name in self.masters or name not in self.names)
         super().load_state(here, num_steps)
 
-    def copy_from(self, name: str, whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """Set master and state of this rank's copy of tensor `name`, if it has one, to the tensor's. `whole` gathers the
+    def copy_from(self, name: str, gather: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Set master and state of this rank's copy of tensor `name`, if it has one, to the tensor's. `gather` returns the
         tensor, on all ranks together."""
         share, held = self.by_key.get(f"{name}{_COPY}"), super().state()
         empty = torch.empty(0, dtype=next(iter(self.masters.values())).dtype)
-        values = {"": whole(name, self.masters[name].detach() if name in self.masters else empty)}
+        values = {"": gather(name, self.masters[name].detach() if name in self.masters else empty)}
         for slot, like in self._slots(name, held).items():
-            values[slot] = like if not like.dim() else whole(name, held.get(f"{name}/{slot}", empty))
+            values[slot] = like if not like.dim() else gather(name, held.get(f"{name}/{slot}", empty))
         if share is None:
             return
         master = self.masters[f"{name}{_COPY}"]
@@ -245,8 +245,8 @@ class MegatronParameters(Parameters):
         dist.all_reduce(out.view(bits), group=all_ranks())
         return out.to(dtype)
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         share = self.shares.get(name)
         if share is None:
-            return whole.new_empty(0)
-        return share.placed.take(whole).reshape(-1)[share.start : share.stop]
+            return full.new_empty(0)
+        return share.placed.take(full).reshape(-1)[share.start : share.stop]

@@ -100,19 +100,19 @@ class Placed:
         """The first element of the part in the flattened parameter."""
         return self.first * math.prod(self.local_shape[1:])
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `whole`."""
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `full`."""
         for dim, spans in enumerate(self.spans):
             if spans != ((0, self.shape[dim]),):
-                whole = torch.cat([whole.narrow(dim, a, b - a) for a, b in spans], dim)
-        return whole
+                full = torch.cat([full.narrow(dim, a, b - a) for a, b in spans], dim)
+        return full
 
-    def put(self, whole: torch.Tensor, flat: torch.Tensor, start: int) -> None:
-        """Write `flat`, elements of the local tensor from `start` on, to their places in `whole`."""
+    def put(self, full: torch.Tensor, flat: torch.Tensor, start: int) -> None:
+        """Write `flat`, elements of the local tensor from `start` on, to their places in `full`."""
         done = 0
         for region, shape in self.blocks(start, start + flat.numel()):
             place = tuple(slice(f, f + n) for f, n in zip(region.first, shape, strict=True))
-            whole[place] = flat[done : done + math.prod(shape)].view(shape)
+            full[place] = flat[done : done + math.prod(shape)].view(shape)
             done += math.prod(shape)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[Region, tuple[int, ...]]]:
@@ -208,8 +208,8 @@ def _placed(
         halves = 2 if divided == 1 else 1
         half = shape[divided] // halves
         a, b = chunk_span(half, grid.expert_tensor, grid.expert_tensor_rank)
-        whole = (a, b) == (0, half)
-        spans[divided] = ((0, shape[divided]),) if whole else tuple((i * half + a, i * half + b) for i in range(halves))
+        full = (a, b) == (0, half)
+        spans[divided] = ((0, shape[divided]),) if full else tuple((i * half + a, i * half + b) for i in range(halves))
     elif (divided := divided_dim(module, leaf)) is not None:
         spans[divided] = (chunk_span(shape[divided], grid.tensor, grid.tensor_rank),)
     return Placed(name, shape, tuple(spans), parameter, first, is_expert, divided is not None, is_copy)

@@ -76,8 +76,8 @@ class PipelineSchedule:
             named_outputs = stage.outputs(states, part[1], outputs, temperature)
             value = states.sum() * 0  # every stage goes backward, whether something trains or not
             if len(part[0]):
-                computed, shown = loss(named_outputs, part[0], totals)
-                metrics.append({**shown, "loss": Metric.sum(computed.detach())})
+                computed, loss_metrics = loss(named_outputs, part[0], totals)
+                metrics.append({**loss_metrics, "loss": Metric.sum(computed.detach())})
                 value = computed if computed.requires_grad else value
             one = torch.ones(
                 (), dtype=torch.int, device=states.device
@@ -87,8 +87,8 @@ class PipelineSchedule:
         results = self._from_last(self._run(parts, add_loss, trains=True))
         for (rows, _), named_outputs in zip(parts, results, strict=True) if not self.is_last else ():
             if len(rows):
-                value, shown = loss(named_outputs, rows, totals)
-                metrics.append({**shown, "loss": Metric.sum(value.detach())})
+                value, loss_metrics = loss(named_outputs, rows, totals)
+                metrics.append({**loss_metrics, "loss": Metric.sum(value.detach())})
         return metrics
 
     def _run(self, parts: list[Part], read: Any, *, trains: bool) -> list[Any]:

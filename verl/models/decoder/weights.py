@@ -141,10 +141,10 @@ class DenseDecoder:
             return None
         if not adapters and any(type(part) is LoRALinear for part in parts):
             return None
-        known = _known.get(decoder)
-        if known is None or not all(p.is_joined and parts.issuperset(p.parts) for p in known.projections()):
-            known = _known[decoder] = _read(decoder, [_layer(layer, _join) for layer in _layers_of(decoder)])
-        return known
+        read = _known.get(decoder)
+        if read is None or not all(p.is_joined and parts.issuperset(p.parts) for p in read.projections()):
+            read = _known[decoder] = _read(decoder, [_layer(layer, _join) for layer in _layers_of(decoder)])
+        return read
 
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:
@@ -185,10 +185,10 @@ def _is_plain(decoder: nn.Module, *, may_be_meta: bool = False) -> bool:
             return False
         if "forward" in vars(part):
             return False
-        known = type(part).__module__.startswith("transformers.models.")
+        is_known = type(part).__module__.startswith("transformers.models.")
         if isinstance(part, nn.Dropout) and part.p == 0:
             continue
-        if not known and type(part) not in (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU):
+        if not is_known and type(part) not in (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU):
             if type(part).__module__ != "transformers.activations":
                 return False
     return all(type(p) is nn.Parameter and (may_be_meta or not p.is_meta) for p in decoder.parameters())
@@ -238,8 +238,8 @@ def _layer(layer: Any, join: Callable[[Sequence[nn.Linear]], Projection]) -> Den
 
 def _sliding_window(attention: nn.Module) -> int | None:
     window = getattr(attention, "sliding_window", None)
-    of_config = ("MistralAttention", "MixtralAttention", "Phi3Attention")  # which read it there
-    if window is None and type(attention).__name__ in of_config:
+    reads_config = ("MistralAttention", "MixtralAttention", "Phi3Attention")  # which read it there
+    if window is None and type(attention).__name__ in reads_config:
         window = getattr(attention.config, "sliding_window", None)
     return window
 
@@ -268,14 +268,14 @@ def _projection(parts: Sequence[nn.Linear], join: Callable[[list[nn.Parameter]],
 def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     if len(parameters) == 1:
         return parameters[0].data
-    if (whole := _adjacent([p.data for p in parameters])) is not None:
-        return whole
-    whole = torch.cat([p.data for p in parameters])
+    if (joined := _adjacent([p.data for p in parameters])) is not None:
+        return joined
+    joined = torch.cat([p.data for p in parameters])
     start = 0
     for parameter in parameters:
-        parameter.data = whole[start : start + len(parameter)]
+        parameter.data = joined[start : start + len(parameter)]
         start += len(parameter)
-    return whole
+    return joined
 
 
 def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

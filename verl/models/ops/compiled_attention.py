@@ -30,8 +30,8 @@ class CompiledPlan:
                     numbers[start, length] = len(numbers)
                     rows.append((start, length, self.packed_rows))
                     self.packed_rows += -(-length // _PAD) * _PAD
-            own, *prefix = (numbers[r] for r in ranges)
-            indices.append((s.start, s.length, own, prefix[0] if prefix else -1))
+            number, *prefix = (numbers[r] for r in ranges)
+            indices.append((s.start, s.length, number, prefix[0] if prefix else -1))
         self.longest = max((s.length for s in present), default=0)
         self.longest_seen = max((s.prefix_length + s.length for s in present), default=0)
         self.ranges = torch.tensor(rows, dtype=torch.int64).view(-1, 3)

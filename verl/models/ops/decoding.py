@@ -22,12 +22,12 @@ HeadNorms = tuple[torch.Tensor | None, torch.Tensor | None, float]  # weights fo
 class Slots(NamedTuple):
     """Sequences of keys in a store [2, places, kv_heads, head_dim]. `starts` int64 [sequences] are the places of their first
     keys, or with `pages` (int32 [slots, pages], of `page_size` keys each) the numbers of their slots. `lengths` int64
-    [sequences]; `most` bounds the keys of a sequence in a generation, `longest` the keys of a sequence in this step, whose
+    [sequences]; `max_keys` bounds the keys of a sequence in a generation, `longest` the keys of a sequence in this step, whose
     kernels have no programs for more. No sum depends on `longest`."""
 
     starts: torch.Tensor
     lengths: torch.Tensor
-    most: int
+    max_keys: int
     pages: torch.Tensor | None = None
     page_size: int = 0
     longest: int = 0
@@ -44,7 +44,7 @@ def attend_decode(
     store: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor,
-    most: int,
+    max_keys: int,
     pages: torch.Tensor | None,
     page_size: int,
     longest: int,
@@ -53,13 +53,13 @@ def attend_decode(
     prompt_store: torch.Tensor | None = None,
     prompt_starts: torch.Tensor | None = None,
     prompt_lengths: torch.Tensor | None = None,
-    most_of_prompts: int = 0,
+    max_prompt_keys: int = 0,
     prompt_pages: torch.Tensor | None = None,
     prompt_page_size: int = 0,
     gather: torch.Tensor | None = None,
     place: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    slots = Slots(starts, lengths, most, pages, page_size)
+    slots = Slots(starts, lengths, max_keys, pages, page_size)
     places = _places(slots, lengths.unsqueeze(1), store)[:, 0]
     q = by_torch(write_kv)(qkv, cos, sin, q_norm, k_norm, eps, store, places)
     queries = q.unflatten(1, (store.shape[2], -1)).unsqueeze(1)
@@ -69,7 +69,7 @@ def attend_decode(
         return out
     assert prompt_starts is not None
     assert prompt_lengths is not None
-    prompts = Slots(prompt_starts, prompt_lengths, most_of_prompts, prompt_pages, prompt_page_size)
+    prompts = Slots(prompt_starts, prompt_lengths, max_prompt_keys, prompt_pages, prompt_page_size)
     queries = q[gather].unflatten(1, (store.shape[2], -1)).unflatten(0, (len(prompt_starts), -1))
     part, part_lse = _attended(queries, prompt_store, prompts, 0, scale)
     theirs, their_lse = part.flatten(0, 1)[place].flatten(1, 2), part_lse.flatten(0, 1)[place].flatten(1)
@@ -85,7 +85,7 @@ def _attended(
     if flash_runs(q.device, q.dtype, q.shape[-1]):
         return _by_flash(q, store, slots, window, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
-    at, lengths = torch.arange(slots.most, device=q.device).unsqueeze(0), slots.lengths.unsqueeze(1)
+    at, lengths = torch.arange(slots.max_keys, device=q.device).unsqueeze(0), slots.lengths.unsqueeze(1)
     visible = at < lengths if not window else (at < lengths) & (at >= lengths - window)
     keys, values = store[:, _places(slots, at, store)].to(wide)
     scores = torch.einsum("sqkgd,stkd->sqkgt", q.to(wide), keys) * scale
@@ -104,7 +104,7 @@ def _by_flash(
         torch.arange(sequences + 1, dtype=torch.int32, device=q.device) * each,
         torch.nn.functional.pad(slots.starts.int(), (0, 1)),
         each,
-        slots.most,
+        slots.max_keys,
         slots.lengths.int(),
         None if slots.pages is None else slots.pages[slots.starts],
         slots.page_size,

@@ -58,17 +58,17 @@ def target_gradient(
     z: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
-    known: torch.Tensor,
+    statistics: torch.Tensor,
     grads: torch.Tensor,
     temperature: float,
     logit_scale: float,
     softcap: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient with respect to z + bias, in `dtype`. `known` [4, tokens] has top, log_sum, entropy and squared, and `grads`
-    [3, tokens] the gradients of log-probs, entropy and squared, zero if there is none."""
+    """Gradient with respect to z + bias, in `dtype`. `statistics` [4, tokens] has top, log_sum, entropy and squared, and
+    `grads` [3, tokens] the gradients of log-probs, entropy and squared, zero if there is none."""
     f = _final(z, bias, temperature, logit_scale, softcap)
-    top, log_sum, entropy, squared = known.unsqueeze(-1)
+    top, log_sum, entropy, squared = statistics.unsqueeze(-1)
     g_target, g_entropy, g_squared = grads.unsqueeze(-1)
     log_p = f - top - log_sum
     p = log_p.exp()

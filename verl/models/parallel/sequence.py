@@ -37,23 +37,23 @@ def check_heads(config: PreTrainedConfig, size: int, tensor_size: int = 1) -> No
 
 
 class SequenceLayout:
-    """An AttentionLayout for a rank's slice of the tokens. `whole` knows all of them."""
+    """An AttentionLayout for a rank's slice of the tokens. `full` knows all of them."""
 
-    def __init__(self, whole: PackedLayout, num_tokens: int, num_local: int, group: dist.ProcessGroup):
-        self.whole, self.num_tokens, self.num_local, self.group = whole, num_tokens, num_local, group
-        self.chunk_tokens = whole.chunk_tokens
-        self.routing = None if whole.routing is None else whole.routing.part(num_local, group)
+    def __init__(self, full: PackedLayout, num_tokens: int, num_local: int, group: dist.ProcessGroup):
+        self.full, self.num_tokens, self.num_local, self.group = full, num_tokens, num_local, group
+        self.chunk_tokens = full.chunk_tokens
+        self.routing = None if full.routing is None else full.routing.part(num_local, group)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """As AttentionLayout.attend, with `num_local` tokens in and out."""
         q, k, v = self._all_tokens(q, k, v)
-        (out,) = self._all_heads(self.whole.attend(layer, q, k, v, scoring).transpose(1, 2))
+        (out,) = self._all_heads(self.full.attend(layer, q, k, v, scoring).transpose(1, 2))
         return out.transpose(1, 2)
 
     def attend_kept(self, index: int, heads: HeadViews, scoring: Scoring, by: Matmul, keep: bool) -> Attended:
         """As PackedLayout.attend_kept, with `num_local` tokens in and out."""
         inside = HeadViews(*self._all_tokens(*heads))
-        attended = self.whole.attend_kept(index, inside, scoring, by, keep)
+        attended = self.full.attend_kept(index, inside, scoring, by, keep)
         (out,) = self._all_heads(as_heads(attended.out.unflatten(1, (inside.q.shape[1], -1))))
         return Attended(out[0].transpose(0, 1).flatten(1), inside=(inside, attended) if keep else None)
 
@@ -65,7 +65,7 @@ class SequenceLayout:
         inside, inner = attended.inside
         (d_inside,) = self._all_tokens(as_heads(d_out.unflatten(1, (heads.q.shape[1], -1))))
         gradients = HeadViews(*(torch.empty_like(x) for x in inside))
-        self.whole.attend_backward(inside, inner, d_inside[0].transpose(0, 1).flatten(1), scale, by, gradients)
+        self.full.attend_backward(inside, inner, d_inside[0].transpose(0, 1).flatten(1), scale, by, gradients)
         for target, gradient in zip(into, self._all_heads(*gradients), strict=True):
             copies = gradient.shape[1] // target.shape[1]  # of a key-value head, on as many ranks
             target.copy_(gradient.unflatten(1, (-1, copies)).sum(2) if copies > 1 else gradient)

@@ -18,19 +18,19 @@ Arranged = TypeVar("Arranged")
 
 
 class TokenAdapters:
-    """`adapters[of_token[i]]` is the adapter of token i; None: the base model."""
+    """`adapters[numbers[i]]` is the adapter of token i; None: the base model."""
 
-    def __init__(self, adapters: Sequence[AdapterWeights | None], of_token: np.ndarray):
-        self.adapters, self.of_token = adapters, of_token
+    def __init__(self, adapters: Sequence[AdapterWeights | None], numbers: np.ndarray):
+        self.adapters, self.numbers = adapters, numbers
 
     def runs(self) -> tuple[np.ndarray, list[AdapterWeights | None]]:
         """(ends, adapter of each) of the runs of neighbours with equal adapters."""
-        ends = np.append(np.flatnonzero(np.diff(self.of_token)) + 1, len(self.of_token)).astype(np.int64)
-        return ends, [self.adapters[self.of_token[end - 1]] for end in ends]
+        ends = np.append(np.flatnonzero(np.diff(self.numbers)) + 1, len(self.numbers)).astype(np.int64)
+        return ends, [self.adapters[self.numbers[end - 1]] for end in ends]
 
     def groups(self) -> list[tuple[AdapterWeights, torch.Tensor]]:
         """Each adapter with the indices of its tokens."""
-        present = [(a, np.flatnonzero(self.of_token == i)) for i, a in enumerate(self.adapters) if a is not None]
+        present = [(a, np.flatnonzero(self.numbers == i)) for i, a in enumerate(self.adapters) if a is not None]
         return [(adapter, torch.from_numpy(rows)) for adapter, rows in present if len(rows)]
 
 

@@ -142,7 +142,7 @@ class Prompts:
 
 
 class BatchRows:
-    """The running samples as columns; row r owns slot r of the own store. Rows below `end` are running, but for `holes`."""
+    """The running samples as columns; row r owns slot r of the row store. Rows below `end` are running, but for `holes`."""
 
     def __init__(self, max_new_tokens: int):
         self.num_rows = self.end = 0
@@ -151,7 +151,7 @@ class BatchRows:
         self.sample = np.zeros(0, dtype=np.int64)
         self.key = np.zeros(0, dtype=np.int64)  # of its random numbers
         self.prompt_length = np.zeros(0, dtype=np.int64)
-        self.own_start = np.zeros(0, dtype=np.int64)  # prompt tokens in the own store
+        self.own_start = np.zeros(0, dtype=np.int64)  # prompt tokens in the row store
         self.length = np.zeros(0, dtype=np.int64)  # tokens sampled by this request
         self.num_drawn = np.zeros(0, dtype=np.int64)  # response tokens before this request
         self.limit = np.zeros(0, dtype=np.int64)  # most tokens of this request
@@ -231,7 +231,7 @@ class BatchRows:
         return self.tokens[np.arange(self.end), self.length[: self.end] - 1]
 
     def own_lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens that each running row has in the own store; its newest is not yet there."""
+        """int64 [rows]: tokens that each running row has in the row store; its newest is not yet there."""
         return self.own_start[: self.end] + self.length[: self.end] - 1
 
     def positions(self) -> np.ndarray:

@@ -80,7 +80,7 @@ class NativeRollout(RolloutEngine):
 
     def __post_init__(self) -> None:
         self.adapters: Mapping[str, AdapterWeights] | None = None
-        self.own: SlotStore = SlotStore(keys_as_columns=True)
+        self.row_store: SlotStore = SlotStore(keys_as_columns=True)
         self.prefix: SlotStore = SlotStore()
         self.device = DeviceBackend(self.module, self.device_kernel, eager=self.config.enforce_eager)
         self._dense: DenseForward | CpuForward | None = None
@@ -123,7 +123,7 @@ class NativeRollout(RolloutEngine):
     def release(self) -> None:
         """Free the memory of both stores and of the copy of the weights. After a first training step has shown its memory, a
         GPU's stores stay if there is room for both."""
-        self.own.clear()
+        self.row_store.clear()
         self.prefix.clear()
         self._dense, self._has_rested = None, True
         if self._has_trained:
@@ -138,11 +138,11 @@ class NativeRollout(RolloutEngine):
     def stores(self, dense: DenseForward | CpuForward | None) -> tuple[SlotStore, SlotStore]:
         """The stores of rows and of prompts, in the form that `dense` reads."""
         shape = dense.store_shape if isinstance(dense, CpuForward) else None
-        if shape != getattr(self.own, "shape", None):
+        if shape != getattr(self.row_store, "shape", None):
             kind = PagedStore if self.paged(on_device=False) else BlockStore
-            self.own = SlotStore(keys_as_columns=True) if shape is None else kind(shape)
+            self.row_store = SlotStore(keys_as_columns=True) if shape is None else kind(shape)
             self.prefix = SlotStore() if shape is None else kind(shape)
-        return self.own, self.prefix
+        return self.row_store, self.prefix
 
     def paged(self, on_device: bool) -> bool:
         """Whether the cache is paged. The default is True for a GPU backend with a kernel that reads pages."""

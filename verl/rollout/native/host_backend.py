@@ -49,7 +49,7 @@ class HostSampled(NamedTuple):
 
 
 class HostBackend:
-    """See Backend. `dense` is the fused forward of `module`; None calls the module. `stores` are the own and the prefix store;
+    """See Backend. `dense` is the fused forward of `module`; None calls the module. `stores` are the row and the prefix store;
     they outlive a generation. `paging` bounds the tokens of both. `adapters` are the adapters of requests by name."""
 
     lag = 0
@@ -67,7 +67,7 @@ class HostBackend:
         self.paging, self.adapters = paging, adapters or {}
         self.scheduler, self.rows, self.prompts = scheduler, scheduler.rows, scheduler.prompts
         self.module, self.dense = module, dense
-        self.own, self.prefix = stores
+        self.row_store, self.prefix = stores
         self.device = next(module.parameters()).device
         self.reads_images = is_vision_model(module)
         self._numbers = {name: number for number, name in enumerate(self.adapters)}
@@ -94,16 +94,17 @@ class HostBackend:
     def save(self, row: int) -> object:
         length, group = int(self.rows.own_start[row] + self.rows.length[row]) - 1, self.rows.groups[row]
         if group is None or not self.scheduler.shared:
-            return self.own.take(row, length, copy=True)
+            return self.row_store.take(row, length, copy=True)
         prompt = self.prefix.take(group.slot, group.num_tokens)
-        return self.own.joined(prompt, group.num_tokens, self.own.take(row, length) if length else {}, length)
+        response = self.row_store.take(row, length) if length else {}
+        return self.row_store.joined(prompt, group.num_tokens, response, length)
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
         if not self.scheduler.shared:
             groups = [g for g in (self.rows.groups[r] for r in rows) if g is not None]
             self._reserve_own(max(g.num_tokens for g in groups) + 1)
             for row, group in zip(rows.tolist(), groups, strict=True):
-                self.own.put(row, self.prefix.take(group.slot, group.num_tokens))
+                self.row_store.put(row, self.prefix.take(group.slot, group.num_tokens))
         return self._sample(rows, logits)
 
     def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[HostSampled | None, torch.Tensor]:
@@ -116,7 +117,7 @@ class HostBackend:
         self._reserve_prefix()
         if self.paging is not None:
             self._keep()
-        self.num_bytes = max(self.num_bytes, self.own.num_bytes + self.prefix.num_bytes)
+        self.num_bytes = max(self.num_bytes, self.row_store.num_bytes + self.prefix.num_bytes)
         layout = self._layout(rows, own_lengths, positions, [c for _, c in chunks])
         recorder = self.scheduler.experts
         if recorder is not None and isinstance(layout, StepLayout):
@@ -138,7 +139,7 @@ class HostBackend:
         return sampled, logits[num_rows:].clone() if completed else logits[:0]  # the next forward overwrites them
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        self.own.move(sources, targets, int(self.rows.own_lengths()[targets].max()))
+        self.row_store.move(sources, targets, int(self.rows.own_lengths()[targets].max()))
 
     def move_prompt(self, source: int, target: int, length: int) -> None:
         self.prefix.move([source], [target], length)
@@ -157,16 +158,16 @@ class HostBackend:
     def _keep(self) -> None:
         """Set the length of every slot of both stores; memory behind a length is freed."""
         assert self.paging is not None
-        assert isinstance(self.own, PagedStore)
+        assert isinstance(self.row_store, PagedStore)
         assert isinstance(self.prefix, PagedStore)
         rows, prompts = self.paging.lengths()
-        self.own.keep(rows)
+        self.row_store.keep(rows)
         self.prefix.keep(prompts)
         self.paging.record(np.concatenate([rows, prompts]))
 
     def _reserve_own(self, length: int) -> None:
         longest_prompt = 0 if self.scheduler.shared else self.scheduler.longest_prompt
-        self.own.reserve(self.rows.num_rows, length, self.scheduler.params.max_new_tokens + longest_prompt)
+        self.row_store.reserve(self.rows.num_rows, length, self.scheduler.params.max_new_tokens + longest_prompt)
 
     def _reserve_prefix(self) -> None:
         longest, slots = self.scheduler.longest_prompt, len(self.prompts.by_slot)
@@ -200,15 +201,15 @@ class HostBackend:
                 slots = None if slots is None else slots[rows]
                 prompt_lengths = None if slots is None or lengths is None else lengths[slots]
                 self._decoding = self.dense.tiles(rows, slots, prompt_lengths)
-            assert isinstance(self.own, BlockStore)
+            assert isinstance(self.row_store, BlockStore)
             assert isinstance(self.prefix, BlockStore)
-            stores = self.own, self.prefix
+            stores = self.row_store, self.prefix
             return StepTokens.of(stores, self._decoding, own_lengths, positions, chunks, self.dense.max_tile)
         if not num_rows:
             return StepLayout(None, self.prefix, chunks)
         if not isinstance(self._decoding, DecodeRows):
             members = Members(*self._row_prompts(), self.device) if shared else None
-            self._decoding = DecodeRows(self.own, self.prefix, num_rows, members, self.device)
+            self._decoding = DecodeRows(self.row_store, self.prefix, num_rows, members, self.device)
         self._decoding.advance(own_lengths, positions)
         return StepLayout(self._decoding, self.prefix, chunks)
 

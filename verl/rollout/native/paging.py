@@ -42,10 +42,10 @@ class Paging:
         """Raise ConfigError unless the longest sample fits by itself. Without shared prompts its prompt is stored twice when it
         starts, and so are all its tokens when it starts again."""
         max_new_tokens = self.scheduler.params.max_new_tokens
-        prefix, own = longest_prompt, max_new_tokens + self.ahead - 1
+        prefix, row = longest_prompt, max_new_tokens + self.ahead - 1
         if not self.scheduler.shared:
-            prefix, own = prefix + max_new_tokens * self.is_pool, own + longest_prompt
-        needed = self.blocks([prefix, own]) + 1
+            prefix, row = prefix + max_new_tokens * self.is_pool, row + longest_prompt
+        needed = self.blocks([prefix, row]) + 1
         if needed > self.num_blocks:
             raise ConfigError(
                 f"{_KEYS}.max_tokens={self.max_tokens} cannot hold one sample of {longest_prompt} prompt tokens and "

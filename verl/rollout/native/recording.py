@@ -45,8 +45,8 @@ def open_records(module: HFModule, config: RolloutConfig, step: int) -> SlotReco
 
 
 class SlotRecords:
-    """The slots of samples. A group has the slots of its prompt, or -1 if too few were free. If too few are free for a step,
-    the last samples give their slots back, and the update computes them again."""
+    """Slots of samples and, in groups, of prompts (-1: too few were free). If a step lacks free slots, the last samples
+    give theirs back, and the update computes them again."""
 
     def __init__(self, store: ActivationStore):
         self.store = store

@@ -30,8 +30,8 @@ from verl.rollout.vllm.weights import ELSEWHERE, Description
 
 log = logging.getLogger(__name__)
 
-KNOWN = ("0.32",)
-WORKING = f"versions known to work: {', '.join(KNOWN)}"
+TESTED_RELEASES = ("0.32",)
+WORKING = f"versions known to work: {', '.join(TESTED_RELEASES)}"
 
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 _REQUESTS = itertools.count()  # names of requests, each used once
@@ -274,7 +274,7 @@ def require_vllm(key: str) -> None:
 
 def check_version(version: str) -> None:
     """Warn of a version that is not known to work, and name the known versions."""
-    if not any(version == release or version.startswith(f"{release}.") for release in KNOWN):
+    if not any(version == release or version.startswith(f"{release}.") for release in TESTED_RELEASES):
         log.warning("vLLM %s was not tried with this version of verl; %s.", version, WORKING)
 
 

@@ -1,6 +1,6 @@
 """Everything that is taken from vLLM. Importing this file imports vLLM: it takes seconds, and fails if vLLM is missing.
 
-The names are from the versions in `core.KNOWN`; another version may have moved them.
+The names are from the versions in `core.TESTED_RELEASES`; another version may have moved them.
 """
 
 from __future__ import annotations

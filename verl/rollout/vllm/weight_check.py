@@ -113,8 +113,8 @@ def word_sum(tensor: torch.Tensor) -> int:
     return int(words.sum(dtype=torch.int64))
 
 
-def _explained(parts: list[int], own: int, total: int, size: int) -> bool:
+def _explained(parts: list[int], sum_of_rank: int, total: int, size: int) -> bool:
     """Whether a rank has all of it, or all ranks together; several ranks may hold the same heads of keys and values."""
     full, first = sum(parts), parts[0]
-    possible = [own - full, *(total - first - times * (full - first) for times in range(1, size + 1))]
+    possible = [sum_of_rank - full, *(total - first - times * (full - first) for times in range(1, size + 1))]
     return any(gap & _WRAP == 0 for gap in possible)

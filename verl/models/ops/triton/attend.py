@@ -28,7 +28,7 @@ def launch_attend(
     store: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor,
-    most: int,
+    max_keys: int,
     pages: torch.Tensor | None,
     page_size: int,
     longest: int,
@@ -37,7 +37,7 @@ def launch_attend(
     prompt_store: torch.Tensor | None = None,
     prompt_starts: torch.Tensor | None = None,
     prompt_lengths: torch.Tensor | None = None,
-    most_of_prompts: int = 0,
+    max_prompt_keys: int = 0,
     prompt_pages: torch.Tensor | None = None,
     prompt_page_size: int = 0,
     gather: torch.Tensor | None = None,
@@ -59,7 +59,7 @@ def launch_attend(
     if prompt_store is not None:
         assert prompt_starts is not None and gather is not None  # noqa: PT018
         prompt_slots = _slots(prompt_store, prompt_starts, prompt_lengths, prompt_pages)
-        spans, width = min(triton.cdiv(most_of_prompts, _SPAN), _MOST_SPANS), len(gather) // len(prompt_starts)
+        spans, width = min(triton.cdiv(max_prompt_keys, _SPAN), _MOST_SPANS), len(gather) // len(prompt_starts)
         queries = min(max(triton.next_power_of_2(width * groups), _LEAST), _MOST_QUERIES)
         programs = len(prompt_starts) * kv_heads * triton.cdiv(width * groups, queries) * spans
     if spans or further:

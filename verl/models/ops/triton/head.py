@@ -36,7 +36,7 @@ def launch_gradient(
     z: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
-    known: torch.Tensor,
+    statistics: torch.Tensor,
     grads: torch.Tensor,
     temperature: float,
     logit_scale: float,
@@ -51,7 +51,7 @@ def launch_gradient(
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(vocab))
         _gradient_kernel[(rows, triton.cdiv(vocab, block))](
-            z, out, targets, known.contiguous(), grads.contiguous(), rows, z.stride(0), vocab, **transform.arguments(),
+            z, out, targets, statistics.contiguous(), grads.contiguous(), rows, z.stride(0), vocab, **transform.arguments(),
             BLOCK=block, num_warps=8,
         )  # fmt: skip
     return out
@@ -91,7 +91,7 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gradient_kernel(
-    z, out, targets, known, grads, rows, row_stride, vocab, bias, scale, softcap, temperature,
+    z, out, targets, statistics, grads, rows, row_stride, vocab, bias, scale, softcap, temperature,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -99,8 +99,8 @@ def _gradient_kernel(
     inside = at < vocab
     raw = tl.load(z + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
     f = final_logits(raw, bias, at, inside, scale, softcap, temperature, HAS_BIAS, HAS_CAP)
-    top, log_sum = tl.load(known + row), tl.load(known + rows + row)
-    entropy, squared = tl.load(known + 2 * rows + row), tl.load(known + 3 * rows + row)
+    top, log_sum = tl.load(statistics + row), tl.load(statistics + rows + row)
+    entropy, squared = tl.load(statistics + 2 * rows + row), tl.load(statistics + 3 * rows + row)
     g_target, g_entropy = tl.load(grads + row), tl.load(grads + rows + row)
     g_squared = tl.load(grads + 2 * rows + row)
     log_p = f - top - log_sum

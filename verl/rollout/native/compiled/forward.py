@@ -191,7 +191,7 @@ class CpuForward:
             torch.get_num_threads(), len(runs.ends), runs.max_rank, x.data_ptr(), call.cos.data_ptr(),
             call.sin.data_ptr(), *(a.ctypes.data for a in call.arrays), keep.data_ptr(), runs.ends.ctypes.data,
             runs.kept_ends.ctypes.data, ctypes.addressof(runs.pointers), tokens.prefix.view().behind(first),
-            tokens.own.view().behind(first), None if call.record is None else ctypes.addressof(call.record),
+            tokens.row_store.view().behind(first), None if call.record is None else ctypes.addressof(call.record),
             self._logits.data_ptr(),
         )  # fmt: skip
         needed = self._kernels.workspace(model, step)

@@ -16,7 +16,7 @@ class DecodeTiles:
     """The decode rows of a forward, sorted by prompt, so that several rows read the keys of a prompt together. Valid until a
     sample starts or ends.
 
-    `rows` (int64 [rows]) are slots of the own store. `slots` and `lengths` (int64 [rows]) are the slot of each row's prompt in
+    `rows` (int64 [rows]) are slots of the row store. `slots` and `lengths` (int64 [rows]) are the slot of each row's prompt in
     the prefix store and its tokens; both are None if each row has its prompt in its own slot.
     """
 
@@ -32,7 +32,7 @@ class DecodeTiles:
 class StepTokens:
     """[decode rows | tokens of prompt chunks]; every array but `tiles` has an int64 per token, see `struct step`."""
 
-    own: BlockStore
+    row_store: BlockStore
     prefix: BlockStore
     position: np.ndarray
     prefix_slot: np.ndarray
@@ -52,7 +52,7 @@ class StepTokens:
         chunks: Sequence[Chunk],
         max_tile: int,
     ) -> StepTokens:
-        """`stores` are the own and the prefix store. `own_lengths` and `positions` (int64 [rows]) describe the decode rows
+        """`stores` are the row and the prefix store. `own_lengths` and `positions` (int64 [rows]) describe the decode rows
         before this forward."""
         num_rows = len(positions)
         new = [np.arange(p.start, p.end) for p in chunks]

@@ -133,7 +133,7 @@ class DeviceBackend:
         self.stores.params = params  # equal but for what does not reach the device
         self.stores.forward.refresh()
         self._bound(longest_prompt, num_rows)
-        self._slots = np.arange(self.stores.sizes.num_rows)  # of the own store, by row
+        self._slots = np.arange(self.stores.sizes.num_rows)  # of the row store, by row
 
     def _grow(self, decoder: DenseDecoder, num_rows: int, longest_prompt: int) -> None:
         """Move the contents of the stores into larger stores, if samples need more rows or longer prompts."""
@@ -162,10 +162,10 @@ class DeviceBackend:
         samples must not depend on earlier generations."""
         assert self.stores is not None
         sizes = self.stores.sizes
-        own = sizes.own_capacity if self.scheduler.shared else next_power(longest_prompt) + self._num_new()
+        capacity = sizes.own_capacity if self.scheduler.shared else next_power(longest_prompt) + self._num_new()
         prefixes = min(self._num_prefixes(num_rows), sizes.num_prefixes)
         preempted = 0 if self.paging is None else self._num_new()  # a preempted sample is a prompt with its tokens
-        self.stores.bounds = StepBounds(own, next_power(longest_prompt + preempted), prefixes)
+        self.stores.bounds = StepBounds(capacity, next_power(longest_prompt + preempted), prefixes)
 
     def _build(self, decoder: DenseDecoder, sizes: DeviceSizes) -> DeviceRows:
         forward = StraightForward(decoder, self.module.get_output_embeddings().weight, sizes.longest)
@@ -202,11 +202,11 @@ class DeviceBackend:
     def save(self, row: int) -> torch.Tensor:
         assert self.stores is not None
         length, group = int(self.rows.own_start[row] + self.rows.length[row]) - 1, self.rows.groups[row]
-        own = self.stores.own.take(int(self._slots[row]), length)
+        values = self.stores.row_store.take(int(self._slots[row]), length)
         if group is not None and self.scheduler.shared:
-            own = torch.cat([self.stores.prefix.take(group.slot, group.num_tokens), own], dim=2)
+            values = torch.cat([self.stores.prefix.take(group.slot, group.num_tokens), values], dim=2)
         # a paused sample leaves the device's memory to training
-        return own.cpu() if self.scheduler.resumes_below else own.clone()
+        return values.cpu() if self.scheduler.resumes_below else values.clone()
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> Readback:
         assert self.stores is not None
@@ -215,11 +215,11 @@ class DeviceBackend:
             for row in rows.tolist():
                 group = self.rows.groups[row]
                 assert group is not None
-                self.stores.own.put(int(self._slots[row]), self.stores.prefix.take(group.slot, group.num_tokens))
+                self.stores.row_store.put(int(self._slots[row]), self.stores.prefix.take(group.slot, group.num_tokens))
         columns = np.zeros((NUM_COLUMNS, len(rows)), dtype=np.int64)
         again = self.rows.length[rows]  # tokens of a sample that was preempted
         columns[POSITION] = self.rows.prompt_length[rows] + again + self.rows.shifts()[rows]
-        columns[OWN_START] = self.stores.own.starts(self._slots[rows])
+        columns[OWN_START] = self.stores.row_store.starts(self._slots[rows])
         columns[OWN_LENGTH] = self.rows.own_start[rows] + again
         columns[KEY] = self.rows.key[rows]
         columns[DRAWN] = self.rows.num_drawn[rows] + again + 1
@@ -275,9 +275,9 @@ class DeviceBackend:
             return
         assert self.stores is not None
         lengths, prompts = self.paging.lengths()
-        own, prefix = np.zeros(self.stores.own.num_slots, np.int64), np.zeros(self.stores.prefix.num_slots, np.int64)
-        own[self._slots[: len(lengths)]], prefix[: len(prompts)] = lengths, prompts
-        self.stores.keep(own, prefix)
+        rows, prefix = (np.zeros(s.num_slots, np.int64) for s in (self.stores.row_store, self.stores.prefix))
+        rows[self._slots[: len(lengths)]], prefix[: len(prompts)] = lengths, prompts
+        self.stores.keep(rows, prefix)
         if counts:
             self.paging.record(np.concatenate([lengths, prompts]))
 
@@ -327,16 +327,16 @@ class DeviceBackend:
         assert self.paging is not None
         n, new, shared = self.scheduler.params.n, self._num_new(), self.scheduler.shared
         size, pages = self.paging.block_size, lambda length: -(-length // self.paging.block_size)
-        own, prefix = pages(new + (0 if shared else longest_prompt)), pages(longest_prompt + new)
+        row_pages, prompt_pages = pages(new + (0 if shared else longest_prompt)), pages(longest_prompt + new)
         num_prefixes = self._num_prefixes(num_rows)
-        num_pages = min(num_rows * own + num_prefixes * prefix + 1, (self._page_limit or UNLIMITED) // size)
+        num_pages = min(num_rows * row_pages + num_prefixes * prompt_pages + 1, (self._page_limit or UNLIMITED) // size)
         if (allowed := _free_bytes(decoder.embed.device)) is not None:
             num_pages = min(num_pages, allowed // (size * TokenStore.bytes_per_token(decoder)) - 1)
         return DeviceSizes(
             num_rows=num_rows,
-            own_capacity=own * size,
+            own_capacity=row_pages * size,
             num_prefixes=num_prefixes,
-            prefix_capacity=prefix * size,  # a preempted sample is a prompt with its tokens
+            prefix_capacity=prompt_pages * size,  # a preempted sample is a prompt with its tokens
             width=min(n, num_rows) if shared else 0,
             longest=rounded(longest_prompt + new),
             page_size=size,

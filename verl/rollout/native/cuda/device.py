@@ -50,7 +50,7 @@ class DeviceSizes(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """Maxima of a generation: tokens in a slot of the own store, tokens in a slot of the prefix store, prompts."""
+    """Maxima of a generation: tokens in a slot of the row store, tokens in a slot of the prefix store, prompts."""
 
     own_tokens: int
     prefix_tokens: int
@@ -91,13 +91,13 @@ class DeviceRows:
         self.forward, self.sizes, self.params, self.kernel, self.graphs = forward, sizes, params, kernel, graphs
         decoder = forward.decoder
         self.device = decoder.embed.device
-        # the last slot of `own` is for rows of no sample
+        # the last slot of `row_store` is for rows of no sample
         slots = (sizes.num_rows + 1, sizes.own_capacity), (sizes.num_prefixes, sizes.prefix_capacity)
         self.pool = PagePool(decoder, sizes.num_pages, sizes.page_size) if sizes.page_size else None
         if self.pool is None:
-            self.own, self.prefix = (TokenStore(decoder, *shape) for shape in slots)
+            self.row_store, self.prefix = (TokenStore(decoder, *shape) for shape in slots)
         else:
-            self.own, self.prefix = (PagedTokenStore(self.pool, *shape) for shape in slots)
+            self.row_store, self.prefix = (PagedTokenStore(self.pool, *shape) for shape in slots)
         self.bounds = StepBounds(sizes.own_capacity, sizes.prefix_capacity, sizes.num_prefixes)
         self._make_columns()
 
@@ -118,23 +118,23 @@ class DeviceRows:
         self._step, self._limit = step.to(self.device), limit.to(self.device)
 
     def continue_from(self, other: DeviceRows, slots: np.ndarray) -> None:
-        """Take over the rows, keys and values of smaller stores; row r has `slots[r]` of the own store."""
+        """Take over the rows, keys and values of smaller stores; row r has `slots[r]` of the row store."""
         if self.pool is not None and other.pool is not None:
             self.pool.continue_from(other.pool)
-        self.own.continue_from(other.own, other.sizes.num_rows)
+        self.row_store.continue_from(other.row_store, other.sizes.num_rows)
         self.prefix.continue_from(other.prefix, other.sizes.num_prefixes)
         self.columns[:, : other.sizes.num_rows] = other.columns
-        self.columns[OWN_START, : len(slots)] = to_device(torch.from_numpy(self.own.starts(slots)), self.device)
+        self.columns[OWN_START, : len(slots)] = to_device(torch.from_numpy(self.row_store.starts(slots)), self.device)
 
     @property
     def num_bytes(self) -> int:
-        return self.own.num_bytes + self.prefix.num_bytes if self.pool is None else self.pool.store.num_bytes
+        return self.row_store.num_bytes + self.prefix.num_bytes if self.pool is None else self.pool.store.num_bytes
 
     def keep(self, own_lengths: np.ndarray, prefix_lengths: np.ndarray) -> None:
         """Give each slot pages for its length in tokens (int64 [slots] of each store), and take back its further pages."""
-        assert isinstance(self.own, PagedTokenStore)
+        assert isinstance(self.row_store, PagedTokenStore)
         assert isinstance(self.prefix, PagedTokenStore)
-        keep((self.own, own_lengths), (self.prefix, prefix_lengths))
+        keep((self.row_store, own_lengths), (self.prefix, prefix_lengths))
 
     def prefill(self, module: HFModule, chunks: list[tuple[Group, Chunk]]) -> torch.Tensor:
         """Compute chunks of prompts and store them in their prefix slots; `module` computes their images. Returns the logits
@@ -189,7 +189,7 @@ class DeviceRows:
         slots."""
         if len(rows):
             index = to_device(torch.from_numpy(rows), self.device)
-            self.columns[OWN_START].index_fill_(0, index, int(self.own.starts(np.array(self.sizes.num_rows))))
+            self.columns[OWN_START].index_fill_(0, index, int(self.row_store.starts(np.array(self.sizes.num_rows))))
             self.columns[OWN_LENGTH].index_fill_(0, index, 0)
 
     def share(self, slots: np.ndarray, lengths: np.ndarray, members: np.ndarray) -> int:
@@ -220,10 +220,10 @@ class DeviceRows:
 
     def _forward(self, num_rows: int, num_prompts: int, longest: int) -> torch.Tensor:
         columns, decoder, max_tokens = self.columns[:, :num_rows], self.forward.decoder, self.bounds.own_tokens
-        pages = self.own.pages, self.sizes.page_size
+        pages = self.row_store.pages, self.sizes.page_size
         slots = Slots(columns[OWN_START], columns[OWN_LENGTH], max_tokens, *pages, longest)
         shared = self._shared(num_rows, num_prompts)
-        attend = DecodeAttention(self.own, slots, self.prefix, shared, decoder.scale, self.forward.windows)
+        attend = DecodeAttention(self.row_store, slots, self.prefix, shared, decoder.scale, self.forward.windows)
         return self.forward.logits(self.forward.hidden(columns[TOKEN], columns[POSITION], attend))
 
     def _shared(self, num_rows: int, num_prompts: int) -> SharedPrompts | None:

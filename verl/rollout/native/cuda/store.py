@@ -94,7 +94,7 @@ class DecodeAttention:
     """Attention of one new token a row. The token is stored behind its row's tokens (`slots`). It attends to them and, with
     `shared`, to its prompt in `prefix`. `windows` has the sliding window of each layer, for rows with a copy of the prompt."""
 
-    own: TokenStore
+    row_store: TokenStore
     slots: Slots
     prefix: TokenStore
     shared: SharedPrompts | None
@@ -104,6 +104,6 @@ class DecodeAttention:
     def __call__(
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
     ) -> torch.Tensor:
-        window, store = self.windows[layer], self.own.layer(layer)
+        window, store = self.windows[layer], self.row_store.layer(layer)
         prompts = self.prefix.layer(layer)
         return attend_new_tokens(qkv, cos, sin, norms, store, self.slots, window, self.scale, prompts, self.shared)

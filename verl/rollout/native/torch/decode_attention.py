@@ -76,17 +76,19 @@ class _Layer(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
-    own: list[Pair]
+    row_parts: list[Pair]
     prefix: list[Pair]
 
 
 class DecodeRows:
-    """Attention of rows 0 .. num_rows-1 of the own store, a store with keys as columns. `members` is None if each row has its
+    """Attention of rows 0 .. num_rows-1 of the row store, a store with keys as columns. `members` is None if each row has its
     prompt in its own slot. Valid until a sample starts or ends; `advance` comes before each forward."""
 
-    def __init__(self, own: SlotStore, prefix: SlotStore, num_rows: int, members: Members | None, device: torch.device):
+    def __init__(
+        self, rows: SlotStore, prefix: SlotStore, num_rows: int, members: Members | None, device: torch.device
+    ):
         self.num_rows, self._members = num_rows, members
-        self._own, self._prefix, self._device = own, prefix, device
+        self._row_store, self._prefix, self._device = rows, prefix, device
         self._slots = torch.arange(num_rows, device=device)
         self._newest = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._made_for: tuple[object, ...] = ()
@@ -94,10 +96,10 @@ class DecodeRows:
         self._layers: dict[int, _Layer] = {}
 
     def advance(self, own_lengths: np.ndarray, positions: np.ndarray) -> None:
-        """Begin a forward. `own_lengths` int64 [rows]: tokens of each row in the own store before it; the store has room for
+        """Begin a forward. `own_lengths` int64 [rows]: tokens of each row in the row store before it; the store has room for
         one more. `positions` int64 [rows]: position of each row's new token in its sequence."""
         blocks = [(a, b, rounded(n)) for a, b, n in length_blocks(own_lengths + 1)]
-        made_for = (blocks, self._own.version, self._prefix.version)
+        made_for = (blocks, self._row_store.version, self._prefix.version)
         if made_for != self._made_for:
             self._blocks, self._made_for = blocks, made_for
             self._kinds.clear()
@@ -124,12 +126,12 @@ class DecodeRows:
         return kind.attend(q, held, scoring)
 
     def _hold(self, layer: int, kind: _Kind, k: torch.Tensor, v: torch.Tensor) -> _Layer:
-        keys, values = self._own.tensors(layer, k, v)
+        keys, values = self._row_store.tensors(layer, k, v)
         prefix: list[Pair] = []
         if kind.prefix is not None:
             stored = self._prefix.tensors(layer, k, v)
             prefix = [(stored[0][a:b, :, :n], stored[1][a:b, :, :n]) for a, b, n in kind.prefix.blocks]
-        return _Layer(keys, values, [part.matrices(keys, values) for part in kind.own], prefix)
+        return _Layer(keys, values, [part.matrices(keys, values) for part in kind.row_parts], prefix)
 
 
 class _Kind:
@@ -150,10 +152,10 @@ class _Kind:
         out = q.new_empty(rows, kv_heads, groups, v.shape[2])
         self._queries, self._out = queries.flatten(1, 2), out.flatten(1, 2)
         self.prefix = None if members is None else _PrefixPart(members, queries, window)
-        self.own = [OwnPart(block, queries, out, window, members is not None) for block in blocks]
+        self.row_parts = [OwnPart(block, queries, out, window, members is not None) for block in blocks]
 
     def advance(self, newest: torch.Tensor, positions: np.ndarray) -> None:
-        for part in self.own:
+        for part in self.row_parts:
             part.set_lengths(newest)
         if self.prefix is not None:
             self.prefix.set_positions(positions)
@@ -161,7 +163,7 @@ class _Kind:
     def attend(self, q: torch.Tensor, layer: _Layer, scoring: Scoring) -> torch.Tensor:
         torch.mul(q, scoring.scale, out=self._queries)
         prefix = None if self.prefix is None else self.prefix.attend(layer.prefix, scoring.softcap)
-        for part, (keys, values) in zip(self.own, layer.own, strict=True):
+        for part, (keys, values) in zip(self.row_parts, layer.row_parts, strict=True):
             part.attend(keys, values, prefix, scoring.softcap)
         return self._out
 
