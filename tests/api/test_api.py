@@ -442,6 +442,10 @@ def one_value(completions):
     return 1.0
 
 
+def has_a(completions):
+    return [float("a" in text) for text in completions]
+
+
 def _scores(function, texts=("a", "b"), **extra):
     rows = [{"prompt": "p", **extra}] * len(texts)
     scored = score_lists(["d"] * len(texts), texts, [None] * len(texts), rows, functions=[reference_to(function)])
@@ -464,6 +468,12 @@ def test_a_result_that_is_no_number_costs_its_own_sample():
     assert _scores(one_text) == [1.0, "1.0"]
     with pytest.raises(RewardError, match="one_value returned a float for 2 completions"):
         _scores(one_value)
+
+
+def test_a_text_is_not_looked_for_among_messages():
+    assert _scores(has_a) == [1.0, 0.0]
+    with pytest.raises(TypeError, match=r"'a' is looked for in a list of messages; .* as completion\[0\]\['content'\]"):
+        _scores(has_a, prompt=[{"role": "user", "content": "p"}])
 
 
 def test_rows_without_a_column_have_none_in_it(tiny_llama, tmp_path):

@@ -242,6 +242,7 @@ def test_training_with_a_torch_that_is_not_there(tmp_path, content, sentence):
     )
     done = python("-m", "verl", "train", *keys, env={**os.environ, "PYTHONPATH": str(tmp_path)}, code=7)
     assert done.stderr.splitlines()[-1] == f"verl train: {sentence}"
+    assert "Traceback" not in done.stderr
     assert "bug in verl" not in done.stderr
     assert not [line for line in done.stderr.splitlines() if "restart" in line and not line.startswith(" ")]
 

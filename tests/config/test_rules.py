@@ -124,6 +124,7 @@ warning  CORRECTION.bypass_mode  CORRECTION.bypass_mode=True  ROLLOUT.prefetch_n
 error    ROLLOUT.calculate_log_probs  CORRECTION.rollout_is=token  ROLLOUT.calculate_log_probs=False
 error    ACTOR.optim.min_lr  ACTOR.optim.lr_scheduler_type=cosine  ACTOR.optim.min_lr=1e-3
 warning  ACTOR.optim.lr  MODEL.lora_rank=8
+warning  ACTOR.optim.lr  ACTOR.optim.lr=1e-12
 warning  ACTOR.optim.lr_warmup_steps  ACTOR.optim.lr_warmup_steps=7  trainer.total_training_steps=6
 error    ACTOR.optim.weight_decay  ACTOR.optim.weight_decay=1e6
 warning  ACTOR.optim.weight_decay  ACTOR.optim.weight_decay=1e5

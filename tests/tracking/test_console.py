@@ -173,11 +173,14 @@ def test_a_program_of_another_kind():
         console.step(1, {"train/loss": 2.5, "train/lr": 2e-5, "perf/throughput": 900.0, "critic/score/mean": 1.0})
         console.validation(1, {"val/loss": 2.25, "val/token_accuracy": 0.5})
         console.validation(1, {"train/loss": 2.0})
-        console.final(summary(results=(Result("loss", "held-out loss", 2.5, 2.25),)))
+        measures = (2.5, 2.25), (2.5, None), (None, 2.25)
+        console.final(summary(results=[Result("loss", "held-out loss", *values) for values in measures]))
     assert out.getvalue().splitlines() == [
         "step=1/1 loss=2.5000 lr=2e-05 tokens_per_s=900 left=0 s",
         "validation step=1 loss=2.250 token_accuracy=0.500",
         "held-out loss: 2.500 -> 2.250",
+        "held-out loss: 2.500 before training, not validated after it",
+        "held-out loss: 2.250",
         "2 steps in 3 min 20 s, 25 tokens/s on cpu",
     ]
 

@@ -185,7 +185,7 @@ def _guard(verb: str) -> Iterator[_End]:
     try:
         yield end
     except VerlError as error:
-        if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
+        if _is_debugging():
             _show_traceback()
         problem = _install_problem(error.__cause__) if str(error).startswith("Importing verl.") else ""
         end.code = MissingExtraError.exit_code if problem else error.exit_code
@@ -207,8 +207,9 @@ def _show_cause(verb: str, error: Exception) -> int:
     if refusal is not None and refusal.errno in SYSTEM_ERRORS:
         print(f"verl {verb}: {_refusal(refusal)}", file=sys.stderr)
         return 1
-    _show_traceback()
     problem = _install_problem(error)
+    if not problem or _is_debugging():
+        _show_traceback()
     print(f"verl {verb}: {problem or _cause(error)}", file=sys.stderr)
     return MissingExtraError.exit_code if problem else _CRASH
 
@@ -284,6 +285,10 @@ def _place_outside(error: BaseException) -> str:
         if not frame.filename.startswith(libraries):
             return f"{frame.filename}, line {frame.lineno},"
     return ""
+
+
+def _is_debugging() -> bool:
+    return os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
 
 
 def _show_traceback() -> None:

@@ -33,7 +33,7 @@ from rich.text import Text
 from verl.foreign_text import clean
 from verl.tracking.files import Json
 from verl.tracking.logs import add_handler, log_level, once, remove_handler, terminal_handler
-from verl.tracking.summary import Summary
+from verl.tracking.summary import Result, Summary
 from verl.tracking.timeline import duration
 
 _MAX_CHARS = 2000  # of a fact
@@ -213,8 +213,7 @@ class Console:
         if summary.tokens_per_s:
             took += f", {summary.tokens_per_s:,.0f} tokens/s"
         if not self.rich.is_terminal:
-            lines = [f"{r.label}: {_value(r.before)} -> {_value(r.after)}" for r in rows]
-            self._lines([*lines, f"{took} on {summary.device}"])
+            self._lines([*map(_change, rows), f"{took} on {summary.device}"])
             return
         table = Table(box=box.ROUNDED, border_style="cyan", title="[bold]Result", title_justify="left")
         for name in ("", "before", "after", "change"):
@@ -249,6 +248,15 @@ def _step_line(step: int, total: int, parts: list[tuple[str, str]]) -> Text:
 
 def _fact(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(value, limit=_MAX_CHARS)
+
+
+def _change(result: Result) -> str:
+    """The line of a result: its values before and after training, or the one that was measured."""
+    if result.after is None:
+        return f"{result.label}: {_value(result.before)} before training, not validated after it"
+    return (
+        f"{result.label}: " + (f"{result.before:.3f} -> " if result.before is not None else "") + _value(result.after)
+    )
 
 
 def _value(value: float | None) -> str:

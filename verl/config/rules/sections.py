@@ -26,6 +26,7 @@ _OFFLOAD_SETTINGS = set(
     "pin_cpu_grads pin_cpu_params main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
 )
 _FLOAT16 = ("float16", "fp16", "half")
+_LEAST_RATE = 1e-9  # a step of Adam is as long as its rate, and float32 values of 0.02, as of weights, are 2e-9 apart
 _LEAST_LORA_RATE = 2e-6
 _MOST_DECAY = 0.01  # of each weight in a step
 _MAX_LAYERS, _MAX_COUNT = 10_000, 2**31  # in a model's config.json: of layers, of anything
@@ -84,6 +85,8 @@ def _rates_without_effect(path: str, optim: OptimConfig, root: Any) -> Iterator[
             f"{path}.lr={optim.lr:g} hardly moves adapters (lora_rank={model.lora_rank}), which usually take 1e-5 to 1e-3. "
             "Raise it.",
         )
+    elif optim.lr < _LEAST_RATE and "SGD" not in optim.optimizer:
+        yield warning(f"{path}.lr", f"{path}.lr={optim.lr:g} is less than float32 weights can change. Raise it.")
     warmup, steps = optim.lr_warmup_steps, value_at(root, "trainer.total_training_steps")
     if steps is not None and warmup > steps and optim.total_training_steps <= 0:
         yield warning(

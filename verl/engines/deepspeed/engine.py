@@ -115,11 +115,8 @@ class DeepSpeedEngine(TrainedEngine):
 
     def _start(self, config: dict[str, object]) -> None:
         """Hand the module to DeepSpeed: it casts and divides the parameters in place."""
-        named, section = dict(self.module.named_parameters()), self.section
-        log.info(
-            "ZeRO %d (deepspeed.zero_stage=%s), offload of optimizer %s, of parameters %s.",
-            *(self.stage, section.zero_stage, section.offload_optimizer, section.offload_param),
-        )
+        named = dict(self.module.named_parameters())
+        log.info("%s.", self.section.describe())
         if self.optim is None:
             self.deepspeed = start_deepspeed(self.model, None, config, self.device)
         else:
