@@ -15,8 +15,9 @@ from verl.config import load_config
 from verl.distributions import PARTS, check_releases, owner_of
 from verl.engines.api import require_library
 from verl.errors import DistributionError, MissingExtraError
-from verl.families import TRAINING_ENGINES
+from verl.families import ROLLOUT_ENGINES, TRAINING_ENGINES
 from verl.programs.ppo_data import known_loops
+from verl.runtime.api import _make
 from verl.tracking.trained import TrainedRun
 
 INSTALL = r"In a checkout of verl \S+, run: pip install \./packages/"
@@ -29,7 +30,9 @@ def core_alone(monkeypatch):
 
 def test_the_longest_name_decides():
     assert owner_of("verl.planner.search") == owner_of("verl.cli.plan") == "verl-planner"
-    assert owner_of("verl.engines.megatron.engine") == "verl-clusters"
+    clusters = ("engines.megatron.engine", "rollout.vllm", "rollout.http.client", "runtime.ray")
+    assert {owner_of(f"verl.{name}") for name in clusters} == {"verl-clusters"}
+    assert owner_of("verl.runtime.rank") == "verl"
     assert (owner_of("verl.tools.schemas"), owner_of("verl.agents.games")) == ("verl-agents", "verl-tasks")
     assert owner_of("verl.engines.fsdp") == owner_of("verl.cli.planning") == owner_of("verl") == "verl"
 
@@ -72,6 +75,11 @@ def test_an_engine_of_a_part_that_is_missing(core_alone, monkeypatch):
     monkeypatch.setitem(TRAINING_ENGINES._rows, "deepspeed", TRAINING_ENGINES._declared["deepspeed"])
     with pytest.raises(DistributionError, match="The training engine 'deepspeed' is part of verl-clusters"):
         TRAINING_ENGINES.get("deepspeed")
+    monkeypatch.setitem(ROLLOUT_ENGINES._rows, "vllm", ROLLOUT_ENGINES._declared["vllm"])
+    with pytest.raises(DistributionError, match="^The rollout engine 'vllm' is part of verl-clusters"):
+        ROLLOUT_ENGINES.get("vllm")
+    with pytest.raises(DistributionError, match="^A run over several devices .* is part of verl-clusters"):
+        _make(None, "ray")
 
 
 def test_a_run_of_the_core_has_its_model_and_names_the_part_that_reads_samples(core_alone, tmp_path):

@@ -31,7 +31,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "verl-page": ("verl.page", "verl.cli.view"),
     "verl-planner": ("verl.planner", "verl.cli.plan"),
     "verl-tinker": ("verl.tinker", "verl.cli.serve"),
-    "verl-clusters": ("verl.engines.megatron", "verl.engines.deepspeed"),
+    "verl-clusters": (
+        "verl.engines.megatron",
+        "verl.engines.deepspeed",
+        "verl.rollout.vllm",
+        "verl.rollout.http",
+        *(f"verl.runtime.ray{name}" for name in ("", "_cluster", "_node", "_process", "_request", "_scaling")),
+    ),
     "verl-agents": ("verl.agents", "verl.tools"),
     "verl-tasks": ("verl.data.tasks", "verl.data.prepare", "verl.agents.games", "verl.agents.tools.calculator"),
 }

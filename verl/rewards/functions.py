@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from verl.errors import RewardError, VerlError, nearest
 from verl.families import SERVICE_ROLLOUT
-from verl.foreign_text import clean
 from verl.registry import load_module, load_object, referenced_name, user_file
+from verl.rewards.completions import completion_of
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -353,15 +353,6 @@ def require_columns(function: RewardFunction, columns: Collection[str]) -> None:
             )
 
 
-class _Messages(list[dict[str, str]]):
-    """A completion for a prompt of messages. To look for a text among them is a mistake: it would always be False."""
-
-    def __contains__(self, item: object) -> bool:
-        if isinstance(item, str):
-            raise TypeError(f"{clean(item, 40)!r} is looked for in a list of messages")
-        return super().__contains__(item)
-
-
 def results_of(
     function: RewardFunction, samples: Sequence[Sample], further: Mapping[str, object] | None = None
 ) -> list[Any]:
@@ -380,10 +371,7 @@ def results_of(
     for key, values in (("data_source", [s[0] for s in samples]), ("ground_truth", [s[2] for s in samples])):
         if key in parameters:
             columns.setdefault(key, values)
-    completions = [
-        text if isinstance(prompt, str | None) else _Messages([{"role": "assistant", "content": text}])
-        for (_, text, _, _), prompt in zip(samples, prompts, strict=True)
-    ]
+    completions = [completion_of(text, prompt) for (_, text, _, _), prompt in zip(samples, prompts, strict=True)]
     arguments = {**columns, **(further or {}), "prompts": prompts, "completions": completions}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}

@@ -21,6 +21,7 @@ from verl.config.sections.rollout import EngineKwargsConfig
 from verl.data.prompts import render_chat
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.data_proto.tokenizer import Tokenizer
+from verl.distributions import load_part, require_part
 from verl.errors import ModelError
 from verl.families import DEFAULT_ROLLOUT, engine_facts
 from verl.foreign_text import valid_utf8
@@ -30,8 +31,6 @@ from verl.models.load import load_tokenizer, meta_model
 from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import compute_dtype
 from verl.rollout.api import ENGINES, RolloutEngine, WeightTransfer
-from verl.rollout.http.client import Client
-from verl.rollout.http.dialects import served_model
 
 _KEYS = "reward.reward_model.rollout"
 _MOST_REQUESTS = 256  # concurrent; each has a thread
@@ -129,7 +128,8 @@ class ServiceJudge:
 
     def __init__(self, config: RewardModelConfig):
         service = config.rollout.service
-        self.client = Client(
+        require_part("verl.rollout.http", "A judge that is a service")
+        self.client = load_part("verl.rollout.http.client").Client(
             service.url.rstrip("/").removesuffix("/v1"),  # as other programs have it in their settings
             token_env=service.token_env,
             timeout_s=service.timeout_s,
@@ -138,6 +138,7 @@ class ServiceJudge:
         )
         self._max_tokens = config.rollout.response_length
         self._num_requests = min(config.rollout.max_num_seqs, _MOST_REQUESTS)
+        served_model = load_part("verl.rollout.http.dialects").served_model
         self._model, *_ = served_model(self.client, service.served_model_name, config.model_path)
 
     def replies(self, questions: Sequence[str]) -> list[str]:

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from verl.distributions import load_part, require_part
 from verl.errors import MissingExtraError
 from verl.parallel.collectives import peer_of_environment
 from verl.roles.api import Roles, RoleSpecs, SpecSource, Value
+
+_RAY_RUN = "A run over several devices that is not started by torchrun"
 
 
 class Runtime(Protocol):
@@ -67,15 +70,15 @@ def _make(source: SpecSource, name: str) -> Runtime:
         assert peer is not None
         return SpmdRuntime(source, peer)
     if name == "ray":
+        require_part("verl.runtime.ray", _RAY_RUN)
         try:
-            from verl.runtime.ray import RayRuntime
+            module = load_part("verl.runtime.ray")
         except ModuleNotFoundError as error:
             if error.name != "ray":
                 raise
-            raise MissingExtraError(
-                "A run over several devices that is not started by torchrun", "ray", "ray"
-            ) from None
-        return RayRuntime(source)
+            raise MissingExtraError(_RAY_RUN, "ray", "ray") from None
+        runtime: Runtime = module.RayRuntime(source)
+        return runtime
     from verl.runtime.local import LocalRuntime
 
     return LocalRuntime(source)

@@ -251,7 +251,7 @@ def _fact(value: object) -> str:
 
 
 def _change(result: Result) -> str:
-    """The line of a result: its values before and after training, or the one that was measured."""
+    """The line of a result: its values before and after training, if both were measured."""
     if result.after is None:
         return f"{result.label}: {_value(result.before)} before training, not validated after it"
     return (

@@ -115,8 +115,13 @@ class DeepSpeedEngine(TrainedEngine):
 
     def _start(self, config: dict[str, object]) -> None:
         """Hand the module to DeepSpeed: it casts and divides the parameters in place."""
-        named = dict(self.module.named_parameters())
-        log.info("%s.", self.section.describe())
+        named, section = dict(self.module.named_parameters()), self.section
+        origin = "deepspeed.config" if section.config else "the default"
+        origin = origin if section.zero_stage is None else "deepspeed.zero_stage"
+        log.info(
+            "ZeRO %d (%s), offload of optimizer %s, of parameters %s.",
+            *(self.stage, origin, section.offload_optimizer, section.offload_param),
+        )
         if self.optim is None:
             self.deepspeed = start_deepspeed(self.model, None, config, self.device)
         else:
