@@ -11,6 +11,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from tests.json_lines import read_lines
 from verl.errors import ConfigError
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
+from verl.registry import load_object
 from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
 from verl.trainer.ppo.reward import load_reward_manager
@@ -135,6 +136,32 @@ class TestRuns:
             run_ppo(OmegaConf.create(tiny_tree), task_runner_class=Workers)
         two = OmegaConf.create({"trainer": {"nnodes": 1, "n_gpus_per_node": 2}})
         assert TaskRunner().init_resource_pool_mgr(two).get_n_gpus() == 2
+
+    def test_keys_of_the_script(self, tiny_tree, tmp_path):
+        """Sections that a recipe adds to the config, and keys that its trainer class reads (`agent_period` here)."""
+        (tmp_path / "mine.py").write_text(
+            "from verl.trainer.ppo.ray_trainer import RayPPOTrainer\n"
+            "class Mine(RayPPOTrainer):\n"
+            "    def fit(self): return self.config.lightning.port + self.config.trainer.agent_period\n"
+        )
+        Mine = load_object(f"{tmp_path}/mine.py:Mine")
+        tiny_tree |= {"lightning": {"port": 8000, "judge": {"model": "m"}}}
+        tiny_tree["trainer"]["agent_period"] = 2
+        tiny_tree["data"]["datagen"] = {"path": None}
+        trainer = Mine(OmegaConf.create(tiny_tree))
+        assert trainer.fit() == 8002
+        (notice,) = (text for text in trainer._loaded.notices if "for the program that composed" in text)
+        for key in (
+            "lightning.port=8000",
+            "lightning.judge.model=m",
+            "trainer.agent_period=2",
+            "data.datagen.path=None",
+        ):
+            assert key in notice
+        for section, key in (("trainer", "agent_perod"), ("actor_rollout_ref", "rollouts"), ("data", "batch_size")):
+            tree = {**tiny_tree, section: {**tiny_tree[section], key: {"n": 2} if key == "rollouts" else 2}}
+            with pytest.raises(ConfigError, match=f"There is no key '{section}.{key}"):
+                Mine(OmegaConf.create(tree))
 
     def test_what_would_not_be_called_is_refused(self, tiny_tree):
         class Steps(RayPPOTrainer):

@@ -64,7 +64,7 @@ class RayPPOTrainer:
             refuse_overrides(self, RayPPOTrainer, tuple(hooks))
         if other:
             raise ConfigError(f"RayPPOTrainer has no argument {next(iter(other))!r} here. {INSTEAD}")
-        self._loaded = loaded_config(config)
+        self._loaded = loaded_config(config, type(self))
         self.config = _completed(self._loaded.config, config)
         self.tokenizer, self.processor = tokenizer, processor
         self.train_dataset, self.val_dataset = train_dataset, val_dataset

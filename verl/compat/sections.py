@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.config import PPO, LoadedConfig, ModelConfig, PPOConfig
@@ -124,8 +127,9 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
         raise ConfigError(f"The section does not fit {name}: {str(error).splitlines()[0]}") from error
 
 
-def loaded_config(config: object) -> LoadedConfig[Any]:
-    """A complete tree from Python (OmegaConf, dict, dataclasses), checked as by `load_composed`. Raises ConfigError."""
+def loaded_config(config: object, program: type | None = None) -> LoadedConfig[Any]:
+    """A complete tree from Python (OmegaConf, dict, dataclasses), checked as by `load_composed`. `program`: a class of the user
+    that may read further keys, by names that its file has. Raises ConfigError."""
     from omegaconf import OmegaConf
 
     if isinstance(config, LoadedConfig):
@@ -133,7 +137,20 @@ def loaded_config(config: object) -> LoadedConfig[Any]:
     if isinstance(config, PPOConfig):
         config = dataclasses.asdict(config)
     tree: Any = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
-    return load_composed(tree)
+    return load_composed(tree, program_reads=_names_in_file(program))
+
+
+def _names_in_file(program: type | None) -> set[str]:
+    """Attributes and texts in the file of a class that is not of verl."""
+    if program is None or program.__module__.partition(".")[0] == "verl":
+        return set()
+    try:
+        module = ast.parse(Path(inspect.getfile(program)).read_text(encoding="utf-8"))
+    except (OSError, TypeError, SyntaxError):  # a class without a file, as in a notebook
+        return set()
+    nodes = list(ast.walk(module))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return attributes | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
 def validate_config(config: object, use_reference_policy: bool = False, use_critic: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -114,12 +114,16 @@ def _errors(loaded: LoadedConfig[Any]) -> list[str]:
     return list(dict.fromkeys(p.sentence for p in check_config(loaded) if p.level == "error"))
 
 
-def load_composed(tree: dict[str, object], *, schema: Schema[RunConfig] = PPO, check: bool = True) -> LoadedConfig[Any]:
+def load_composed(
+    tree: dict[str, object], *, schema: Schema[RunConfig] = PPO, check: bool = True, program_reads: Collection[str] = ()
+) -> LoadedConfig[Any]:
     """The config of a tree that a program of a user has composed by Hydra from verl/trainer/config, as a plain mapping.
 
-    A key counts as not given if it has the value that the composition gives it by itself. Raises ConfigError as `load_config`.
+    A key counts as not given if it has the value that the composition gives it by itself. Keys of sections that verl does not
+    have are for the program, and so are keys named in `program_reads`: a notice lists them. Raises ConfigError as
+    `load_config`.
     """
-    user = UserSettings(schema)
+    user = UserSettings(schema, program_reads=program_reads)
     user.add_file("composed config", tree)
     values = {setting.path: setting.value for setting in user.settings}
     sources = dict(schema.follows)

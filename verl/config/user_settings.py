@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,9 @@ class UserSettings:
     defaults: Face = "release"  # of keys that are not set
     facts: Facts = NO_FACTS
     has_preset: bool = False
+    program_reads: Collection[str] | None = (
+        None  # names of keys that the user's program reads, if one composed the config
+    )
 
     def add_file(self, source: str, tree: Mapping[str, object]) -> None:
         for spelled, value in self._flatten(tree, "") if tree else ():  # a file may have nothing but a defaults list
@@ -106,7 +109,11 @@ class UserSettings:
             where = None  # no entry of a free-form key, but a typo
         if where is None:
             reasons = (self.schema.compat.without_effect(key, value) for key in (spelled, path))
-            if reason := next(filter(None, reasons), "") or self._only_elsewhere(path):
+            if (
+                reason := next(filter(None, reasons), "")
+                or self._only_elsewhere(path)
+                or self._of_program(spelled, path)
+            ):
                 self.without_effect.append((f"{spelled}={value}", reason))
             elif path not in self.schema.sections or value not in (None, {}):
                 self._fault(path, self._unknown(spelled, path, source))
@@ -171,6 +178,15 @@ class UserSettings:
         """The reason why a key of a feature that is not available has no effect; "" for a typo in one of our own."""
         reason = self.schema.compat.read_elsewhere(path)
         return reason if reason and not one_typo_away(self._known(), path) else ""
+
+    def _of_program(self, spelled: str, path: str) -> str:
+        """The reason why a key that the user's program reads is no key of verl; "" for a typo and for another trainer's key."""
+        section, _, name = path.rpartition(".")
+        if self.program_reads is None or (section in ("", *self.schema.sections) and name not in self.program_reads):
+            return ""
+        if one_typo_away(self._known(), path) or self.schema.compat.other_name(spelled, self._known()):
+            return ""
+        return "it is for the program that composed the config, and verl does not read it"
 
     def _unknown(self, spelled: str, path: str, source: str) -> str:
         compat = self.schema.compat
