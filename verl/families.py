@@ -194,10 +194,10 @@ ROLLOUT_ENGINES = Registry(
             "holds_weights starts_process joins_ranks divides_model restarts reads_images records_experts takes_buckets "
             "prefills_by_key",
         ),
-        "http": _row("verl.rollout.http.engine:HTTPRollout", "holds_weights asks_service reads_images"),
+        "http": _row("verl.rollout.http.engine:HTTPRollout", "holds_weights asks_service reads_images takes_buckets"),
         "sglang": _row(
             "verl.rollout.http.engine:SGLangRollout",
-            "holds_weights starts_process asks_service divides_model reads_images",
+            "holds_weights starts_process asks_service divides_model reads_images takes_buckets",
         ),
     },
     base="verl.rollout.api:RolloutEngine",

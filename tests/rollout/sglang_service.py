@@ -1,4 +1,4 @@
-"""A service with the rules of SGLang 0.5.23, for tests: ends of samples, room for tokens, the name of its model.
+"""A service with the rules of SGLang 0.5.23, for tests: ends of samples, room for tokens, its model's name, updates.
 
     with running(SimulatedSGLang("a/model", next_token, vocab_size).answers) as service: ...
 
@@ -6,24 +6,30 @@
 SamplingParams.
 """
 
+import json
 import math
+from functools import partial
 
 from verl.data_proto.samples import SamplingParams
+from verl.errors import ModelError
 
 RESERVED = 6  # tokens of the context that an input never has
 FLAT = 1e6  # a temperature at which each token is as likely as any other
 
 
 class SimulatedSGLang:
-    """`eos_token_ids` are the model's, as the server knows them; `most_new` is its limit for one request."""
+    """`eos_token_ids` are the model's, as the server knows them; `most_new` is its limit for one request. `receive(message)`
+    takes weights as verl's part of a server does, and raises when it does not; None for a server without that part."""
 
     def __init__(
-        self, path, next_token, vocab_size, context_length=1 << 20, eos_token_ids=(), most_new=1 << 20, original=False
-    ):
+        self, path, next_token, vocab_size, context_length=1 << 20, eos_token_ids=(), most_new=1 << 20, original=False,
+        receive=None,
+    ):  # fmt: skip
         self.model_path = self.tokenizer_path = path
         self.next_token, self.vocab_size, self.context_length = next_token, vocab_size, context_length
         self.eos_token_ids, self.most_new, self.original = eos_token_ids, most_new, original
-        self.version, self.num_updates = "default", 0
+        self.version, self.num_updates, self.receive = "default", 0, receive
+        self.is_updating = self.is_paused = False
         self.answers = {
             "/health": {},
             "/model_info": lambda body: self.info(),
@@ -31,7 +37,40 @@ class SimulatedSGLang:
             "/generate": self.generate,
             "/update_weights_from_disk": self.update,
             "/update_weight_version": self.label,
+            "/begin_weight_update": partial(self.open_session, True),
+            "/end_weight_update": partial(self.open_session, False),
+            "/update_weights_from_ipc": self.receive_weights,
+            "/pause_generation": partial(self.pause, True),
+            "/continue_generation": partial(self.pause, False),
+            "/flush_cache": (200, "Cache flushed.\n"),
         }
+
+    def restart(self):
+        """Another process answers at the address, with the weights of the model's files."""
+        self.version, self.is_updating, self.is_paused = "default", False, False
+
+    def open_session(self, opens, body):
+        if opens == self.is_updating:
+            open_already = "a weight-update session is already open; call end_weight_update() first"
+            problem = open_already if opens else "no weight-update session is open; call begin_weight_update() first"
+            return (400, json.dumps({"success": False, "message": problem}))
+        self.is_updating = opens
+        return {"success": True, "message": "Success"}
+
+    def receive_weights(self, body):
+        if self.receive is None:
+            problem = "IPC weight update failed: ImportError checkpoint-engine is not installed."
+            return (400, json.dumps({"success": False, "message": problem}))
+        try:
+            self.receive(body["zmq_handles"]["verl"])
+        except ModelError as error:
+            return (400, json.dumps({"success": False, "message": str(error)}))
+        self.version = body["weight_version"] or self.version
+        return {"success": True, "message": ""}
+
+    def pause(self, pauses, body):
+        self.is_paused = pauses
+        return {"status": "ok"}
 
     def info(self):
         return {
@@ -48,6 +87,7 @@ class SimulatedSGLang:
         return {"success": True}
 
     def generate(self, body):
+        assert not self.is_paused, "the server would never answer"
         ids, sampling = body["input_ids"], body["sampling_params"]
         if len(ids) >= self.context_length - RESERVED:
             return (

@@ -11,9 +11,10 @@ from verl.config import ModelConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ModelError
 from verl.programs.specs import ppo_run_spec, rollout_spec
+from verl.registry import load_object
 from verl.reshard.delivery import Delivery
 from verl.reshard.shared_memory import read_shared_bucket
-from verl.reshard.weight_files import read_folder, write_folder
+from verl.reshard.weight_files import write_folder
 from verl.rollout.api import WeightTransfer
 from verl.rollout.hf import eager_view
 from verl.rollout.requests import StopRules
@@ -26,11 +27,13 @@ from verl.runtime import weight_sync
 
 def weight_transfer(path="model", bucket_bytes=1 << 14):
     device = torch.device("cpu")
+    delivery = Delivery(None, device, (0,), ((0,),), torch.float32, bucket_bytes)
     return WeightTransfer(
         model=ModelConfig(path=path),
         device=device,
         dtype=torch.float32,
-        write_buckets=Delivery(None, device, (0,), ((0,),), torch.float32, bucket_bytes),
+        write_buckets=delivery,
+        trial=delivery.trial,
         reader="verl.reshard.shared_memory:read_shared_bucket",
         write_folder=partial(write_folder, bucket_bytes=bucket_bytes),
         folder_reader="verl.reshard.weight_files:read_folder",
@@ -151,7 +154,7 @@ class SimulatedVLLM(VLLMRollout):
         return self._core(setup)
 
 
-def vllm_server(module):
+def vllm_server(module, reads_memory=True):
     """Answers of vLLM's server started as verl.rollout.http.dialects.VLLM asks; stop strings are left to the engine."""
     model, label = Model(module), ["default"]
 
@@ -168,8 +171,11 @@ def vllm_server(module):
     def on_workers(body):
         if body["method"] == "verl_begin":
             model.begin_update()
+        elif body["method"] == "verl_try":
+            return {"results": [{} if reads_memory else {"error": "It is on another host."}]}
         elif body["method"] == "verl_load":
-            model.update(json.loads(body["args"][0])["bucket"], read_folder)
+            message = json.loads(body["args"][0])
+            model.update(message["bucket"], load_object(message["reader"]))
         else:
             model.finish_update(*body["args"])
         return {"results": [{}]}

@@ -107,6 +107,13 @@ def test_every_argument_that_verl_gives_is_looked_up(load):
     assert fields <= {*USES["sglang"][SERVICE]}
 
 
+def test_every_import_inside_sglang_is_looked_up():
+    imported = set(_imported_names(PACKAGE / "http" / "in_sglang.py", "sglang"))
+    assert len(imported) > 3
+    places = [name.split(":") for name in USES["sglang"][SERVICE]]
+    assert imported <= {f"{module}:{name.partition('.')[0]}" for module, name in places}
+
+
 def test_every_route_that_verl_calls_is_looked_up():
     tree = ast.parse((PACKAGE / "http" / "dialects.py").read_text(encoding="utf-8"))
     called = {

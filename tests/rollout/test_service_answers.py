@@ -54,6 +54,9 @@ class Recorded:
     def get(self, path, *, may_lack=False):
         return Answer(self.url, f"GET {path}", self.value)
 
+    def command(self, path, body, *, may_lack=False):
+        pass
+
     def post(self, path, body, *, num_tokens=0, may_lack=False):
         return Answer(self.url, f"POST {path}", self.value)
 
@@ -100,7 +103,7 @@ def test_every_other_answer_is_read_or_refused(data):
     description = {"folder": "somewhere", "number": 1, "entries": []}
     refusal(lambda: served_model(client, None, "somewhere/model"))
     refusal(lambda: dialect.check(client, "somewhere/model", None, VOCABULARY))
-    refusal(lambda: dialect.update(client, description, "reader"))
+    refusal(lambda: dialect.update(client, [description], "reader"))
     refusal(lambda: dialect.version(client))
     refusal(lambda: dialect.label(client, 3))
 

@@ -42,6 +42,7 @@ def note(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_TEST_SGLANG", str(tmp_path / "note"))
     monkeypatch.setattr(client, "_FIRST_WAIT_S", 0.001)
     monkeypatch.setattr("verl.rollout.http.server._POLL_S", 0.02)
+    monkeypatch.setattr("verl.rollout.http.server._MAIN", "sglang.launch_server")
     monkeypatch.delitem(sys.modules, "sglang", raising=False)
     return tmp_path / "note"
 
@@ -81,7 +82,8 @@ def test_a_server_is_started_takes_weights_and_ends_with_the_engine(make, note, 
 
 
 def test_a_server_frees_its_memory_while_something_trains(make, note, load, caplog, tmp_path):
-    """Except where requests that were dropped still run. New weights and generations bring the memory back."""
+    """Except where requests that were dropped still run. New weights and generations bring the memory back. Weights are only
+    freed if new ones come."""
     engine = make(
         engine_kwargs=EngineKwargsConfig(sglang={"enable_memory_saver": True}),
         service=ServiceConfig(weights_dir=str(tmp_path)),
@@ -96,14 +98,20 @@ def test_a_server_frees_its_memory_while_something_trains(make, note, load, capl
     assert "keeps its GPU memory during this training step" in caplog.text
     assert released() == []
     engine.release()
-    assert released() == ["weights", "kv_cache"]
+    assert released() == ["kv_cache"]
     engine.release()
-    send(engine, load("llama"), 1)
+    assert len(engine.generate(make_prompts([3]), PARAMS, step=0)) == 2
     assert released() == []
+    engine.syncs = True
     engine.release()  # busy
     engine.release()
-    assert released()
+    assert sorted(released()) == ["kv_cache", "weights"]
+    with pytest.raises(ModelError, match="did not come. They cannot generate"):
+        engine.generate(make_prompts([3]), PARAMS, step=0)
+    send(engine, load("llama"), 1)
+    assert released() == ["kv_cache"]
     assert len(engine.generate(make_prompts([3]), PARAMS, step=0)) == 2
+    assert released() == []
 
 
 def test_weights_are_in_shared_memory_if_it_has_space_for_them(load, monkeypatch):
@@ -153,7 +161,7 @@ def test_arguments_follow_the_config(load):
 def test_a_gpu_has_no_graphs_where_told_so_and_its_memory_is_freed(load):
     config = RolloutConfig(prompt_length=20, response_length=12, enforce_eager=True)
     on_gpu = dataclasses.replace(weight_transfer("a/model"), device=torch.device("cuda"))
-    freed = {"--enable-memory-saver", "--enable-weights-cpu-backup"}
+    freed = {"--enable-memory-saver"}
     eager = {"--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"}
     assert freed | eager <= set(arguments(config, on_gpu, load("llama"), 8123))
     assert not freed & set(arguments(dataclasses.replace(config, free_cache_engine=False), on_gpu, load("llama"), 8123))

@@ -27,7 +27,7 @@ from verl.reshard.shared_memory import SharedBuckets, bucketed
 from verl.rollout.vllm import weight_check as held
 from verl.rollout.vllm.core import Core, Setup, undisturbed
 from verl.rollout.vllm.settings import make_setup
-from verl.rollout.vllm.weights import _OWN_READERS, Manifest, OwnWeightReceiver, WeightReceiver
+from verl.rollout.vllm.weights import OWN_READERS, Manifest, OwnWeightReceiver, WeightReceiver
 from verl.runtime.rank import RankContext
 from verl.runtime.rank_workers import _with_device_names
 
@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_open_it_gets_the_hosts_memory(make, load, driver,
 def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
     """Its handles go to the driver as they come; any client of a service could invent them."""
     _, copy = transfer_of_run("actor_rollout_ref.actor.fsdp_config.dtype=float32", device="cuda:0")
-    assert set(_OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
+    assert set(OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
     message = json.dumps({"reader": copy.reader, "bucket": {"entries": [], "number": 1, "devices": []}})
     with pytest.raises(ModelError, match="'verl.reshard.device_memory:read_device_bucket' is not a reader"):
         WeightReceiver.verl_load.__wrapped__(WeightReceiver(), message)

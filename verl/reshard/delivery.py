@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 # larger buckets are no faster: on a GPU each has calls of the engine; without one a bucket travels while another is verified
 _MAX_BUCKET_BYTES = {True: 256 << 20, False: 64 << 20}
+_TRIAL: Named = ("trial", torch.arange(64, dtype=torch.uint8))
 TryBucket = Callable[[Description], None]
 
 
@@ -164,12 +165,17 @@ class Delivery:
         links += ["CUDA IPC" if self.on_device else "shared memory"]
         return ", ".join(links) + (" (one copy in the memory of each host)" if self.keeps else "")
 
+    def trial(self) -> Description:
+        """A bucket of one tensor in memory of the host, valid until the next one."""
+        self._trial = SharedBuckets(_TRIAL[1].nbytes)
+        return self._trial.write([_TRIAL])
+
     def probe(self, try_bucket: TryBucket | None) -> None:
         """Find out, once, whether the engines can open buckets in memory of their GPUs. `try_bucket` makes the engine of this
         rank read one, and raises ModelError when it cannot; None on a rank without an engine."""
         if self._is_probed:
             return
-        trial, refused = self._exchanged(0, _Bucket([("trial", torch.arange(64, dtype=torch.uint8))])), ""
+        trial, refused = self._exchanged(0, _Bucket([_TRIAL])), ""
         if self.on_device and try_bucket is not None:
             try:
                 try_bucket(trial)

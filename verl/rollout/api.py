@@ -35,7 +35,8 @@ class WeightTransfer:
     ("module:function") give the tensors of such a description.
 
     `probe`, if set, is called before `write_buckets` and finds out what memory the engine reaches. Its argument is a function
-    that lets the engine read a trial bucket, and raises ModelError when it cannot.
+    that lets the engine read a trial bucket, and raises ModelError when it cannot. `trial` writes a bucket of one tensor to
+    memory of the host, for an engine that may not reach that; None if no weights come.
 
     `in_process` says whether the engine runs in a separate process. `visible_devices` is its CUDA_VISIBLE_DEVICES ((): derived
     from `device`).
@@ -53,6 +54,7 @@ class WeightTransfer:
     in_process: bool = True
     visible_devices: tuple[str, ...] = ()
     probe: Callable[[Callable[[dict[str, object]], None]], None] | None = None
+    trial: Callable[[], dict[str, object]] | None = None
 
 
 class Invariance(NamedTuple):
@@ -181,6 +183,10 @@ class RolloutEngine:
     def invariance(self) -> Invariance:
         """Whether a sample's bits depend on the other samples of its batch."""
         return Invariance(False, f"nothing was proven about {type(self).__name__}")
+
+    def weights_way(self) -> str | None:
+        """For people: the last part of the way of new weights, if the engine decides it."""
+        return None
 
     def recording(self) -> str | None:
         """For people: the activations of samples that updates read, or the reason for none; None without anything to state."""

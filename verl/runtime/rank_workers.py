@@ -83,7 +83,8 @@ class RankWorkers:
         engines += [] if self.rollout is None else [self.rollout.engine]
         facts = _module_facts(engines[0], self.context.device) if engines else {}
         if self.weights is not None and (way := self.weights.describe()) is not None:
-            facts["weights"] = way
+            last = None if self.rollout is None else self.rollout.engine.weights_way()
+            facts["weights"] = ", ".join(filter(None, (way, last)))
         return facts | _generation_facts(self.rollout.engine) if self.rollout is not None else facts
 
     def close(self) -> None:

@@ -58,10 +58,11 @@ def make_delivery(
     """The way of new weights from the ranks that train to the rollout."""
     rollout, facts = spec.section, engine_facts(plan.engine)
     replicas = [replica.ranks for replica in plan.replicas]
-    if not facts.takes_buckets:
-        replicas = (
-            [(replica.owner,) for replica in plan.replicas] if facts.holds_weights else [(r,) for r in plan.ranks]
-        )
+    is_service = plan.where == "service"  # on devices that the run does not know
+    if not facts.holds_weights:
+        replicas = [(rank,) for rank in plan.ranks]
+    elif is_service or not facts.takes_buckets:
+        replicas = [(replica.owner,) for replica in plan.replicas]
     first, devices = device.index or 0, [device]
     if comm is None and device.type == "cuda":  # the engine takes devices in addition to this process's
         devices += [torch.device("cuda", first + number) for number in range(1, plan.sizes.tensor)]
@@ -73,10 +74,10 @@ def make_delivery(
         replicas,
         dtype=compute_dtype(spec.dtype, device),
         bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
-        keeps=facts.takes_buckets and may_come_back,
+        keeps=facts.restarts and may_come_back,
         delta=rollout.checkpoint_engine.backend == "delta",
         devices=devices,
-        on_device=facts.takes_buckets and device.type == "cuda",
+        on_device=facts.takes_buckets and device.type == "cuda" and not is_service,
         timeout_s=run.collective_timeout_s,
     )
 
@@ -98,8 +99,9 @@ def weight_transfer(
         device=device,
         dtype=delivery.dtype,
         write_buckets=delivery,
-        probe=delivery.probe if device.type == "cuda" else None,
-        reader=_DEVICE_READER if device.type == "cuda" else _READER,
+        probe=delivery.probe if delivery.on_device else None,
+        trial=delivery.trial,
+        reader=_DEVICE_READER if delivery.on_device else _READER,
         write_folder=partial(write_folder, bucket_bytes=delivery.bucket_bytes),
         folder_reader=_FOLDER_READER,
         start_timeout_s=run.start_timeout_s,

@@ -131,7 +131,7 @@ class CheckpointEngineConfig(Section):
         sizing=True,
     )
     update_weights_bucket_megabytes: int = used(
-        2048, "most weights sent at a time (vLLM)", when="takes_buckets", sizing=True
+        2048, "most weights sent at a time (vLLM, SGLang)", when="takes_buckets", sizing=True
     )
 
 
@@ -170,8 +170,9 @@ class ServiceConfig(Section):
     num_retries: int = used(3, "repetitions of a request that was not answered", ge=0)
     weights_dir: str | None = used(
         None,
-        "folder that this run writes new weights to and the service reads them from; null: with a server that the run starts, "
-        "/dev/shm if it has space for the weights twice, else the folder of temporary files",
+        "folder that this run writes new weights to and the service reads them from, if it cannot read them in memory of this "
+        "host; null: with a server that the run starts, /dev/shm if it has space for the weights twice, else the folder of "
+        "temporary files",
         path=True,
     )
 

@@ -29,6 +29,7 @@ _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
 _MOST_ASKED_S = 30.0  # of a wait that the service asks for (Retry-After)
 _CONNECT_S = 10.0  # for a service to accept a connection, repetitions included
+_IDLE_S = 2.0  # of a connection before it is closed here; servers wait longer (uvicorn: 5 s)
 _GRACE_S = 5.0  # for a request that is past its deadline to be dropped
 
 
@@ -56,7 +57,7 @@ class Client:
                 "Content-Type": "application/json",
                 **({"Authorization": f"Bearer {token}"} if token else {}),
             },
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
             trust_env=False,  # no proxy between a run and its service
             verify=tls_context(),
         )
@@ -77,9 +78,9 @@ class Client:
         content = self._call("POST", path, json.dumps(body).encode(), num_tokens, may_lack=may_lack)
         return self._parsed("POST", path, content)
 
-    def command(self, path: str, body: dict[str, object]) -> None:
+    def command(self, path: str, body: dict[str, object], *, may_lack: bool = False) -> None:
         """As `post`, for an answer that need not be JSON."""
-        self._call("POST", path, json.dumps(body).encode(), 0)
+        self._call("POST", path, json.dumps(body).encode(), 0, may_lack=may_lack)
 
     def cancel(self) -> None:
         """Drop the requests under way; their callers get CancelledError."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 from verl.config import full_key
 from verl.data_proto.samples import SamplingParams
-from verl.errors import ConfigError, ModelError
+from verl.errors import ConfigError, ModelError, RefusedError
 from verl.foreign_text import clean
 from verl.rollout.http.answers import SampleReply, SampleRequest, checked_reply, require_prompt
 from verl.rollout.http.client import Client
 from verl.rollout.vllm.sample import draw_arguments
-from verl.rollout.vllm.weights import Manifest
+from verl.rollout.vllm.weights import Description, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +25,20 @@ _WEIGHT_INFO = "/weight_info"  # of vLLM
 _OF_REQUEST = ("model", "prompt", "return_token_ids")  # fields of a request; its further ones are sampling parameters
 _NO_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 CONTEXT_MARGIN = 8  # tokens of SGLang's context that no sequence gets
-_SEED_BITS = 31
+MESSAGE, OWN_SERVER = (
+    "verl",
+    "VERL_OWN_SGLANG",
+)  # an entry of zmq_handles and an environment variable that in_sglang.py reads
+_BEGIN, _END = "/begin_weight_update", "/end_weight_update"  # of SGLang
+_UNFINISHED = "unfinished"  # version of weights between begin and end of an update
+_SEED_MASK = (1 << 31) - 1
 _SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets its own seed
 
 
 class Dialect(Protocol):
-    """`vocab_size` is the model's."""
+    """`vocab_size` is the model's. `advice` is a clause: how a service is started that reads weights in memory."""
+
+    advice: str
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         """Raise ConfigError when the service has another model than `path` (served as `name`), or lacks an option."""
@@ -41,9 +50,12 @@ class Dialect(Protocol):
     def sample(self, client: Client, request: SampleRequest) -> SampleReply:
         """One sample. Raises ModelError for an answer that cannot be one."""
 
-    def update(self, client: Client, description: dict[str, object], reader: str) -> None:
-        """Let the service read the described folder of weights and drop results of the old ones; `reader` names our function
-        that reads it. Raises ModelError when it did not."""
+    def try_bucket(self, client: Client, bucket: Description, reader: str) -> None:
+        """Let the service read a bucket without loading it. Raises ModelError when it does not."""
+
+    def update(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
+        """Let the service read the described buckets, or one folder, and drop results of the old weights; `reader` names our
+        function that reads them. Raises ModelError when it did not."""
 
     def label(self, client: Client, version: int) -> None:
         """Tell the service the version of the weights that it holds."""
@@ -56,6 +68,8 @@ class OpenAI:
     """`/v1/completions` with token ids in and out, as of vLLM's server and similar ones. The service samples
     by itself: log-probs must be at the sampling temperature (vLLM: --logprobs-mode processed_logprobs). It takes no
     weights. Prompts with images go to vLLM's route for token ids, with one token in place of each image."""
+
+    advice = ""
 
     def __init__(self) -> None:
         self._model, self._row = "", 0
@@ -71,14 +85,17 @@ class OpenAI:
         return client.get("/v1/models").get(int, "data", self._row, "max_model_len"), "--max-model-len {0}"
 
     def sample(self, client: Client, request: SampleRequest) -> SampleReply:
-        seed = (request.key + request.num_drawn * _SEED_STEP) & ((1 << _SEED_BITS) - 1)
+        seed = (request.key + request.num_drawn * _SEED_STEP) & _SEED_MASK
         return self._reply(client, {**self._request(request), **_filters(request.params), "seed": seed}, request)
 
-    def update(self, client: Client, description: dict[str, object], reader: str) -> None:
+    def try_bucket(self, client: Client, bucket: Description, reader: str) -> None:
         raise ModelError(
             f"The service at {client.url} has no known route for new weights. Set "
             f"{full_key('rollout.service.api')} to vllm or sglang, if it is one of these."
         )
+
+    def update(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
+        self.try_bucket(client, {}, reader)
 
     def label(self, client: Client, version: int) -> None:
         """Nothing: the weights of such a service never change."""
@@ -166,13 +183,16 @@ class VLLM(OpenAI):
         draw = draw_arguments(request.key, request.num_drawn, request.params)
         return self._reply(client, {**self._request(request), "temperature": 0.0, "vllm_xargs": draw}, request)
 
-    def update(self, client: Client, description: dict[str, object], reader: str) -> None:
+    def try_bucket(self, client: Client, bucket: Description, reader: str) -> None:
+        self._on_workers(client, "verl_try", json.dumps({"reader": reader, "bucket": bucket}))
+
+    def update(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
         manifest = Manifest()
-        manifest.add(description)
-        message = json.dumps({"reader": reader, "bucket": description})
         self._on_workers(client, "verl_begin")
         try:
-            self._on_workers(client, "verl_load", message)
+            for bucket in buckets:
+                self._on_workers(client, "verl_load", json.dumps({"reader": reader, "bucket": bucket}))
+                manifest.add(bucket)
         except ModelError:
             client.post("/collective_rpc", {"method": "verl_abandon"})
             raise
@@ -195,10 +215,17 @@ class VLLM(OpenAI):
 
 
 class SGLang:
-    """SGLang's own routes. Its log-probs are at the sampling temperature and of all tokens, as ours; it has its own seeds."""
+    """SGLang's own routes. Its log-probs are at the sampling temperature and of all tokens, as ours. A server with verl inside
+    (in_sglang.py) gives the native engine's samples, and takes buckets. Else samples are by SGLang's seeds, which it reads with
+    --enable-deterministic-inference, and weights by a folder."""
+
+    advice = (
+        ", or start SGLang on this host by `python -m verl.rollout.http.in_sglang`, with the options of its own command"
+    )
 
     def __init__(self) -> None:
         self._info = "/model_info"
+        self._has_receiver = False
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         if not client.get(self._info, may_lack=True).value:
@@ -209,6 +236,7 @@ class SGLang:
             raise ConfigError(
                 f"The service at {client.url} serves {served}, but this run trains {name or path}; start it with that model."
             )
+        client.command("/continue_generation", {}, may_lack=True)  # after a run that ended within an update
         require_log_probs(self, client, vocab_size, "without SGLANG_RETURN_ORIGINAL_LOGPROB")
 
     def longest(self, client: Client) -> tuple[int | None, str]:
@@ -218,7 +246,7 @@ class SGLang:
 
     def sample(self, client: Client, request: SampleRequest) -> SampleReply:
         params = request.params
-        body = {
+        body: dict[str, object] = {
             "input_ids": list(request.token_ids),
             "return_logprob": True,
             "sampling_params": {
@@ -231,6 +259,8 @@ class SGLang:
                 "ignore_eos": not request.stop_token_ids,  # True: no token ends a sample, not even these
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
+                "custom_params": draw_arguments(request.key, request.num_drawn, params),
+                "sampling_seed": request.key & _SEED_MASK,  # SGLang hashes it with the place in the sequence
             },
         }
         if any(kind == "video" for kind, _ in request.urls):
@@ -249,9 +279,44 @@ class SGLang:
         version = answer.label("meta_info", "weight_version")
         return checked_reply(answer, [row[1] for row in rows], [row[0] for row in rows], reason, request, version)
 
-    def update(self, client: Client, description: dict[str, object], reader: str) -> None:
-        body = {"model_path": description["folder"], "flush_cache": True}
-        answer = client.post("/update_weights_from_disk", body)
+    def try_bucket(self, client: Client, bucket: Description, reader: str) -> None:
+        self._send(client, "try", reader=reader, bucket=bucket)
+        self._has_receiver = True
+
+    def update(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
+        """See Dialect. Nothing is sampled from the beginning of an update to its success: the server stays paused after an
+        error."""
+        client.command("/pause_generation", {"mode": "abort"}, may_lack=True)
+        if self._has_receiver:
+            self._load(client, buckets, reader)
+        else:
+            for description in buckets:
+                body = {"model_path": description["folder"], "flush_cache": True}
+                self._post(client, "/update_weights_from_disk", body)
+        client.command("/continue_generation", {}, may_lack=True)
+
+    def _load(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
+        try:
+            self._post(client, _BEGIN, {})
+        except RefusedError:  # a run ended within an update
+            self._post(client, _END, {})
+            self._post(client, _BEGIN, {})
+        manifest = Manifest()
+        self._send(client, "begin", weight_version=_UNFINISHED)
+        for bucket in buckets:
+            self._send(client, "load", reader=reader, bucket=bucket)
+            manifest.add(bucket)
+        self._send(client, "finish", manifest=manifest.digest)
+        self._post(client, _END, {})
+        client.command("/flush_cache", {})
+
+    def _send(self, client: Client, step: str, weight_version: str | None = None, **arguments: object) -> None:
+        message = json.dumps({"step": step, **arguments})
+        body = {"zmq_handles": {MESSAGE: message}, "flush_cache": False, "weight_version": weight_version}
+        self._post(client, "/update_weights_from_ipc", body)
+
+    def _post(self, client: Client, path: str, body: dict[str, object]) -> None:
+        answer = client.post(path, body)
         if not answer.get(bool, "success"):
             raise ModelError(f"The service at {client.url} did not take the new weights: {answer.label('message')}")
 

@@ -22,17 +22,19 @@ from verl.data_proto.samples import Completion, PromptRequest, SampleKey, Sampli
 from verl.errors import ConfigError, MissingExtraError, ModelError, RefusedError, UnreachableError, WorkerLostError
 from verl.families import ROLLOUT_ENGINES
 from verl.parallel.framing import most_connections
+from verl.registry import load_object
 from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect, require_tempered
-from verl.rollout.http.server import SGLangServer
+from verl.rollout.http.server import SGLangServer, require_space
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
 from verl.rollout.vllm.settings import longest_sequence
-from verl.rollout.weight_version import OwnWeights, checked
+from verl.rollout.vllm.weights import Description
+from verl.rollout.weight_version import OwnWeights, checked_buckets
 
 _URL = "http://127.0.0.1:8000"  # the address of vLLM's server by default
-_MEMORY = ["weights", "kv_cache"]  # of SGLang, by its names
+_MEMORY = ("kv_cache", "weights")  # of SGLang, by its names
 _IDLE_S = 30  # for its server to end what was dropped
 
 log = logging.getLogger(__name__)
@@ -70,8 +72,16 @@ class HTTPRollout(OwnWeights):
         if api == "openai" and config.temperature not in (0.0, 1.0):
             require_tempered(self.dialect, self.client, size)
         self._require_room()
+        self._buckets_problem = self._try_memory()  # "": the service reads buckets in memory of this host
+        if self._buckets_problem and service.weights_dir is not None:
+            require_space(Path(service.weights_dir).expanduser(), self.module, self.transfer.dtype)
         self._labelled: str | None = None  # the weight version that the service must report
         self._num_updates = 0
+
+    def weights_way(self) -> str | None:
+        """See RolloutEngine."""
+        root = self.config.service.weights_dir
+        return f"files in {root}" if self._buckets_problem and root is not None else None
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
         """See RolloutEngine; if the service samples by itself, samples depend on its random numbers. Raises ModelError when
@@ -81,23 +91,44 @@ class HTTPRollout(OwnWeights):
         return HTTPGeneration(self, params, step, keep=keep)
 
     def load(self, weights: Weights) -> None:
-        """Write all weights to a new folder and let the service read it. Raises ConfigError when no folder is set, ModelError
-        when a weight is missing or the service did not take them; nothing is generated then until an update succeeds."""
+        """Let the service read all weights, in buckets of memory, or else in a new folder. Raises ConfigError when no folder is
+        set, ModelError when a weight is missing or the service did not take them; nothing is generated then until an update
+        succeeds."""
         root = self.config.service.weights_dir
-        if root is None:
+        if self._buckets_problem and root is None:
             raise ConfigError(
-                f"The service at {self.client.url} needs new weights after each step, and there is no way for them: set "
-                f"{full_key('rollout.service.weights_dir')} to a folder that this run can write and the service can read."
+                f"The service at {self.client.url} needs new weights after each step, and cannot read memory of this run: "
+                f"{self._buckets_problem} Set {full_key('rollout.service.weights_dir')} to a folder that this run can write "
+                f"and the service can read{self.dialect.advice}."
             )
-        with self.updating():
-            self._num_updates += 1
-            tensors = checked(weights, self.module, self.transfer.dtype)
-            description = self.transfer.write_folder(Path(root).expanduser(), self._num_updates, tensors)
-            try:
-                with self.watched():
-                    self.dialect.update(self.client, description, self.transfer.folder_reader)
-            finally:
-                shutil.rmtree(description["folder"], ignore_errors=True)
+        if self.transfer.probe is not None:
+            self.transfer.probe(lambda bucket: self.dialect.try_bucket(self.client, bucket, self.transfer.reader))
+        with self.updating(), self.watched():
+            buckets = checked_buckets(self.transfer.write_buckets(weights), self.module)
+            if not self._buckets_problem or root is None:
+                self.dialect.update(self.client, buckets, self.transfer.reader)
+            else:
+                self._load_folder(Path(root).expanduser(), buckets)
+
+    def _load_folder(self, root: Path, buckets: Iterable[Description]) -> None:
+        self._num_updates += 1
+        read = load_object(self.transfer.reader)
+        tensors = ((name, tensor.clone()) for bucket in buckets for name, tensor in read(bucket))
+        description = self.transfer.write_folder(root, self._num_updates, tensors)
+        try:
+            self.dialect.update(self.client, [description], self.transfer.folder_reader)
+        finally:
+            shutil.rmtree(description["folder"], ignore_errors=True)
+
+    def _try_memory(self) -> str:
+        """The reason that the service cannot read a bucket in memory of this host; "" if it can."""
+        if self.transfer.trial is None:
+            return "No weights come."
+        try:
+            self.dialect.try_bucket(self.client, self.transfer.trial(), self.transfer.reader)
+        except ModelError as error:
+            return str(error)
+        return ""
 
     def publish(self, version: int) -> None:
         super().publish(version)
@@ -283,21 +314,23 @@ class SGLangRollout(HTTPRollout):
         except BaseException:
             self.close()
             raise
-        self._is_asleep = False
+        self._asleep: set[str] = set()  # parts of the server's memory that are freed
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
-        self._wake()
+        self.require_whole()
+        self._wake(*_MEMORY)
         return super().open(params, step=step, keep=keep)
 
     def load(self, weights: Weights) -> None:
-        self._wake()
+        self._wake("weights")  # the KV cache would lie in memory that the update may need
         super().load(weights)
 
     def release(self) -> None:
         """See RolloutEngine. A server that was started here frees its memory of the GPU, unless it is still busy with
-        samples that were dropped."""
-        if self.server is None or not self.server.frees_memory or self._is_asleep:
+        samples that were dropped. Weights that no update replaces stay on the GPU."""
+        if self.server is None or not self.server.frees_memory or self._asleep:
             return
+        parts = _MEMORY if self.syncs else ("kv_cache",)
         with self.watched():
             self.client.post("/abort_request", {"abort_all": True})
             try:
@@ -305,14 +338,16 @@ class SGLangRollout(HTTPRollout):
             except ModelError as error:
                 log.warning("SGLang's server keeps its GPU memory during this training step: %s", error)
                 return
-            self.client.post("/release_memory_occupation", {"tags": _MEMORY})
-        self._is_asleep = True
+            if self.syncs:
+                self.discard()
+            self.client.post("/release_memory_occupation", {"tags": parts})
+        self._asleep = set(parts)
 
-    def _wake(self) -> None:
-        if self._is_asleep:
+    def _wake(self, *parts: str) -> None:
+        if tags := sorted(self._asleep.intersection(parts)):
             with self.watched():
-                self.client.post("/resume_memory_occupation", {"tags": _MEMORY})
-            self._is_asleep = False
+                self.client.post("/resume_memory_occupation", {"tags": tags})
+            self._asleep.difference_update(tags)
 
     def close(self) -> None:
         """End the server, if it was started here."""

@@ -11,27 +11,33 @@ from pathlib import Path
 
 import torch
 
-from verl.config import RolloutConfig
-from verl.errors import DeadlineError, ModelError, UnreachableError
+from verl.config import RolloutConfig, full_key
+from verl.errors import ConfigError, DeadlineError, ModelError, UnreachableError
 from verl.models.hf_module import HFModule
 from verl.parallel.child_processes import python_command
 from verl.parallel.collectives import free_port
 from verl.rollout.api import WeightTransfer
 from verl.rollout.engine_names import SERVICE, require_names
 from verl.rollout.http.client import Client
-from verl.rollout.http.dialects import CONTEXT_MARGIN
+from verl.rollout.http.dialects import CONTEXT_MARGIN, OWN_SERVER
 from verl.rollout.process import Child
 from verl.rollout.vllm.settings import longest_sequence
 
 _POLL_S = 0.5
 _HEALTH_S = 10.0  # for one answer about its health
 _SHARED_MEMORY = "/dev/shm"
+_MAIN = "verl.rollout.http.in_sglang"
 # the margin may go beyond the model's positions, without a token there; log-probs are at the sampling temperature
-_ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+_ENVIRONMENT = {
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+    OWN_SERVER: "1",
+}
 
 
 class SGLangServer:
-    """Started as `python -m sglang.launch_server`, and ready when this returns. `weights_dir` is a folder for new weights.
+    """Started with verl inside (in_sglang.py), and ready when this returns. `weights_dir` is a folder for new weights, for
+    a server that cannot read memory of this process.
 
     Raises ModelError when the server ends or SGLang lacks a name that verl uses, DeadlineError when the server is not ready
     after `transfer.start_timeout_s`.
@@ -43,7 +49,7 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{port}"
         options = arguments(config, transfer, skeleton, port)
         self.frees_memory = "--enable-memory-saver" in options
-        server = python_command("sglang.launch_server", *options)
+        server = python_command(_MAIN, *options)
         environment = dict(_ENVIRONMENT)
         if transfer.visible_devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(transfer.visible_devices)
@@ -93,9 +99,24 @@ class SGLangServer:
 
 def _folder_in_memory(skeleton: HFModule, dtype: torch.dtype) -> str | None:
     """The folder of shared memory, if it has room for the weights; None: the folder of temporary files."""
-    num_bytes = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
+    num_bytes = _num_bytes(skeleton, dtype)
     has_room = Path(_SHARED_MEMORY).is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
     return _SHARED_MEMORY if has_room else None
+
+
+def require_space(folder: Path, skeleton: HFModule, dtype: torch.dtype) -> None:
+    """Raise ConfigError when `folder` has no room for the weights."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    free, needed = shutil.disk_usage(existing).free, _num_bytes(skeleton, dtype)
+    if free < needed:
+        raise ConfigError(
+            f"New weights for the service are files in {folder}, which has {free / 1e9:.1f} GB free for {needed / 1e9:.1f} GB "
+            f"of them. Choose another folder ({full_key('rollout.service.weights_dir')}), or free some space."
+        )
+
+
+def _num_bytes(skeleton: HFModule, dtype: torch.dtype) -> int:
+    return sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
 
 
 def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object, port: int) -> list[str]:
@@ -123,7 +144,6 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object,
         "disable_decode_cuda_graph": config.enforce_eager,
         "disable_prefill_cuda_graph": config.enforce_eager,
         "enable_memory_saver": sleeps,
-        "enable_weights_cpu_backup": sleeps,  # a generation may follow without an update
         "log_level": "warning",
     }
     words: list[str] = []

@@ -24,7 +24,7 @@ from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 
 _ENTRY = "verl_draw"  # of extra_args
-_NO_RULE = -1  # of a row that is not sampled here
+NO_RULE = -1  # of a row that is not sampled here
 
 Rule = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
@@ -34,7 +34,7 @@ def draw_arguments(key: int, num_drawn: int, params: SamplingParams) -> dict[str
     return {_ENTRY: [key, num_drawn, params.temperature, params.top_k, params.top_p, params.min_p]}
 
 
-class _Rules:
+class SamplingRules:
     """Sampling rules by number, in the order of their first request."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Rules:
         """(key, num_drawn, number of the rule) of a request with vLLM's `params`; no rule if it has no key."""
         entry = (params.extra_args or {}).get(_ENTRY) if params is not None else None
         if entry is None:
-            return 0, 0, _NO_RULE
+            return 0, 0, NO_RULE
         key, num_drawn, temperature, top_k, top_p, min_p = entry
         rule = (float(temperature), int(top_k), float(top_p), float(min_p))
         if rule not in self._numbers:
@@ -58,17 +58,17 @@ class _Rules:
         has key, position and rule of each row; `numbers` are the rules among them. Rows without a rule stay."""
         keys, positions, rules = rows
         present = sorted(set(numbers))
-        if present in ([], [_NO_RULE]):
+        if present in ([], [NO_RULE]):
             return logits
         uniforms = uniforms_at(keys, positions)
         tokens, values = torch.zeros_like(keys), torch.zeros_like(logits[:, 0])
         for number in present:
-            if number != _NO_RULE:
+            if number != NO_RULE:
                 drawn, log_probs = sample(logits, self._params[number], uniforms)
                 tokens = torch.where(rules == number, drawn, tokens)
                 values = torch.where(rules == number, log_probs.to(values.dtype), values)
-        if present[0] == _NO_RULE:
-            is_sampled = rules != _NO_RULE
+        if present[0] == NO_RULE:
+            is_sampled = rules != NO_RULE
             values = torch.where(is_sampled, values, logits.gather(1, tokens[:, None])[:, 0])
             logits.masked_fill_(is_sampled[:, None], -torch.inf)
         else:
@@ -86,7 +86,7 @@ class _Row:
     output: Sequence[int]
 
 
-_EMPTY_ROW = _Row(0, 0, _NO_RULE, ())
+_EMPTY_ROW = _Row(0, 0, NO_RULE, ())
 
 
 class BatchSampler:
@@ -94,7 +94,7 @@ class BatchSampler:
     their logits. A sample needs its number of tokens so far, so the runner must not schedule ahead of them."""
 
     def __init__(self) -> None:
-        self._rules = _Rules()
+        self._rules = SamplingRules()
         self._rows: dict[int, _Row] = {}
 
     def update_state(self, batch_update: Any | None) -> None:
@@ -114,7 +114,7 @@ class BatchSampler:
                 self._rows[first] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Sample on logits [requests, vocab] and write to them; see _Rules.draw."""
+        """Sample on logits [requests, vocab] and write to them; see SamplingRules.draw."""
         rows = [self._rows.get(index, _EMPTY_ROW) for index in range(len(logits))]
         numbers = [row.rule for row in rows]
         table = [[row.key for row in rows], [row.num_drawn + len(row.output) for row in rows], numbers]
@@ -126,12 +126,12 @@ class SlotSampler:
     but the slots of new requests, so vLLM may schedule ahead."""
 
     def __init__(self, states: Any):
-        self._rules = _Rules()
+        self._rules = SamplingRules()
         self._prompt_len = states.prompt_len.np  # by slot, on the host
         self._device = states.device
         # key, number of sampled tokens in the prompt, rule; a slot keeps its last request until the next one comes
         self._slots = np.zeros((3, states.max_num_reqs), np.int64)
-        self._slots[2] = _NO_RULE
+        self._slots[2] = NO_RULE
         self._on_device = torch.from_numpy(self._slots)
         self._changed = True
 
@@ -140,7 +140,7 @@ class SlotSampler:
         key, num_drawn, rule = self._rules.read(params)
         self._slots[:, slot] = key, num_drawn - int(self._prompt_len[slot]), rule
         self._changed = True
-        return rule != _NO_RULE
+        return rule != NO_RULE
 
     def apply_staged_writes(self) -> None:
         """Before each step: copy slots to the device, if requests came."""
@@ -149,7 +149,7 @@ class SlotSampler:
             self._changed = False
 
     def apply(self, logits: torch.Tensor, context: Any) -> torch.Tensor:
-        """Sample on logits [rows, vocab] and write to them; see _Rules.draw. `context` is vLLM's LogitsContext."""
+        """Sample on logits [rows, vocab] and write to them; see SamplingRules.draw. `context` is vLLM's LogitsContext."""
         rows = self._on_device[:, context.expanded_idx_mapping]
         rows[1] += context.pos + 1  # the place of the new token in the sequence
         return self._rules.draw(logits, rows, self._slots[2, context.idx_mapping_np].tolist())

@@ -8,7 +8,8 @@ vLLM fuses, divides and packs weights. A packed weight cannot be read any more, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,20 @@ _HOOK = "process_weights_after_loading"  # processes the weights of a layer once
 
 
 class HeldWeights:
-    """One update of `model` (vLLM's) from its beginning (this) to `check`. `group` are the ranks of tensor parallelism."""
+    """One update of `model` (vLLM's) from its beginning (this) to `check`. `group` are the ranks of tensor parallelism.
+    `fused`: part -> the module that has it, and its number there; None: as the model says."""
 
-    def __init__(self, model: HFModule, group: dist.ProcessGroup | None):
+    def __init__(
+        self, model: HFModule, group: dist.ProcessGroup | None, fused: Mapping[str, tuple[str, int]] | None = None
+    ):
         self._model, self._group = model, group
-        self._fused = {
+        self._fused = fused or {
             part: (fused, at)
             for fused, parts in (getattr(model, "packed_modules_mapping", None) or {}).items()
             for at, part in enumerate(parts)
         }
         self._formats = {name: p.dtype for name, p in model.named_parameters()}
+        self._came: dict[str, set[int]] = {}  # parts of each parameter
         self._sent: dict[str, dict[int, int]] = {}  # sum of each part of a parameter
         self._seen: dict[str, int] = {}
         self._hooked: list[object] = []
@@ -45,17 +50,21 @@ class HeldWeights:
         """A weight under its name in the model's files."""
         path, number = name.split("."), 0
         for at, part in enumerate(path):
-            if part in self._fused:
+            if part in self._fused and name not in self._formats:
                 path[at], number = self._fused[part]
-        if self._formats.get(".".join(path)) == tensor.dtype:
-            self._sent.setdefault(".".join(path), {})[number] = word_sum(tensor)
+        held_name = ".".join(path)
+        self._came.setdefault(held_name, set()).add(number)
+        if self._formats.get(held_name) == tensor.dtype:
+            self._sent.setdefault(held_name, {})[number] = word_sum(tensor)
 
-    def any_worker(self, flag: bool) -> bool:
-        """Whether `flag` is set on one of the ranks of the group; all of them call this."""
-        flags = torch.tensor([int(flag)])
-        if self._group is not None:
-            dist.all_reduce(flags, group=self._group)
-        return bool(flags.item())
+    def missing(self) -> str:
+        """A parameter that was not sent, or not with all its parts; "" also if names were sent that the model does not have, as
+        of packed experts."""
+        if self._came.keys() - self._formats.keys():
+            return ""
+        num_parts = Counter(module for module, _ in self._fused.values())
+        sizes = {name: max([1, *(num_parts[part] for part in name.split("."))]) for name in self._formats}
+        return next((name for name, size in sizes.items() if len(self._came.get(name, ())) < size), "")
 
     def check(self) -> None:
         """Raise ModelError when a parameter differs from its sent weights. All ranks of the group call this, after `end`."""
@@ -91,6 +100,14 @@ class HeldWeights:
 
         setattr(method, _HOOK, look_and_process)
         self._hooked.append(method)
+
+
+def any_worker(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether `flag` is set on one of the ranks of `group`; all of them call this."""
+    flags = torch.tensor([int(flag)])
+    if group is not None:
+        dist.all_reduce(flags, group=group)
+    return bool(flags.item())
 
 
 def _process_and_pack(method: object, process: Callable[[object], None], layer: nn.Module) -> None:

@@ -22,13 +22,13 @@ from verl.config import full_key
 from verl.errors import ModelError
 from verl.models.hf_module import HFModule
 from verl.registry import load_object
-from verl.rollout.vllm.weight_check import HeldWeights
+from verl.rollout.vllm.weight_check import HeldWeights, any_worker
 
 Description = dict[str, Any]  # of a bucket: JSON with "entries" that begin with the names
 
 # a message names one of them; over HTTP any client of the server can send one, so nothing else is called
-_READERS = ("verl.reshard.shared_memory:read_shared_bucket", "verl.reshard.weight_files:read_folder")
-_OWN_READERS = (*_READERS, "verl.reshard.device_memory:read_device_bucket")
+READERS = ("verl.reshard.shared_memory:read_shared_bucket", "verl.reshard.weight_files:read_folder")
+OWN_READERS = (*READERS, "verl.reshard.device_memory:read_device_bucket")
 ELSEWHERE = "Another worker of the rollout engine did not take the new weights."
 _SAME_HEAD = 0.05  # relative; a packed product in bfloat16 is within 0.01, another weight is not
 
@@ -72,7 +72,7 @@ class WeightReceiver:
     model_runner: Any
     model_config: object
     vllm_config: object
-    verl_readers: tuple[str, ...] = _READERS
+    verl_readers: tuple[str, ...] = READERS
 
     @_answers
     def verl_try(self, message: str) -> None:
@@ -85,10 +85,10 @@ class WeightReceiver:
         """New weights will come; nothing may be generated before they are complete."""
         from verl.rollout.vllm.library import initialize_layerwise_reload, tensor_parallel_group
 
-        model = self.model_runner.model
+        model, self._verl_group = self.model_runner.model, tensor_parallel_group()
         self._verl_manifest = Manifest()
         self._verl_left = {name for name, _ in model.named_parameters()}
-        self._verl_held = HeldWeights(model, tensor_parallel_group())
+        self._verl_held = HeldWeights(model, self._verl_group)
         self._verl_flips = any(getattr(layer, "is_fused_checkpoint_transposed", False) for layer in model.modules())
         initialize_layerwise_reload(model)
 
@@ -109,7 +109,7 @@ class WeightReceiver:
         """The weights are complete, if `manifest` is the digest of what came."""
         problem = self._verl_problem(manifest)
         # workers that share the model compare sums together: an absent worker would leave its peers waiting
-        if self._verl_held.any_worker(problem is not None):
+        if any_worker(problem is not None, self._verl_group):
             raise problem or ModelError(ELSEWHERE)
         self._verl_held.check()
         _renew_tied_heads(self.model_runner.model)
@@ -157,7 +157,7 @@ class OwnWeightReceiver(WeightReceiver):
     """The receiver in a vLLM that verl has started and that has no other client. It also opens memory of the GPU: handles go to
     CUDA's driver unchecked."""
 
-    verl_readers = _OWN_READERS
+    verl_readers = OWN_READERS
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.rollout.service import Service
 from tests.rollout.sglang_service import SimulatedSGLang
+from verl.registry import load_object
 
 VOCABULARY = 264
 
@@ -30,29 +31,34 @@ class SimulatedServer(SimulatedSGLang):
     """Its samples say which weights it holds: after the last token of the prompt, how often it was given new ones."""
 
     def __init__(self, model, context_length):
-        super().__init__(model, self.scripted, vocab_size=VOCABULARY, context_length=context_length)
+        super().__init__(model, self.scripted, vocab_size=VOCABULARY, context_length=context_length, receive=self.take)
         self.released, self.is_busy = [], False
 
     def scripted(self, ids, position, params):
         return (self.num_updates, -0.25) if position else (ids[-1], -0.5)
 
+    def take(self, message):
+        """Weights are read and counted."""
+        call = json.loads(message)
+        assert "weights" not in self.released
+        assert self.is_updating or call["step"] == "try"
+        if "bucket" in call:
+            self.num_read = len(list(load_object(call["reader"])(call["bucket"])))
+        self.num_updates += call["step"] == "finish"
+
     def release(self, body):
-        assert not self.released
-        self.released = body["tags"]
+        """As in SGLang, what is freed already would end the server."""
+        assert not {*self.released} & {*body["tags"]}
+        self.released += body["tags"]
 
     def resume(self, body):
-        assert body["tags"] == self.released
-        self.released = []
+        for tag in body["tags"]:
+            self.released.remove(tag)
 
     def flush(self, body):
         """Refused the first time, as while requests run."""
         self.is_busy = not self.is_busy
         return (400, "pending requests") if self.is_busy else (200, "Cache flushed.\n")
-
-    def update(self, body):
-        assert not self.released
-        assert list(Path(body["model_path"]).glob("*.safetensors"))
-        return super().update(body)
 
     def generate(self, body):
         assert not self.released

@@ -1,0 +1,79 @@
+"""As much of SGLang as verl/rollout/http/in_sglang.py imports, for tests in a process without it, and a model in its form.
+
+inside = import_inside(monkeypatch)      # the module in_sglang
+"""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import nn
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FOREIGN_TOKEN = 3  # of SGLang's sampler
+
+
+class Sampler:
+    """SGLang's."""
+
+    def forward(self, output, info, return_logprob, top_logprobs, token_ids, positions):
+        assert info.sampling_seed is None, "not of SGLang's form"
+        output.next_token_logprobs = torch.full((len(output.next_token_logits),), -3.0)
+        output.next_token_logits.fill_(0)  # SGLang computes in place
+        return torch.full((len(positions),), FOREIGN_TOKEN)
+
+
+class WeightUpdater:
+    def update_weights_from_ipc(self, request):
+        return False, "IPC weight update failed: ImportError"
+
+
+def import_inside(monkeypatch):
+    sampler = {"Sampler": Sampler, "register_sampler_backend": lambda name, factory: None}
+    group = SimpleNamespace(world_size=1)
+    for path, names in {
+        "layers.sampler": sampler,
+        "model_executor.model_runner_components.weight_updater": {"WeightUpdater": WeightUpdater},
+        "runtime_context": {"get_parallel": lambda: SimpleNamespace(tp_group=group)},
+        "sampling.sampling_batch_info": {"SamplingBatchInfo": type("SamplingBatchInfo", (), {})},
+    }.items():
+        module = ModuleType(f"sglang.srt.{path}")
+        vars(module).update(names)
+        parts = module.__name__.split(".")
+        for end in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "verl.rollout.http.in_sglang", raising=False)
+    inside = importlib.import_module("verl.rollout.http.in_sglang")
+    monkeypatch.setitem(sys.modules, "verl.rollout.http.in_sglang", inside)  # let go of at the end
+    return inside
+
+
+class FusedModel(nn.Module):
+    """The weights of a Llama `module` as SGLang has them: fused, and loaded by their names in files. Unknown names are passed
+    over. The value of the weight `loses` is not taken."""
+
+    def __init__(self, module, loses=""):
+        super().__init__()
+        self.loses, self._places = loses, {}
+        for name, parameter in module.named_parameters():
+            *path, last, kind = name.split(".")
+            fused, parts = next(((f, p) for f, p in FUSED.items() if last in p), (last, (last,)))
+            held = ".".join([*path, fused, kind])
+            sizes = [module.get_parameter(".".join([*path, part, kind])).shape for part in parts]
+            first = sum(size[0] for size in sizes[: parts.index(last)])
+            self._places[name] = (held, slice(first, first + len(parameter)))
+            if parts.index(last) == 0:
+                shape = (sum(size[0] for size in sizes), *parameter.shape[1:])
+                self.register_parameter(held.replace(".", "/"), nn.Parameter(torch.zeros(shape)))
+
+    def named_parameters(self, *args, **more):
+        return ((name.replace("/", "."), p) for name, p in super().named_parameters(*args, **more))
+
+    def load_weights(self, weights):
+        held = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in self._places and name != self.loses:
+                fused, rows = self._places[name]
+                held[fused].data[rows] = tensor
