@@ -99,8 +99,15 @@ ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
             },
             "selective recomputes whole layers with tensor_parallel_size=2",
         ),
+        (
+            {
+                "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size": 2,
+                "actor_rollout_ref.model.enable_activation_offload": True,
+            },
+            "enable_activation_offload moves nothing with tensor_parallel_size=2",
+        ),
     ],
-    ids=["vllm async", "vllm sync", "sglang", "native", "native on GPUs", "divided training", "selective"],
+    ids=["vllm async", "vllm sync", "sglang", "native", "native on GPUs", "divided training", "selective", "offload"],
 )
 def test_a_layout_of_other_machines_is_shown_without_them(changes, sentence, verl, overrides, task):
     code, said = verl("train", "--dry-run", *overrides({**NODES, **changes}))
@@ -232,6 +239,23 @@ def test_a_card_is_shared_with_the_rollout_engine(parameters, changes, level, wo
     line, *_ = resources.check_memory(subject)
     assert line.level == level, line
     assert words in line.text
+
+
+def test_inputs_of_layers_on_the_host_are_counted(monkeypatch):
+    """32 layers, 10,000 tokens and 1,024 bfloat16 numbers: two inputs stay on the card."""
+    monkeypatch.setattr("verl.parallel.device.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(resources, "_device_bytes", lambda device: (40_000_000_000, 40_000_000_000))
+    shape = resources.ModelShape(32, 1024, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=1_000_000)
+    keys = ("actor.fsdp_config.dtype=bfloat16", "actor.use_dynamic_bsz=True", "actor.ppo_max_token_len_per_gpu=10000")
+    parts, lines = [], []
+    for offload in (False, True):
+        changes = (*keys, f"model.enable_activation_offload={offload}")
+        subject = subject_of(*(f"actor_rollout_ref.{change}" for change in changes), "data.max_response_length=20000")
+        recompute = resources._recompute(subject.config.actor_rollout_ref.model, on_gpu=True)
+        parts.append(resources.activation_bytes(shape, 10_000, 2, recompute))
+        lines.append([line.text[:7] for line in resources.check_memory(dataclasses.replace(subject, policy=shape))][1:])
+    assert parts[0] - parts[1] == 30 * 10_000 * 1024 * 2
+    assert lines == [[], ["0.7 GB "]]
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,7 @@ class Recorded:
 
 def test_copies_between_host_and_gpu_go_through_pinned_memory(monkeypatch):
     notes = []
-    monkeypatch.setattr(
-        torch, "empty_like", lambda tensor, device, pin_memory: Recorded(device, tensor.notes, pinned=pin_memory)
-    )
+    monkeypatch.setattr(device_module, "pinned_like", lambda tensor: Recorded("cpu", tensor.notes, pinned=True))
     on_gpu = moved(Recorded("cpu", notes), "cuda:1")
     assert moved(on_gpu, "cuda:1") is on_gpu, "as a tied weight, which a module moves once for each of its names"
     on_host = moved(on_gpu, CPU)

@@ -1,5 +1,7 @@
 """Times of training steps against published measurements."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.models.test_memory import MEGATRON, megatron
@@ -85,6 +87,15 @@ def test_selective_recomputation_costs_little_and_keeps_less():
     sizes = [kept_activations(shape, layout, 8192, 4096) for layout in layouts]
     assert sizes[2] < 0.1 * sizes[1] < 0.1 * 0.7 * sizes[0]
     assert _checkpointing(layouts[1]) == "selective"
+
+
+def test_inputs_on_the_host_cost_time_where_copies_are_slower_than_layers():
+    shape, cluster, batch = known_shape("Qwen2.5-7B"), Cluster.of("h100_sxm", 8), SequenceBatch.equal(64, 4096)
+    full, host = (ParallelLayout(data=8, micro_batch=8192, recompute=again) for again in ("full", "host"))
+    for links, is_slower in ((cluster, False), (replace(cluster, host_bytes_s=cluster.host_bytes_s / 100), True)):
+        seconds = [time_train(shape, layout, links, batch).seconds for layout in (full, host)]
+        assert (seconds[1] > seconds[0]) == is_slower
+    assert kept_activations(shape, host, 8192, 4096) == 2 * 8192 * 2 * shape.hidden
 
 
 def forward_head(train):

@@ -44,7 +44,7 @@ def build_module(
     else:
         module = load_model(model.path, head, device=device, dtype=dtype, gradient_checkpointing=checkpoints, **options)
     _make_uniform(module, dtype)
-    module.fused_log_probs, module.recompute = model.use_fused_kernels, model.recompute
+    _set_choices(module, model)
     _adapt(module, model, spec, wide)
     if spec is not None and model.lora_adapter_path:
         load_adapter(module, read_adapter(model.lora_adapter_path, spec, model.path))
@@ -66,9 +66,15 @@ def build_skeleton(
     dtype = wide if trains and spec is None else compute_dtype
     module = empty_model(model, head, dtype, trains and model.recompute != "none", forward)
     _make_uniform(module, dtype)
-    module.fused_log_probs, module.recompute = model.use_fused_kernels, model.recompute
+    _set_choices(module, model)
     _adapt(module, model, spec, wide)
     return module
+
+
+def _set_choices(module: Any, model: ModelConfig) -> None:
+    """Keys that verl.models.forward reads on the module."""
+    module.fused_log_probs, module.recompute = model.use_fused_kernels, model.recompute
+    module.offloads_inputs = model.enable_activation_offload
 
 
 @torch.no_grad()

@@ -54,7 +54,8 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
             return dense_hidden_states(dense, packed, gradients, recompute_of(module), images, recorded)
         if (dense := straight_decoder(module, device)) is not None:
             packed, images = with_features(module, packed)
-            return straight_states(dense, packed, recompute_of(module), images)
+            offloads = bool(getattr(module, "offloads_inputs", False))
+            return straight_states(dense, packed, recompute_of(module), images, offloads)
     if is_vision_model(module):
         return vision_states(module, packed).index_select(0, packed.hidden_index)
     return decoder_states(module.get_decoder(), packed).index_select(0, packed.hidden_index)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from verl.config.active_keys import MOST_REUSED_TOKENS
 from verl.models.shapes import ModelShape
 
-Recompute = Literal["none", "scores", "selective", "full"]
+Recompute = Literal["none", "scores", "selective", "full", "host"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ParallelLayout:
     `micro_batch` is in tokens of a device's data parallel group. `zero` is the stage of ZeRO (arXiv:1910.02054): 1 divides the
     optimizer's state over data and context ranks, 2 gradients too, 3 weights too (FSDP). `offload`: the state lies in the
     host's memory while the role is idle. `chunks`: chunks of a stage in an interleaved pipeline. `recompute`: "scores" of
-    attention, which fused attention never keeps (`keeps_scores`), "selective" norms, rotary embedding and SwiGLU, or "full"
-    layers. `logit_chunk`: rows of logits that exist at once; 0: all.
+    attention, which fused attention never keeps (`keeps_scores`), "selective" norms, rotary embedding and SwiGLU, "full"
+    layers, "host" layers whose inputs wait in the host's memory. `logit_chunk`: rows of logits that exist at once; 0: all.
     """
 
     data: int = 1
@@ -54,6 +54,15 @@ class ParallelLayout:
     @property
     def num_devices(self) -> int:
         return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def recomputes_layers(self) -> bool:
+        return self.recompute in ("full", "host")
+
+    @property
+    def recompute_of_modules(self) -> Recompute:
+        """Modules of transformers recompute all of a layer or nothing."""
+        return "full" if self.recompute in ("selective", "full", "host") else self.recompute
 
     @property
     def data_ranks(self) -> int:
@@ -78,7 +87,12 @@ class ParallelLayout:
         sizes = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.expert}
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["dp 1"]
         parts += [f"ZeRO-{self.zero}"] if self.data_ranks > 1 and self.zero else []
-        parts += [f"{self.recompute} recompute"] if self.recompute in ("selective", "full") else []
+        texts = {
+            "selective": "selective recompute",
+            "full": "full recompute",
+            "host": "full recompute, inputs on the host",
+        }
+        parts += [texts[self.recompute]] if self.recompute in texts else []
         parts += ["offload"] if self.offload else []
         return ", ".join(parts)
 
@@ -101,6 +115,7 @@ class EngineLayout:
 
 
 WEIGHT, GRAD = 2, 4  # bytes of a parameter in training
+INPUTS_AT_ONCE = 2  # inputs of layers on the device, if the host holds them (verl/models/decoder/kept.py)
 FLOAT32 = 4
 
 
@@ -178,7 +193,7 @@ def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequenc
     """Bytes that a layer keeps per token for its backward pass, at the layout's recomputation."""
     h, t = shape.hidden, layout.tensor
     tokens_divided = t if layout.sequence_parallel else 1
-    if layout.recompute == "full":
+    if layout.recomputes_layers:
         return 2 * h / tokens_divided
     keys = shape.query_size if shape.is_latent else shape.kv_heads * shape.head_dim
     attention = 2 * (shape.query_size + 2 * keys + shape.output_size)
@@ -207,6 +222,8 @@ def kept_activations(shape: ModelShape, layout: ParallelLayout, tokens: float, s
     """Bytes of the first stage for micro-batches of `tokens` tokens. It keeps p micro-batches of L / p layers at once; if m
     chunks a stage are interleaved, it keeps L (1 + (p - 1) / (p m)) layers in total."""
     p, layers = layout.pipeline, float(shape.num_layers)
+    if layout.recompute == "host":  # a layer computes while the next input arrives
+        layers = min(layers, INPUTS_AT_ONCE * p)
     if layout.chunks > 1:
         layers *= 1 + (p - 1) / (p * layout.chunks)
     return layers * tokens / layout.context * activation_bytes_of_layer(shape, layout, sequence)
@@ -216,7 +233,7 @@ def tower_activations(shape: ModelShape, layout: ParallelLayout, image_tokens: f
     """Bytes that the vision tower keeps for its backward pass over the images that become `image_tokens` tokens."""
     if shape.tower is None:
         return 0.0
-    undivided = ParallelLayout(recompute=layout.recompute)
+    undivided = ParallelLayout(recompute=layout.recompute_of_modules)
     return kept_activations(shape.tower.shape, undivided, image_tokens * shape.tower.patches, 0)
 
 
@@ -228,7 +245,7 @@ def training_buffers(
     rows = tokens / layout.context
     # gradients of the layer in its backward: of the MLP's inner vector before and after its activation, and of two others
     layer = rows * width * 2 * (_inner_size(shape) + shape.hidden) / layout.tensor
-    if layout.recompute == "full":
+    if layout.recomputes_layers:
         again = layout.replace(recompute="none")
         layer += rows * activation_bytes_of_layer(shape, again, sequence) * width / WEIGHT
     # as they are computed, and a float32 copy with its gradient

@@ -21,6 +21,7 @@ from verl.models.parallel.collectives import local
 from verl.models.rounding import Region, Rounding
 from verl.models.visible import VisibleUpdate
 from verl.parallel.device import moved
+from verl.parallel.pinned import pinned_like
 
 log = logging.getLogger(__name__)
 
@@ -343,8 +344,8 @@ def _make_master(
             return
         gradient = moved(narrow.grad, master.device)
         if master.grad is None:
-            pinned = on_host and narrow.device.type == "cuda"
-            master.grad = torch.empty_like(master.detach(), pin_memory=pinned).copy_(gradient)
+            is_pinned = on_host and narrow.device.type == "cuda"
+            master.grad = (pinned_like if is_pinned else torch.empty_like)(master.detach()).copy_(gradient)
         else:
             master.grad.add_(gradient)
         narrow.grad = None

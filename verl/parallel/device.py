@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from verl.errors import ConfigError, nearest
 from verl.parallel import memory
-
-log = logging.getLogger(__name__)
+from verl.parallel.pinned import pinned_like
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -210,7 +208,7 @@ def moved(tensor: torch.Tensor, device: torch.device | str, *, copy: bool = Fals
             tensor, lambda _, part: moved(part, device, copy=copy) if isinstance(part, torch.Tensor) else part
         )
     if tensor.device.type == "cuda" and torch.device(device).type == "cpu":
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+        return pinned_like(tensor).copy_(tensor)
     result = to_device(tensor, device)
     return result.clone() if copy and result is tensor else result
 
@@ -218,19 +216,6 @@ def moved(tensor: torch.Tensor, device: torch.device | str, *, copy: bool = Fals
 def move_module(module: torch.nn.Module, device: torch.device | str) -> None:
     """As `module.to(device)`, by `moved`."""
     module._apply(lambda tensor: moved(tensor, device))
-
-
-def page_lock(block: torch.Tensor) -> Callable[[], None]:
-    """Pin `block`, memory of the host that torch did not allocate, in a process that uses a GPU. Returns the call that unpins
-    it, due before the memory is freed. A failure is only a warning, since it only makes copies slower."""
-    if not torch.cuda.is_initialized() or not block.numel():
-        return lambda: None
-    runtime = torch.cuda.cudart()
-    if code := int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)):
-        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d); copies to and from the GPU are slower.",
-                    block.nbytes, code)  # fmt: skip
-        return lambda: None
-    return lambda: runtime.cudaHostUnregister(block.data_ptr())
 
 
 def write_at(target: torch.Tensor, dim: int, places: torch.Tensor, values: torch.Tensor) -> None:

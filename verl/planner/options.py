@@ -280,7 +280,7 @@ def _variants(
     recompute: tuple[str, ...] = ("none",)
     if trains:  # mixtures and latent attention train with modules of their family, which recompute all or nothing
         by_modules = shape.is_mixture or shape.is_latent
-        recompute = tuple(again for again in space.recompute if again != "selective" or not by_modules)
+        recompute = tuple(again for again in space.recompute if again in ("none", "full") or not by_modules)
     for zero in zeros:
         for expert in _expert_sizes(shape, base, zero):
             for again in recompute:

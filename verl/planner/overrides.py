@@ -90,10 +90,11 @@ def _one_engine(layout: ParallelLayout, engine: str, shape: ModelShape) -> Itera
     yield "data.use_dynamic_bsz", "True"
     yield "data.max_token_len_per_gpu", max(layout.micro_batch // layout.context, 1)
     yield "model.enable_gradient_checkpointing", _checkpointing(layout)
+    yield "model.enable_activation_offload", layout.recompute == "host"
 
 
 def _checkpointing(layout: ParallelLayout) -> str:
-    return {"none": "False", "full": "True"}.get(layout.recompute, layout.recompute)
+    return str(layout.recomputes_layers) if layout.recompute != "selective" else "selective"
 
 
 def _sizes(role: str, layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, object]]:
@@ -131,6 +132,8 @@ def _batches(role: str, layout: ParallelLayout) -> Iterator[str]:
     yield f"{key}.ppo_max_token_len_per_gpu={tokens}"
     model = f"{_GROUP}.model" if role == "actor" else "critic.model"
     yield f"{model}.enable_gradient_checkpointing={_checkpointing(layout)}"
+    if layout.recompute == "host":
+        yield f"{model}.enable_activation_offload=True"
 
 
 def plan_as_json(plan: RunPlan) -> dict[str, object]:

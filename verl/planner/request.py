@@ -31,7 +31,7 @@ from verl.planner.workload import Dataflow, Lengths, Workload
 from verl.regular_files import require_regular
 
 _SPACES = {
-    "fsdp": Space(zero=(3,), pipelines=(1,), recompute=("none", "selective", "full")),
+    "fsdp": Space(zero=(3,), pipelines=(1,), recompute=("none", "selective", "full", "host")),
     "megatron": Space(zero=(1,), contexts=(1,), same_sizes=True),
 }
 _CHOICES = {"asynchronous": ("off", "auto", "on"), "engine": tuple(_SPACES)}
@@ -212,7 +212,7 @@ def rules_of(request: PlanRequest, config: RunConfig, roles: tuple[str, ...]) ->
     space = replace(_SPACES[engine], repeats_kv=not by_ranks, replica_in_node=not by_ranks)
     return Rules(
         asynchronous="off" if alike else request.asynchronous,  # type: ignore[arg-type]
-        space=replace(space, offload=False) if request.cluster.gpu == "cpu" else space,
+        space=replace(space, offload=False, recompute=Space().recompute) if request.cluster.gpu == "cpu" else space,
         placements=((roles,),) if alike else None,
     )
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from verl.models.memory import GRAD, WEIGHT, ParallelLayout, parameters_per_device
+from verl.models.memory import GRAD, WEIGHT, ParallelLayout, activation_bytes_of_layer, parameters_per_device
 from verl.models.shapes import ModelShape, Tower
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
@@ -213,8 +213,11 @@ def _stage(
         if not count:
             continue
         layer = _layer(*arguments, is_mixture, backward)
-        if backward and layout.recompute == "full":
+        if backward and layout.recomputes_layers:
             layer = layer + _layer(*arguments, is_mixture, False)
+        if layout.recompute == "host":
+            moving = cluster.to_host(tokens * activation_bytes_of_layer(shape, layout, length))
+            layer = layer + Time.of(offload=max(0.0, moving - layer.seconds))
         total = total + layer.times(count * stage)
     return total
 
@@ -257,7 +260,7 @@ def _tower_time(
     """Seconds of the tower: every data parallel rank has all of it. Its attention sees an image in both directions."""
     patches = batch.image_tokens * tower.patches
     number, tokens = _micro_batches(layout, math.ceil(batch.num / layout.data - 1e-9) * batch.mean)
-    alone, length = ParallelLayout(zero=0, recompute=layout.recompute), 2 * tower.attended(patches)
+    alone, length = ParallelLayout(zero=0, recompute=layout.recompute_of_modules), 2 * tower.attended(patches)
     rows = tokens * patches / batch.mean
     once = _stage(tower.shape, alone, cluster, rows, length, False).seconds
     return number * (once + (_stage(tower.shape, alone, cluster, rows, length, True).seconds if backward else 0.0))

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from verl.errors import ModelError, WorkerLostError
-from verl.parallel.device import page_lock
+from verl.parallel.pinned import page_lock
 from verl.reshard.digest import copy_with_digest, digest
 
 _ALIGNMENT = 64  # bytes; of every tensor, so that any dtype can be viewed in place

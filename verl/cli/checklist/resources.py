@@ -26,6 +26,7 @@ from verl.config.active_keys import (
 )
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.actor import ActorConfig
+from verl.config.sections.model import ModelConfig
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 from verl.families import DEFAULT_ROLLOUT, engine_facts
 from verl.models.memory import (
@@ -33,6 +34,7 @@ from verl.models.memory import (
     WEIGHT,
     ParallelLayout,
     Recompute,
+    kept_activations,
     kv_bytes_per_token,
     memory,
     optimizer_bytes,
@@ -104,7 +106,6 @@ def memory_needed(
     reserves (0: it generates in the trainer's memory). `offloads`: on a GPU, the keys of offload free memory."""
     group, data = config.actor_rollout_ref, config.data
     rollout, actor = group.rollout, group.actor
-    length = rollout.prompt_length + rollout.response_length
     trained = [("actor", policy, actor.fsdp_config)]
     if uses_critic(config) and critic is not None:
         trained.append(("critic", critic, config.critic.fsdp))
@@ -116,8 +117,7 @@ def memory_needed(
         parts["reference"] = policy.num_parameters * width
     samples = min(rollout.max_num_seqs, data.train_batch_size * rollout.n)
     cache = cache_bytes(policy, samples, rollout.n, rollout.prompt_length, rollout.response_length, width)
-    tokens = min(_micro_batch_tokens(actor, length), actor.ppo_mini_batch_size * rollout.n * length)
-    active = activation_bytes(policy, tokens, width, group.model.recompute)
+    active = activation_bytes(policy, _trained_tokens(config), width, _recompute(group.model, on_gpu=offloads))
     if engine_bytes:
         on_host = offloads and actor.fsdp_config.param_offload and width < FLOAT32
         gradients = 0 if on_host else FLOAT32 * policy.num_parameters  # there are none while it generates
@@ -141,16 +141,13 @@ def memory_needed(
 
 
 def memory_of_fine_tuning(
-    config: SFTConfig | PreferenceConfig, model: ModelShape, width: int, on_host: int = 0
+    config: SFTConfig | PreferenceConfig, model: ModelShape, width: int, on_host: int = 0, *, on_gpu: bool = False
 ) -> dict[str, int]:
-    """Bytes by purpose at the peak of a step on given rows, on one device; `on_host` are in host memory."""
-    data = config.data
-    tokens = data.max_token_len_per_gpu
-    if not data.use_dynamic_bsz and data.micro_batch_size_per_gpu and data.max_length:
-        tokens = data.micro_batch_size_per_gpu * data.max_length
+    """Bytes by purpose at the peak of a step on given rows, on one device; `on_host` of the state are in host memory."""
+    tokens = _trained_tokens(config)
     parts = {
         "model": trained_bytes(model.num_parameters, width) - on_host,
-        "activations": activation_bytes(model, tokens, width, config.model.recompute),
+        "activations": activation_bytes(model, tokens, width, _recompute(config.model, on_gpu=on_gpu)),
         "processes": PROCESS_BYTES,
     }
     if (
@@ -162,6 +159,30 @@ def memory_of_fine_tuning(
     if size := _background_save_bytes(config, model):
         parts["copy for async_save"] = size
     return parts
+
+
+def _trained_tokens(config: PPOConfig | SFTConfig | PreferenceConfig) -> int:
+    """Tokens of the largest micro-batch that trains."""
+    if isinstance(config, PPOConfig):
+        rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+        length = rollout.prompt_length + rollout.response_length
+        return min(_micro_batch_tokens(actor, length), actor.ppo_mini_batch_size * rollout.n * length)
+    data = config.data
+    if not data.use_dynamic_bsz and data.micro_batch_size_per_gpu and data.max_length:
+        return data.micro_batch_size_per_gpu * data.max_length
+    return data.max_token_len_per_gpu
+
+
+def _recompute(model: ModelConfig, *, on_gpu: bool) -> Recompute:
+    return "host" if on_gpu and model.enable_activation_offload and model.recompute == "full" else model.recompute
+
+
+def input_bytes(config: PPOConfig | SFTConfig | PreferenceConfig, model: ModelShape, width: int) -> int:
+    """Bytes of the layers' inputs that the host of a GPU holds during a micro-batch."""
+    section = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
+    moves = _recompute(section, on_gpu=True) == "host"
+    inputs = kept_activations(model, ParallelLayout(recompute="full"), _trained_tokens(config), 0)
+    return int(inputs * width / WEIGHT) if moves else 0
 
 
 def _background_save_bytes(role: Any, model: ModelShape) -> int:
@@ -225,7 +246,7 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         if device.type == "cpu" and (recorded := _recorded_bytes(subject.config, subject.policy, free)):
             parts["activations for reuse"] = recorded
     else:
-        parts = memory_of_fine_tuning(subject.config, subject.policy, width, on_host)
+        parts = memory_of_fine_tuning(subject.config, subject.policy, width, on_host, on_gpu=on_gpu)
         keys = _what_to_lower(subject.config, parts)
     total = sum(parts.values())
     could_move = host_bytes(replace(subject.engine, param_offload=True, optimizer_offload=True), size, width) - on_host
@@ -236,13 +257,25 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     fix = f"; lower {keys}, or use a smaller model" if level != "pass" else ""
     yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({listed}){fix}")
-    if on_gpu and (on_host or restarts):
-        host, needed = available_memory(), on_host + restarts
-        uses = {"offload": on_host, "a copy of the weights for rollout.max_engine_restarts": restarts}
-        said = f"{needed / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by "
-        said += " and ".join(use for use, num_bytes in uses.items() if num_bytes)
-        fix = " or set max_engine_restarts=0" if restarts else ""
-        yield passed(said) if needed <= host else fail(f"{said}; use a smaller model, offload less{fix}")
+    if on_gpu:
+        inputs = input_bytes(subject.config, subject.policy, width)
+        uses = {
+            "offload": on_host,
+            "inputs of layers": inputs,
+            "a copy of the weights for rollout.max_engine_restarts": restarts,
+        }
+        yield from _check_host({use: num_bytes for use, num_bytes in uses.items() if num_bytes})
+
+
+def _check_host(uses: dict[str, int]) -> Iterator[Line]:
+    """The memory of a GPU's host, by use."""
+    host, needed = available_memory(), sum(uses.values())
+    said = f"{needed / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by {' and '.join(uses)}"
+    if needed > host:
+        fix = " or set max_engine_restarts=0" if any("max_engine_restarts" in use for use in uses) else ""
+        yield fail(f"{said}; use a smaller model, offload less{fix}")
+    elif uses:
+        yield passed(said)
 
 
 def reused_bytes(config: PPOConfig) -> float:

@@ -52,6 +52,8 @@ def check_layout(subject: Subject) -> Iterator[Line]:
         by_others = dividing if specs.main.settings is None else [f"strategy={specs.main.strategy}"]
         if by_others and specs.main.model.recompute == "selective":
             yield info(f"enable_gradient_checkpointing=selective recomputes whole layers with {', '.join(by_others)}")
+        if by_others and specs.main.model.enable_activation_offload:
+            yield info(f"enable_activation_offload moves nothing with {', '.join(by_others)}")
     yield passed(plan.describe())
     if plan.sizes.tensor > 1 and engine_facts(plan.engine).is_in_run and subject.config.trainer.device != "cpu":
         yield info(

@@ -91,6 +91,11 @@ class ModelConfig(Section):
         "norms, rotary embedding and SwiGLU, which cost little",
         choices=(True, False, "selective"),
     )
+    enable_activation_offload: bool = used(
+        False,
+        "on a GPU, hold the layers' inputs that recomputing keeps in the host's memory between forward and backward",
+        when=".enable_gradient_checkpointing=True",
+    )
     use_fused_kernels: bool = used(
         True, "compute log-probabilities in chunks, without whole logits; false: whole logits by torch, for comparison"
     )

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from verl.models.attention import Scoring
 from verl.models.decoder.adapted import adapted
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded
-from verl.models.decoder.kept import Recipe, computed_again
+from verl.models.decoder.kept import HostInputs, Recipe, computed_again, copy_stream
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Norm, Projection
 from verl.models.hf_module import AutogradContext
 from verl.models.memory import Recompute
@@ -24,21 +24,29 @@ from verl.models.vision import ImageFeatures
 
 
 def straight_states(
-    decoder: DenseDecoder, packed: PackedBatch, recompute: Recompute = "none", images: ImageFeatures | None = None
+    decoder: DenseDecoder,
+    packed: PackedBatch,
+    recompute: Recompute = "none",
+    images: ImageFeatures | None = None,
+    offloads: bool = False,
 ) -> torch.Tensor:
     """[predictions, hidden_size]: the normed hidden states at `packed.hidden_index`, differentiable in the weights and in the
     features of `images`. The backward computes again what `recompute` names: "full" layers, of which only the inputs are kept,
-    or "selective" norms, rotary embedding and SwiGLU."""
+    or "selective" norms, rotary embedding and SwiGLU. With `offloads` inputs of layers that are kept wait on the host."""
     x = embedded(decoder, packed.input_ids[0], images, packed.noise)
-    run = _AutogradPass(decoder, packed, x, recompute)
+    run = _AutogradPass(decoder, packed, x, recompute, offloads)
     x, _ = run.states(decoder, x, images)
     return run.normed(x.index_select(0, packed.hidden_index), None, decoder.final_norm)[1]
 
 
 class _AutogradPass(DecoderPass):
-    def __init__(self, decoder: DenseDecoder, packed: PackedBatch, x: torch.Tensor, recompute: Recompute):
+    def __init__(
+        self, decoder: DenseDecoder, packed: PackedBatch, x: torch.Tensor, recompute: Recompute, offloads: bool
+    ):
         self.decoder, self.layout = decoder, packed.layout
         self.recompute = recompute if torch.is_grad_enabled() else "none"
+        stream = copy_stream(x.device) if offloads and self.recompute == "full" else None
+        self._inputs = HostInputs(len(decoder.layers), stream) if stream is not None else None
         self._next: tuple[torch.Tensor, Recipe] | None = None  # the input of the next product
         cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
         self.cos, self.sin = cos[0], sin[0]
@@ -51,7 +59,8 @@ class _AutogradPass(DecoderPass):
         run = partial(self._summed, number, layer)
         if self.recompute != "full":
             return run(x)
-        out: torch.Tensor = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        with self._inputs.of(number) if self._inputs is not None else nullcontext():
+            out: torch.Tensor = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
         return out
 
     def _summed(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
