@@ -38,6 +38,7 @@ RUNS: Mapping[str, Runtime] = {
     "ppo": Runtime((*_CRITIC, "critic.model.path={model}"), ()),
     "lora": Runtime(_LORA, ()),
     **{name: RUNTIMES[name] for name in ("async", "torchrun", "ray")},
+    **{name: runtime for name, runtime in RUNTIMES.items() if name.startswith("four-")},
 }
 _NAMES_A_FOLDER = "adapter_config.json"  # of the model under the adapters
 _NOT_OF_THE_WORK = ("timing", "perf/", "memory", "switch_peak", "seconds", "time", "tokens_per", "last_group")

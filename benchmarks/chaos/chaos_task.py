@@ -39,6 +39,14 @@ class Runtime:
 
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1000")
+_ON_FOUR = tuple("--nproc-per-node=4" if word.startswith("--nproc") else word for word in _TORCHRUN)
+# on four ranks: each trains and generates; two do each; two train and all generate; three train and one generates
+_PLACEMENTS = {
+    "together": (),
+    "apart": ("trainer.placement={actor: [0, 1], rollout: [2, 3]}",),
+    "twice": ("trainer.placement={actor: [0, 1], rollout: [0, 1, 2, 3]}",),
+    "uneven": ("trainer.placement={actor: [0, 1, 2], rollout: [3]}",),
+}
 _ONE = ("supervisor", "driver", "driver", "reward worker", "any")
 _RANKS = ("launcher", "driver", "rank", "rank", "reward worker", "any")
 _RAY = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2")
@@ -80,6 +88,7 @@ RUNTIMES = {
         ("runner", "runner", "driver", "supervisor"),
     ),
     "torchrun": Runtime((), _RANKS, _TORCHRUN),
+    **{f"four-{name}": Runtime(keys, _RANKS, _ON_FOUR) for name, keys in _PLACEMENTS.items()},
     "ray": Runtime(_RAY, ("supervisor", "driver", "rank", "rank", "node", "reward worker", "any")),
     # rank 0 trains, rank 1 only generates, a batch ahead
     "ray-apart": Runtime(

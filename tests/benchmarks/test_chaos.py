@@ -155,7 +155,7 @@ def test_kills_are_shared_out_and_drawn_from_the_seed():
     usual = [name for name, runtime in RUNTIMES.items() if not runtime.needs]
     assert sum(chaos.shares(usual, 100).values()) == 100
     assert sum(chaos.shares(["torchrun", "ray", "local"], 7).values()) == 7
-    assert min(chaos.shares(usual, 100).values()) >= 4
+    assert min(chaos.shares(usual, 100).values()) >= 3
     first, second = (plan(random.Random("1/ray/0"), "ray", 40) for _ in range(2))
     assert first == second
     assert [moment.step for moment in first] == list(range(1, len(first) + 1))

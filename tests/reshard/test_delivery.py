@@ -3,19 +3,22 @@ Ranks are threads, hosts are names, and GPUs are simulated (tests/reshard/simula
 
 import json
 import threading
+from collections import Counter, defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.reshard.simulated_device import simulate_driver
-from tests.runtime.threaded import Broadcasts, on_ranks
+from tests.runtime.threaded import THREAD, Broadcasts, on_ranks
 from verl.errors import ModelError
 from verl.reshard import delivery as module
 from verl.reshard import shared_memory
-from verl.reshard.delivery import Delivery, Route
+from verl.reshard.delivery import Delivery
 from verl.reshard.delta import apply, changes
 from verl.reshard.device_memory import read_device_bucket
+from verl.reshard.route import Route
 
 BUCKET = 1 << 10
 SIZES = (300, 120, 100, 1, 40)  # the first tensor is larger than a bucket
@@ -126,8 +129,13 @@ def test_each_gpu_gets_each_byte_once_and_a_worker_opens_memory_of_its_gpu(name,
     monkeypatch.setattr(
         module, "to_bytes", lambda value, pack=module.to_bytes: to_bytes.append(pack(value)) or to_bytes[-1]
     )
-    sent(name, monkeypatch, on_device=True, read=partial(read_on, driver))
+    deliveries = sent(name, monkeypatch, on_device=True, read=partial(read_on, driver))
     assert len(driver.opened) > 3
+    for rank, delivery in enumerate(deliveries):
+        writes = rank in trains and any(rank in group for group in (*replicas, *(g[:1] for g in delivery.route.groups)))
+        assert delivery.num_copied_bytes == (MODEL_BYTES if writes else 0), (
+            "an engine opens what a broadcast has filled"
+        )
     assert all(place == worker for place, worker in driver.opened)
     receivers = [rank for ranks in replicas for rank in ranks if rank not in trains]
     assert max(links.received.values(), default=0) <= 2 * (MODEL_BYTES + 64 * len(SIZES))
@@ -241,6 +249,61 @@ def test_no_rank_gathers_while_an_engine_reads(links, monkeypatch):
     on_ranks(2, rank)
     assert events.count("read") > 1
     assert all(events[i + 1] == "has read" for i, event in enumerate(events) if event == "read")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("name", ["apart", "apart on one host", "with other roles"])
+def test_the_next_bucket_travels_while_an_engine_reads(name, on_device, links, driver, monkeypatch):
+    if name == "apart on one host" and not on_device:
+        pytest.skip("one memory")
+    begun, num_read, broadcast = Counter(), Counter(), links.broadcast
+
+    def count(values, source, *, group, async_op):
+        begun[THREAD.rank] += 1
+        return broadcast(values, source, group=group, async_op=async_op)
+
+    def read(worker, bucket):
+        num_read[worker] += 1
+        if worker == THREAD.rank == first:
+            ahead.append(begun[worker] - num_read[worker])
+        return read_on(driver, worker, bucket)
+
+    links.broadcast, ahead, first = count, [], PLACEMENTS[name][1][0][0]
+    relays = name == "apart" and on_device  # it sends each bucket on, besides
+    sent(name, monkeypatch, on_device=on_device, num_updates=1, read=read)
+    assert len(ahead) > 2
+    steps = [number * relays for number in range(1, len(ahead) + 1)]
+    assert [more - step for more, step in zip(ahead, steps, strict=True)] == [1] * (len(ahead) - 1) + [0]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_bucket_is_complete_on_each_gpu_before_an_engine_reads(name, links, driver, monkeypatch):
+    """NCCL and copies work in streams of a GPU, and a worker's process knows nothing of them."""
+    events, broadcast = defaultdict(list), links.broadcast
+
+    def note(memory):
+        events[THREAD.rank].append("complete")
+
+    def noted(values, source, *, group, async_op):
+        work = broadcast(values, source, group=group, async_op=async_op)
+
+        def wait(rank=THREAD.rank):
+            work.wait()
+            events[rank].append("arrived")
+
+        return SimpleNamespace(wait=wait)
+
+    def read(worker, bucket):
+        assert events[worker][-1] == "complete"
+        tensors = read_on(driver, worker, bucket)
+        events[worker] = ["read"]
+        return tensors
+
+    links.broadcast = noted
+    monkeypatch.setattr(module, "synchronize", note)
+    monkeypatch.setattr(shared_memory, "synchronize", note)
+    sent(name, monkeypatch, on_device=True, num_updates=1, read=read)
+    assert events
 
 
 def test_tensors_for_engines_that_take_no_buckets(links, monkeypatch):

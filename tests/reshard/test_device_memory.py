@@ -82,6 +82,17 @@ def test_a_bucket_that_is_written_over(buckets):
     assert_overwritten_is_refused(buckets, read)
 
 
+def test_copies_are_complete_before_a_reader_looks_whether_the_bucket_was_written_over(buckets, monkeypatch):
+    """Copies to the engine's weights are in a stream of its GPU; the writer may continue once the reader has replied."""
+    events, check = [], shared_memory._check_number
+    description = buckets.write([("w", torch.ones(10))])
+    monkeypatch.setattr(shared_memory, "synchronize", lambda memory: events.append("complete"))
+    monkeypatch.setattr(shared_memory, "_check_number", lambda *about: events.append("number") or check(*about))
+    for _ in read(description):
+        events.append("copy")
+    assert events == ["number", "copy", "complete", "number"]
+
+
 def test_numbers_that_are_not_what_was_written(buckets, driver):
     description = buckets.write([("a", torch.ones(10)), ("b", torch.ones(10))])
     assert_damage_is_refused(buckets, description, driver.segments[0].values, read)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from verl.parallel.traffic import TRAFFIC
 from verl.reshard.delta import apply, changes
 from verl.reshard.device_memory import DeviceBuckets, on_devices
 from verl.reshard.host_memory import hosts_of
+from verl.reshard.route import Route
 from verl.reshard.shared_memory import (
     Buckets,
     Description,
@@ -57,37 +58,6 @@ log = logging.getLogger(__name__)
 _MAX_BUCKET_BYTES = {True: 256 << 20, False: 64 << 20}
 _TRIAL: Named = ("trial", torch.arange(64, dtype=torch.uint8))
 TryBucket = Callable[[Description], None]
-
-
-@dataclass(frozen=True)
-class Route:
-    """`source` has every bucket first. `link`: the source, and the first rank of each host that a bucket travels to. `nodes`:
-    of a host, the rank with the bucket and the ranks that it broadcasts to. `roots`: rank that takes the weights -> the rank
-    of its host with the bucket."""
-
-    source: int
-    link: tuple[int, ...]
-    nodes: tuple[tuple[int, ...], ...]
-    roots: Mapping[int, int]
-
-    @classmethod
-    def of(cls, trains: Sequence[int], takes: Sequence[int], hosts: Mapping[int, int], *, by_device: bool) -> Route:
-        """Of `trains` to the ranks that take the weights, each `by_device` of its own, or one for a host."""
-        link, nodes, roots = [trains[0]], list[tuple[int, ...]](), dict[int, int]()
-        for host in sorted({hosts[rank] for rank in takes}):
-            here = [rank for rank in takes if hosts[rank] == host]
-            trained = [rank for rank in trains if hosts[rank] == host]
-            root = (trained or here)[0]
-            link += [] if trained else [root]
-            further = tuple(rank for rank in here if rank != root and rank not in trains)
-            nodes += [(root, *further)] if further and by_device else []
-            roots |= dict.fromkeys(here, root)
-        return cls(trains[0], tuple(link), tuple(nodes), roots)
-
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        """The ranks of each broadcast; the first one sends."""
-        return [group for group in (self.link, *self.nodes) if len(group) > 1]
 
 
 class _Bucket(NamedTuple):
@@ -243,7 +213,7 @@ class Delivery:
                 work.wait()  # it writes into memory that may be freed now
 
     def _start(self, number: int, tensors: Sequence[Named] | None) -> tuple[_Bucket, list[dist.Work]] | None:
-        """Announce the next bucket and send it to other hosts; None after the last one."""
+        """Announce the next bucket and send it; None after the last one."""
         assert self.comm is not None
         bucket, source, groups = _Bucket(tensors), self.route.source, self.route.groups
         if tensors is not None and any(self.rank == group[0] for group in groups):
@@ -264,7 +234,10 @@ class Delivery:
                 if self._on_devices:  # else it lies there
                     content.copy_(self._last_content(number, entries))
                 bucket = bucket._replace(patch=content.new_empty(patch_bytes))
-        return bucket, self._broadcast(self.route.link, bucket, bucket.patch)
+        works = self._broadcast(self.route.link, bucket, bucket.patch)
+        for group in self.route.nodes:
+            works += self._broadcast(group, bucket) if group not in self.route.relays else []
+        return bucket, works
 
     def _written(self, number: int, tensors: Sequence[Named]) -> _Bucket:
         """The bucket of `tensors`, which this rank sends, with its changes if the receivers have the last one."""
@@ -299,7 +272,7 @@ class Delivery:
             assert bucket.description is not None
             assert bucket.memory is not None
             apply(bucket.patch, tensor_bytes(bucket.memory, bucket.description["entries"]))
-        for group in self.route.nodes:
+        for group in self.route.relays:
             for work in self._broadcast(group, bucket):
                 work.wait()
         if bucket.memory is not None:
