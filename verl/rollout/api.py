@@ -30,16 +30,16 @@ Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, undivided
 class WeightTransfer:
     """Settings of an engine that holds its own weights, and the functions that send it new weights.
 
-    `write_buckets` brings weights, bucket by bucket, to memory that the engine can read, and yields JSON that describes each
-    bucket. `write_folder` writes all weights to files. The functions named `reader` and `folder_reader`
-    ("module:function") give the tensors of such a description.
+    `write_buckets` copies weights, bucket by bucket, to memory that the engine can read, and yields a JSON description of each
+    bucket. `write_folder` writes all weights to files, and returns a description of them. The functions named `reader` and
+    `folder_reader` ("module:function") read the tensors of such a description.
 
-    `probe`, if set, is called before `write_buckets` and finds out what memory the engine reaches. Its argument is a function
-    that lets the engine read a trial bucket, and raises ModelError when it cannot. `trial` writes a bucket of one tensor to
-    memory of the host, for an engine that may not reach that; None if no weights come.
+    `probe`, if set, is called before `write_buckets` and finds out what memory the engine can open. Its argument is a function
+    that makes the engine read a trial bucket. That function raises ModelError if the engine cannot. `trial` writes a bucket of
+    one tensor to memory of the host, for an engine that may not reach that memory; None if no weights come.
 
-    `in_process` says whether the engine runs in a separate process. `visible_devices` is its CUDA_VISIBLE_DEVICES ((): derived
-    from `device`).
+    `in_process`: the engine runs in a separate process. `visible_devices` is its CUDA_VISIBLE_DEVICES ((): derived from
+    `device`).
     """
 
     model: ModelConfig
@@ -136,7 +136,7 @@ class RolloutEngine:
 
     @classmethod
     def for_module(cls, module: HFModule) -> type[RolloutEngine]:
-        """This class, or the class that generates in its place for a model that it does not take."""
+        """This class, or the class that generates for a model that this class does not support."""
         return cls
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
@@ -167,10 +167,10 @@ class RolloutEngine:
         return [completions[p.ordinal, p.first_sample + i] for p in prompts for i in range(p.num_samples or params.n)]
 
     def load(self, weights: Weights) -> None:
-        """Take all weights of the model, of an update. Nothing if `module` has them already."""
+        """Take all weights of an update, (name, undivided tensor) pairs. Does nothing if the engine shares `module`."""
 
     def publish(self, version: int) -> None:
-        """The weights have changed; samples made from now on carry `version`. Drops results of the old weights."""
+        """Set the version that new samples carry, after the weights have changed. Drops results of the old weights."""
         self.weight_version = version
 
     def forget(self) -> None:
@@ -185,11 +185,11 @@ class RolloutEngine:
         return Invariance(False, f"nothing was proven about {type(self).__name__}")
 
     def weights_way(self) -> str | None:
-        """For people: the last part of the way of new weights, if the engine decides it."""
+        """A line for the header of a run: the last part of the way of new weights, if the engine decides it."""
         return None
 
     def recording(self) -> str | None:
-        """For people: the activations of samples that updates read, or the reason for none; None without anything to state."""
+        """A line for the header of a run: the memory of activations that updates reuse, or the reason why they reuse none."""
         return None
 
     def close(self) -> None:

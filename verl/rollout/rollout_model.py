@@ -46,8 +46,8 @@ def copy_group(mesh: Mesh, timeout_s: float | None) -> dist.ProcessGroup | None:
 
 
 class Replica:
-    """`module`, or with a `group` of several ranks this rank's part of it: the module is then cut in place, is to be called
-    with equal inputs by all ranks of the group, and gives each of them the logits of the complete vocabulary."""
+    """`module`, or with a `group` of several ranks this rank's part of it. In a group the module is cut in place. All ranks
+    call it with equal inputs, and each gets the logits of the complete vocabulary."""
 
     def __init__(self, module: HFModule, group: dist.ProcessGroup | None = None):
         self.module = module
@@ -58,7 +58,7 @@ class Replica:
             self._cut(module, group)
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Name -> what this rank holds of each parameter, to be written into; a tied one is there under each of its names."""
+        """Name -> this rank's part of each parameter, a view to write into. A tied parameter is under each of its names."""
         return {name: p.detach() for name, p in self.module.named_parameters(remove_duplicate=False)}
 
     def region(self, name: str) -> Region:
@@ -71,8 +71,7 @@ class Replica:
         return Region(shape, tuple(first))
 
     def check_covered(self, names: Iterable[str]) -> None:
-        """Raise ModelError when new weights for `names` would leave a parameter as it was; of tied ones either name will
-        do."""
+        """Raise ModelError if `names` lack a parameter. One name of tied parameters is enough."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         covered = {id(parameters[name]) for name in names if name in parameters}
         uncovered = next((name for name, p in parameters.items() if id(p) not in covered), None)
@@ -80,8 +79,8 @@ class Replica:
             raise missing(uncovered)
 
     def load(self, weights: Weights) -> None:
-        """Copy `weights`, tensors by name, into the module. Raises ModelError if a name or shape is not the complete
-        model's, or one of its parameters is missing; of tied ones either name will do."""
+        """Copy `weights`, (name, undivided tensor) pairs, into the module. Raises ModelError for an unknown name, a wrong shape
+        or a missing parameter. One name of tied parameters is enough."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         storages = {name: p.data_ptr() for name, p in parameters.items()}
         with torch.no_grad():
@@ -104,7 +103,7 @@ class Replica:
 
 
 class _WholeVocabulary:
-    """After the output projection: the logits of all ranks' parts, `sizes` tokens each, in the order of the vocabulary."""
+    """A forward hook of the output projection that gathers the logits of all ranks. Rank i has `sizes[i]` tokens."""
 
     def __init__(self, sizes: list[int], group: dist.ProcessGroup):
         self.sizes, self.group = sizes, group

@@ -19,8 +19,8 @@ from verl.rollout.api import OnFinish, RolloutEngine, Weights, WeightTransfer
 
 
 def checked(weights: Weights, skeleton: HFModule, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` in `dtype`, each compared with the parameter of that name of `skeleton`, perhaps a meta-device model.
-    Raises as `complete` does."""
+    """`weights` in `dtype`. Each name and shape is compared with `skeleton`, for example a meta-device model. Raises as
+    `complete` does."""
     for name, tensor in complete(weights, *_expected(skeleton)):
         yield name, tensor.detach().to(dtype)
 
@@ -38,8 +38,8 @@ def checked_buckets(buckets: Iterable[dict[str, Any]], skeleton: HFModule) -> It
 def complete(
     weights: Weights, shapes: Mapping[str, torch.Size], storages: Mapping[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` as they are. Raises ModelError for a name or shape that is not in `shapes`, a name that comes twice, and at the
-    end when a parameter is missing; of tied ones, with one number in `storages`, either name will do."""
+    """`weights` unchanged. Raises ModelError for an unknown name, a wrong shape or a repeated name, and at the end for a
+    missing parameter. Tied parameters have one number in `storages`; one of their names is enough."""
     received = _Received(shapes, storages)
     for name, tensor in weights:
         received.add(name, tensor.shape)
@@ -84,7 +84,7 @@ def missing(name: str) -> ModelError:
 
 @dataclass(eq=False)
 class OwnWeights(RolloutEngine):
-    """An engine that holds its weights itself, to begin with those of the model's files."""
+    """An engine with a copy of the weights. It begins with the weights of the model's files."""
 
     facts = EngineFacts(holds_weights=True)
     _is_whole, _is_fresh = True, False  # whether the last update ended well, and came after the last version
@@ -93,13 +93,13 @@ class OwnWeights(RolloutEngine):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """An update: nothing may be generated until the block has succeeded."""
+        """A context for an update: nothing may be generated until the block has succeeded."""
         self.discard()
         yield
         self._is_whole = self._is_fresh = True
 
     def discard(self) -> None:
-        """The engine lets go of its weights: nothing may be generated until an update."""
+        """Mark the weights as lost: nothing may be generated until an update."""
         self._is_whole = self._is_fresh = False
 
     def publish(self, version: int) -> None:
@@ -114,7 +114,7 @@ class OwnWeights(RolloutEngine):
         self._is_fresh = False
 
     def require_whole(self) -> None:
-        """Raise ModelError after an update that failed, or that was announced and did not come."""
+        """Raise ModelError if the last update failed, or if `discard` was called and no update came."""
         if not self._is_whole:
             raise ModelError(
                 f"The rollout engine's weights are between version {self.weight_version} and the next one, since an update "
@@ -123,8 +123,7 @@ class OwnWeights(RolloutEngine):
 
 
 class PassiveRollout(RolloutEngine):
-    """The engine of a rank with a replica that another rank runs and returns the samples of. It takes part in gathering the
-    weights."""
+    """The engine of a rank that shares a replica run by another rank. It only takes part in gathering the weights."""
 
     facts = EngineFacts(holds_weights=True)
 
@@ -134,7 +133,7 @@ class PassiveRollout(RolloutEngine):
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
     ) -> list[Completion]:
-        """No samples."""
+        """An empty list: the rank that runs the replica returns its samples."""
         return []
 
     def load(self, weights: Weights) -> None:

@@ -128,7 +128,7 @@ class Core:
         self._llm.llm_engine.abort_request(names)
 
     def close_generation(self) -> Stats:
-        """Drop running samples; returns the statistics that are known only here."""
+        """Drop running samples, and return the statistics of this process (see RolloutEngine.stats)."""
         with contextlib.suppress(Exception):  # an error that came before is raised
             self._llm.llm_engine.abort_request(list(self.running))
             for _ in range(_MOST_IN_FLIGHT):  # steps that vLLM has scheduled ahead still use its memory
@@ -200,15 +200,15 @@ class Core:
         self._on_workers("verl_abandon")
 
     def sleep(self, discards: bool = False) -> None:
-        """Free memory of the device, the KV cache foremost, if vLLM can. With `discards` the weights are lost, and an update
-        must follow; else vLLM copies them to the host."""
+        """Free the KV cache and the weights on the device, if vLLM can. With `discards` the weights are lost, and an update
+        must follow. Else vLLM copies them to the host."""
         if self.setup.sleeps and _WEIGHTS not in self._asleep:
             self.wake()  # vLLM puts nothing to sleep twice
             self._llm.sleep(level=2 if discards else 1)
             self._asleep = {_WEIGHTS, _KV_CACHE}
 
     def wake(self, *parts: str) -> None:
-        """Allocate memory again, for all parts without memory or only for `parts`."""
+        """Allocate memory again, for `parts` ("weights", "kv_cache") or for all parts without memory."""
         tags = sorted(self._asleep.intersection(parts) if parts else self._asleep)
         if tags:
             self._llm.wake_up(tags=tags)
@@ -229,7 +229,7 @@ class Core:
 
 
 def _media(request: PromptRequest) -> dict[str, Any]:
-    """Entries of a prompt for its images; vLLM puts the parts of each in the place of its token."""
+    """vLLM's prompt entries for the images of a request; {} without images. vLLM replaces each image's token by its patches."""
     if request.media is None or request.media.files is None:
         return {}
     data: dict[str, list[object]] = {}
@@ -239,7 +239,7 @@ def _media(request: PromptRequest) -> dict[str, Any]:
 
 
 def _opened(item: bytes | Clip) -> object:
-    """A picture of PIL, or frames (uint8 [frames, height, width, 3]) with the entries that vLLM has for a video."""
+    """A PIL image, or for a clip the frames (uint8 [frames, height, width, 3]) and vLLM's metadata of a video."""
     if isinstance(item, Clip):
         entries: dict[str, object] = {"total_num_frames": item.num_frames, "frames_indices": list(item.indices)}
         entries |= {"fps": item.fps, "duration": item.num_frames / item.fps, "do_sample_frames": False}
@@ -250,8 +250,8 @@ def _opened(item: bytes | Clip) -> object:
 
 
 def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, object]) -> dict[str, Any]:
-    """Arguments of vllm.SamplingParams for a sample. vLLM's own sampling is the greedy one (see sample.py), and its own rules
-    of stopping are off: end-of-sequence tokens are plain stop tokens."""
+    """Arguments of vllm.SamplingParams for a sample. vLLM samples greedily (see sample.py). Its rules of stopping are off:
+    end-of-sequence tokens are plain stop tokens."""
     return {
         "n": 1,
         "temperature": 0.0,
@@ -273,15 +273,15 @@ def require_vllm(key: str) -> None:
 
 
 def check_version(version: str) -> None:
-    """Warn of a version that is not known to work, and name the known versions."""
+    """Warn of a version that is not in TESTED_RELEASES."""
     if not any(version == release or version.startswith(f"{release}.") for release in TESTED_RELEASES):
         log.warning("vLLM %s was not tried with this version of verl; %s.", version, WORKING)
 
 
 @contextlib.contextmanager
 def undisturbed(environment: dict[str, str]) -> Iterator[None]:
-    """With `environment` set; afterwards the environment, random generators and torch's thread setting are as they were:
-    vLLM's start changes them for the process."""
+    """Set `environment` for the start of vLLM. Afterwards restore the environment, the random generators and torch's thread
+    setting: vLLM's start changes them for the process."""
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     on_host = RandomState.of(torch.device("cpu"))
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None

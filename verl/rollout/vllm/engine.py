@@ -55,8 +55,8 @@ class VLLMRollout(OwnWeights):
         return VLLMGeneration(self, params, step, keep=keep)
 
     def load(self, weights: Weights) -> None:
-        """Take all weights of the model, by name, in the engine's dtype. Raises ModelError when one is missing, is
-        not the model's, or did not arrive as it was sent; nothing is generated then until an update succeeds."""
+        """Send all weights of the model, (name, tensor) pairs, to vLLM in the engine's dtype. Raises ModelError if a weight is
+        missing, unknown or damaged on its way. Then nothing is generated until an update succeeds."""
         if self.transfer.probe is not None:
             self.transfer.probe(self.core.try_bucket)
         manifest = Manifest()
@@ -83,7 +83,7 @@ class VLLMRollout(OwnWeights):
         self.core.close()
 
     def _start(self, setup: Setup) -> Any:
-        """Core, or a proxy of it."""
+        """A Core in this process, or a proxy of a Core in a separate process."""
         if not self.transfer.in_process:
             return Core(setup)
         transfer, max_restarts = self.transfer, self.config.max_engine_restarts

@@ -65,7 +65,7 @@ class Sampler(LogitsProcessor, SlotProcessor):
         self._sampler: Any = BatchSampler() if is_pin_memory else SlotSampler(where)
 
     def is_argmax_invariant(self) -> bool:
-        """False: it decides the token that is the maximum, and is called in greedy decoding."""
+        """False: it changes the maximum of the logits, so vLLM must also call it in greedy decoding."""
         return False
 
     def update_state(self, batch_update: object) -> None:
@@ -91,11 +91,11 @@ def runs_in_slots() -> bool:
 
 
 class Ranks(ExecutorWithExternalLauncher):
-    """vLLM's worker in each rank of a run, on the process group that is there: consecutive ranks share a model by
-    tensor_parallel_size, and all of them do the same. All ranks make it at the same time."""
+    """vLLM's worker in each rank of a run, on the existing process group. `tensor_parallel_size` consecutive ranks share a
+    model and make the same calls. All ranks construct it at the same time."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        """(rendezvous, rank, device). No new rendezvous; workers of vLLM on a CPU find each other by this name."""
+        """(rendezvous, rank, device). The rendezvous is only a name, by which workers of vLLM on a CPU find each other."""
         name = torch.tensor(random.SystemRandom().getrandbits(62))
         on_gpu = torch.cuda.is_available()
         name = name.cuda() if on_gpu and dist.get_backend() == "nccl" else name

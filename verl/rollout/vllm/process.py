@@ -28,7 +28,7 @@ FACTORY = "verl.rollout.vllm.process:start"
 
 
 def start(setup: dict[str, Any]) -> Core:
-    """The factory that process_main calls."""
+    """A Core made from `setup`; process_main calls this function in the separate process."""
     return Core(Setup(**setup))
 
 
@@ -55,7 +55,7 @@ class RemoteCore:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone, by itself or because it was silent."""
+        """Whether the process has ended, or was ended because it passed a deadline."""
         return self.process.has_ended
 
 
@@ -153,7 +153,7 @@ class RestartingCore:
     # -- restarts
 
     def _call(self, method: str, *arguments: object) -> Any:
-        """Call the process, or a new process that was brought to the lost process's state before this call."""
+        """The result of the method. A lost process is replaced by one with its weights and requests, which is called again."""
         is_lost = False
         while True:
             try:

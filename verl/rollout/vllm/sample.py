@@ -1,4 +1,4 @@
-"""Our sampling inside vLLM: logits processors that leave only the sampled token to vLLM's greedy choice.
+"""verl's sampling inside vLLM: logits processors mask every token except the sampled one, so vLLM's greedy choice is it.
 
 A request carries its key (verl.rollout.uniforms) and its sampling parameters in `SamplingParams.extra_args`. Of its logits
 only the sampled token stays, with its log-probability as its value. vLLM takes the maximum and, asked for processed logits,
@@ -30,7 +30,7 @@ Rule = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
 
 def draw_arguments(key: int, num_drawn: int, params: SamplingParams) -> dict[str, object]:
-    """The `extra_args` of a request that is sampled under `params`: its key, and how many of its tokens are in the prompt."""
+    """The `extra_args` of a request: its `key`, the number of response tokens in its prompt, and the sampling rules."""
     return {_ENTRY: [key, num_drawn, params.temperature, params.top_k, params.top_p, params.min_p]}
 
 
@@ -78,7 +78,7 @@ class SamplingRules:
 
 @dataclass(frozen=True)
 class _Row:
-    """A request in the batch. `output` is vLLM's own, growing list of its tokens so far."""
+    """A request in the batch. `output` is vLLM's list of its sampled tokens; vLLM appends to it."""
 
     key: int
     num_drawn: int

@@ -1,4 +1,4 @@
-"""From our config to vLLM's arguments and environment."""
+"""The arguments and the environment of vLLM, from the config of a run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def make_setup(
 
 
 def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
-    """Tokens of prompt and response together, as far as the model goes."""
+    """The maximum length of a sequence, prompt and response together, in tokens; at most the positions of the model."""
     response = max(config.response_length, config.val_kwargs.max_new_tokens or 0)
     length = config.max_model_len or config.prompt_length + response
     return min([length, *(limit for limit, _ in row_limits(skeleton.config.get_text_config()))])

@@ -4,7 +4,7 @@
 
 `finish` succeeds only when the received tensors equal the sent tensors. Every parameter of the engine must have got a new
 value, and hold the sent value (weight_check.py). An output layer that shares its weight with the embedding must also compute
-with the new weight: on a CPU it multiplies by a packed copy that vLLM's own reload leaves as it was.
+with the new weight: on a CPU it multiplies by a packed copy, and vLLM's reload does not renew that copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Manifest:
         self._found = hashlib.blake2b(digest_size=16)
 
     def add(self, bucket: Description) -> None:
-        """Count in the tensors of a bucket, by its description."""
+        """Add the tensors of a bucket to the digest, from its description."""
         for entry in bucket["entries"]:
             self._found.update(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
 
@@ -106,7 +106,7 @@ class WeightReceiver:
 
     @_answers
     def verl_finish(self, manifest: str) -> None:
-        """The weights are complete, if `manifest` is the digest of what came."""
+        """End the update. It fails unless `manifest` is the digest of all received tensors."""
         problem = self._verl_problem(manifest)
         # workers that share the model compare sums together: an absent worker would leave its peers waiting
         if any_worker(problem is not None, self._verl_group):
@@ -129,7 +129,7 @@ class WeightReceiver:
         return tensor.mT if self._verl_flips and ".experts." in name and tensor.dim() == 3 else tensor
 
     def _verl_problem(self, manifest: str) -> Exception | None:
-        """The first fault in the weights of this worker, as far as it can tell by itself."""
+        """The first fault in the weights of this worker, or None; faults of other workers are not looked for."""
         try:
             self._verl_end()
         except Exception as error:  # noqa: BLE001 - raised when the other workers have it too
