@@ -195,9 +195,9 @@ def find_damage(
                     return f"{name} {reason}"
         return None if reads is not None else _unlisted(folder, manifest["files"])
     except FileNotFoundError:
-        if theirs := next((file.name for pattern in _OF_OTHERS for file in folder.glob(pattern)), None):
+        if foreign := next((file.name for pattern in _OF_OTHERS for file in folder.glob(pattern)), None):
             return (
-                f"{theirs} is of another release of verl, whose checkpoints are not read here; merge it with that release's "
+                f"{foreign} is of another release of verl, whose checkpoints are not read here; merge it with that release's "
                 "verl.model_merger, and name the folder as the model's path"
             )
         return f"{MANIFEST} is missing, so the save did not finish" if folder.is_dir() else "the folder is not there"

@@ -154,8 +154,8 @@ def _trainer_class(node: ast.ClassDef) -> Iterator[Line]:
     spec = importlib.util.find_spec("verl.compat.ray_trainer")
     assert spec is not None
     assert spec.origin is not None
-    here = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    here_attributes = {name for cls in here.body if isinstance(cls, ast.ClassDef) for name in _own_attributes(cls)[0]}
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    here_attributes = {name for cls in tree.body if isinstance(cls, ast.ClassDef) for name in _own_attributes(cls)[0]}
     defined, read = _own_attributes(node)
     for name, line in read.items():
         if name not in defined | here_attributes and not name.startswith("__"):

@@ -243,9 +243,9 @@ def _adapter(values: Mapping[str, Any], set_keys: set[str], model: str) -> Deriv
         **{n: n for n in ("lora_alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")},
     }
     return {
-        f"{model}.{ours}": (saved[theirs], f"follows {source}")
-        for ours, theirs in names.items()
-        if saved.get(theirs) is not None and (ours == "lora_rank" or f"{model}.{ours}" not in set_keys)
+        f"{model}.{key}": (saved[entry], f"follows {source}")
+        for key, entry in names.items()
+        if saved.get(entry) is not None and (key == "lora_rank" or f"{model}.{key}" not in set_keys)
     }
 
 

@@ -75,12 +75,12 @@ class ProcessGroups:
         self.is_first = dist.get_rank() == mesh.ranks[0]
 
         def arrange(**sizes: int) -> DeviceMesh | None:
-            ranks, mine = torch.tensor(mesh.ranks).view(tuple(sizes.values())), []
+            ranks, joined = torch.tensor(mesh.ranks).view(tuple(sizes.values())), []
             for axis, size in enumerate(sizes.values()):
                 for row in ranks.movedim(axis, -1).reshape(-1, size).tolist():
                     group = shared_group(row, timeout_s)
-                    mine += [group] if dist.get_rank() in row else []
-            return DeviceMesh.from_group(mine, device_type, ranks, mesh_dim_names=tuple(sizes)) if mine else None
+                    joined += [group] if dist.get_rank() in row else []
+            return DeviceMesh.from_group(joined, device_type, ranks, mesh_dim_names=tuple(sizes)) if joined else None
 
         data = arrange(replicate=replicate, shard=shard, sequence=sequence, tensor=tensor)
         params = arrange(replicate=replicate, fsdp=shard * sequence, tensor=tensor)
@@ -113,9 +113,9 @@ class ProcessGroups:
 
     def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Broadcast `tensor` of the first rank to all, along one axis of the mesh after the other."""
-        here = [group.rank() for group in self._axes]
+        ranks = [group.rank() for group in self._axes]
         for axis, group in enumerate(self._axes):
-            if group.size() > 1 and not any(here[axis + 1 :]):
+            if group.size() > 1 and not any(ranks[axis + 1 :]):
                 dist.broadcast(tensor, group_src=0, group=group)
         return tensor
 

@@ -83,8 +83,8 @@ def choose_forward(module: Any, attention: str | None = None) -> None:
 def largest_difference(module: HFModule, other: HFModule) -> float:
     """Largest difference of the log-probs of a few tokens: of `module` by its chosen forward, of `other`, a causal language
     model of transformers, by its own."""
-    ours = _describe(module, pack_rows(_columns(), device=next(module.parameters()).device))
-    return float((ours.cpu() - _in_rows(other).cpu()).abs().max())
+    packed = _describe(module, pack_rows(_columns(), device=next(module.parameters()).device))
+    return float((packed.cpu() - _in_rows(other).cpu()).abs().max())
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def packed_problem(module: HFModule) -> str:
     packed = pack_rows(_columns(), device=next(module.parameters()).device)
     layout = _NotingLayout(packed.layout)
     packed = PackedBatch(**{**vars(packed), "layout": layout})
-    ours = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
+    actual = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
     calls = Counter(layout.layers)  # of two forwards
     passed_by = [layer for layer in range(module.config.get_text_config().num_hidden_layers) if layer not in calls]
     if passed_by:
@@ -150,29 +150,29 @@ def packed_problem(module: HFModule) -> str:
     if set(calls.values()) != {2}:
         return "its layers call attention more than once, and a cache holds one set of keys for each"
     with _eager_attention(module):
-        theirs = _in_rows(module)
-        if problem := _difference(module, ours, theirs, "packed"):
+        expected = _in_rows(module)
+        if problem := _difference(module, actual, expected, "packed"):
             # bfloat16 by itself moves log-probs that far if logits are steep, as after fine-tuning on one task
-            if _distance(ours, theirs) < 2 * max(_moved_by_rounding(module, theirs)):
+            if _distance(actual, expected) < 2 * max(_moved_by_rounding(module, expected)):
                 return ""
     return problem
 
 
-def _moved_by_rounding(module: HFModule, theirs: torch.Tensor) -> Iterator[float]:
-    """Distances from `theirs` of equal forwards that round the embeddings otherwise. One differs from another by a factor of
+def _moved_by_rounding(module: HFModule, expected: torch.Tensor) -> Iterator[float]:
+    """Distances from `expected` of equal forwards that round the embeddings otherwise. One differs from another by a factor of
     three."""
     for seed in range(_NUM_ROUNDINGS):
         with _rounded_embeddings(module, seed):
-            yield _distance(_in_rows(module), theirs)
+            yield _distance(_in_rows(module), expected)
 
 
 def padded_problem(module: nn.Module) -> str:
     """The reason why padded rows do not give what each token gets from a forward over the tokens before it; "" if they
     do."""
     packed = pack_rows(_columns(), device=next(module.parameters()).device)
-    ours = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
+    actual = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
     _require_backward(module, packed)
-    return _difference(module, ours, _by_prefixes(module), "padded")
+    return _difference(module, actual, _by_prefixes(module), "padded")
 
 
 def _require_backward(module: nn.Module, packed: PackedBatch) -> None:
@@ -194,13 +194,13 @@ def _problem_of(find: Any, module: HFModule) -> str:
     return problem
 
 
-def _difference(module: nn.Module, ours: torch.Tensor, theirs: torch.Tensor, kind: str) -> str:
-    if not theirs.isfinite().all():
+def _difference(module: nn.Module, actual: torch.Tensor, expected: torch.Tensor, kind: str) -> str:
+    if not expected.isfinite().all():
         raise ModelError(
             f"{type(module).__name__} computes NaN or infinities on a few tokens, so its weights or an entry of its "
             "config.json are damaged. Download or convert the model again."
         )
-    error = _distance(ours, theirs)
+    error = _distance(actual, expected)
     # of padded rows there is a slower way that is exact, so that they may be judged more strictly
     if error < _RELATIVE_TOLERANCE[next(module.parameters()).dtype] * (1.0 if kind == "packed" else 0.2):
         return ""

@@ -278,9 +278,9 @@ class _FusedLogProbs(torch.autograd.Function):
                 if not is_computed:
                     ctx.head.log_softmax(inputs, operand, ctx.bias, matmul, buffer)
                 for block in _blocks(z):
-                    here = [g if g is None else g[part][block] for g in column_grads]
+                    block_grads = [g if g is None else g[part][block] for g in column_grads]
                     stats = (lse[part][block], entropy[part][block], squared[part][block])
-                    logit_grad_(z[block], columns[part][block], here, stats, ctx.head, matmul)
+                    logit_grad_(z[block], columns[part][block], block_grads, stats, ctx.head, matmul)
             is_computed = False
             dz = z.to(inputs.dtype)
             if d_hidden is not None:

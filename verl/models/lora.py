@@ -212,8 +212,8 @@ def whole_modules(module: nn.Module, spec: LoRASpec) -> list[str]:
     chosen = _chosen("model.modules_to_save", spec.full_modules, names, "module")
     parameters = list(module.named_parameters(remove_duplicate=False))
     for name in chosen:
-        mine = {id(parameter) for other, parameter in parameters if other.startswith(f"{name}.")}
-        shared = [other for other, p in parameters if id(p) in mine and not other.startswith(f"{name}.")]
+        members = {id(parameter) for other, parameter in parameters if other.startswith(f"{name}.")}
+        shared = [other for other, p in parameters if id(p) in members and not other.startswith(f"{name}.")]
         if shared:
             raise ConfigError(
                 f"model.modules_to_save: {name} shares its weight with {shared[0]}, so it cannot train separately. "
@@ -362,15 +362,15 @@ def _check_origin(path: Path, config: Mapping[str, object], tensors: Mapping[str
 @torch.no_grad()
 def load_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put adapters read by `read_adapter` into place; raises ModelError unless exactly these are there."""
-    mine = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    different = sorted(set(mine) ^ set(tensors)) or [n for n in mine if mine[n].shape != tensors[n].shape]
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    different = sorted(set(trained) ^ set(tensors)) or [n for n in trained if trained[n].shape != tensors[n].shape]
     if different:
         raise ModelError(
             f"The adapters at model.lora_adapter_path do not fit: {different[0]} is missing, superfluous or of another "
             "shape. Set model.target_modules to the modules that they were trained on."
         )
     for name, value in tensors.items():
-        mine[name].copy_(value)
+        trained[name].copy_(value)
 
 
 @torch.no_grad()

@@ -154,7 +154,7 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """See the class."""
-        groups, cut, here = self.param_groups, set(self._cut), {}
+        groups, cut, by_name = self.param_groups, set(self._cut), {}
         try:
             self.param_groups = [group for group in groups if not group["is_matrix"]]
             super().step()
@@ -163,14 +163,14 @@ class Muon(torch.optim.AdamW):
         for group in [group for group in groups if group["is_matrix"]]:
             for p in [p for p in group["params"] if p.grad is not None]:
                 if (name := self._names.get(p)) in cut:
-                    here[name] = (p, group)
+                    by_name[name] = (p, group)
                 else:
                     update = self._update(p)
                     _move(p, group, orthogonal(update.to(_computes_in(update.dtype, update.device))), update.shape)
         if self._divided is not None:
             size = self._divided.group.size()
             for first in range(0, len(self._cut), size):
-                self._step_together(self._cut[first : first + size], here, self._divided)
+                self._step_together(self._cut[first : first + size], by_name, self._divided)
 
     def _update(self, parameter: nn.Parameter) -> torch.Tensor:
         """This rank's part of the momentum, with Nesterov's look ahead."""
@@ -183,21 +183,21 @@ class Muon(torch.optim.AdamW):
         return gradient.lerp(momentum, _MOMENTUM)
 
     def _step_together(
-        self, names: list[str], here: Mapping[str, tuple[nn.Parameter, dict[str, Any]]], divided: Divided
+        self, names: list[str], parameters: Mapping[str, tuple[nn.Parameter, dict[str, Any]]], divided: Divided
     ) -> None:
-        """Step one matrix for each rank of the group, or fewer. `here`: the parameters of this rank, with their groups."""
-        rank, dtype, mine = divided.group.rank(), _computes_in(self._dtype, divided.device), torch.empty(0)
+        """Step one matrix for each rank of the group, or fewer. `parameters`: of this rank, with their groups."""
+        rank, dtype, direction = divided.group.rank(), _computes_in(self._dtype, divided.device), torch.empty(0)
         nothing = torch.empty(0, dtype=self._dtype, device=divided.device)
         for owner, name in enumerate(names):
-            update = divided.whole(name, self._update(here[name][0]) if name in here else nothing, dtype)
+            update = divided.whole(name, self._update(parameters[name][0]) if name in parameters else nothing, dtype)
             if owner == rank:
-                mine = orthogonal(update).contiguous()
+                direction = orthogonal(update).contiguous()
         for owner, name in enumerate(names):
             shape = divided.shape(name)
-            sent = mine if owner == rank else torch.empty(shape, dtype=dtype, device=divided.device)
+            sent = direction if owner == rank else torch.empty(shape, dtype=dtype, device=divided.device)
             dist.broadcast(sent, group_src=owner, group=divided.group)
-            if name in here:
-                _move(*here[name], local(divided.part(name, sent)), shape)
+            if name in parameters:
+                _move(*parameters[name], local(divided.part(name, sent)), shape)
 
 
 def _move(parameter: nn.Parameter, group: dict[str, Any], step: torch.Tensor, shape: Sequence[int]) -> None:

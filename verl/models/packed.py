@@ -191,9 +191,9 @@ def flash_forward(
         _batched(out, run).copy_(part)
         _batched(lse, run).copy_(part_lse)
     for bridge in layout.prefix_runs:
-        here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
-        part, part_lse = _flash(here(q), prefix(k), prefix(v), 0.0, False, scale=scale)
-        _merge_(here(out), here(lse), part, part_lse)
+        queries, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
+        part, part_lse = _flash(queries(q), prefix(k), prefix(v), 0.0, False, scale=scale)
+        _merge_(queries(out), queries(lse), part, part_lse)
     return lse
 
 
@@ -219,10 +219,10 @@ def flash_backward(
         for gradient, part in zip((dq, dk, dv), parts, strict=True):
             _batched(gradient, run).copy_(part)
     for bridge in layout.prefix_runs:
-        here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
-        inputs = [here(d_out), here(q), prefix(k), prefix(v), here(out), here(lse)]
+        queries, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
+        inputs = [queries(d_out), queries(q), prefix(k), prefix(v), queries(out), queries(lse)]
         part_q, part_k, part_v = _flash_backward(*inputs, 0.0, False, scale=scale)
-        here(dq).add_(part_q)
+        queries(dq).add_(part_q)
         prefix(dk).add_(part_k)
         prefix(dv).add_(part_v)
 

@@ -97,8 +97,8 @@ def dither(master: torch.Tensor, target: torch.Tensor, phase: int, shape: list[i
     out = weights.view(torch.int16)
     scratch = torch.empty(min(max_positions, wide.numel()), dtype=torch.int32, device=master.device)
     for at, rows, columns, first, stride in chunks(tuple(master.shape), region, max_positions):
-        here = slice(at, at + rows * columns)
-        values, moved = wide[here], scratch[: rows * columns]
+        block = slice(at, at + rows * columns)
+        values, moved = wide[block], scratch[: rows * columns]
         u, other = (
             tile.as_strided((rows, columns), (stride, 1), (first + phase) % length)
             for tile, length in zip(repeated, TILE_LENGTHS, strict=True)
@@ -106,13 +106,13 @@ def dither(master: torch.Tensor, target: torch.Tensor, phase: int, shape: list[i
         torch.bitwise_xor(u, other, out=moved.view(rows, columns))
         moved += values.view(torch.int32)
         moved >>= 16
-        out[here].copy_(moved)
+        out[block].copy_(moved)
         if master.device.type != "cpu":
-            _keep_extremes(weights[here], values)  # to ask first would wait for the device
+            _keep_extremes(weights[block], values)  # to ask first would wait for the device
         else:
             low, high = values.aminmax()  # NaN if there is one
             if not (-_LARGEST < low.item() and high.item() < _LARGEST):
-                _keep_extremes(weights[here], values)
+                _keep_extremes(weights[block], values)
 
 
 def _dither_compiled(target: torch.Tensor, name: str, master: torch.Tensor, region: Region) -> None:
@@ -124,8 +124,8 @@ def _dither_compiled(target: torch.Tensor, name: str, master: torch.Tensor, regi
 
     def write(chunk: tuple[int, int, int, int, int]) -> None:
         at, rows, columns, first, stride = chunk
-        here = slice(at, at + rows * columns)
-        to, start = weights[here], wide[here]
+        block = slice(at, at + rows * columns)
+        to, start = weights[block], wide[block]
         if run(to.data_ptr(), start.data_ptr(), rows, columns, first + phase, stride, *short):
             _keep_extremes(to, start)
 

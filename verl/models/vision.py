@@ -77,9 +77,9 @@ class ImageFeatures:
 
     def among(self, keep: torch.Tensor) -> ImageFeatures:
         """The features of the tokens that `keep` (ascending) holds, in a row of only these."""
-        here = torch.isin(keep, self.index)
-        place = torch.searchsorted(self.index, keep[here])
-        return ImageFeatures(here.nonzero()[:, 0], self.values[place], tuple(layer[place] for layer in self.deep))
+        is_kept = torch.isin(keep, self.index)
+        place = torch.searchsorted(self.index, keep[is_kept])
+        return ImageFeatures(is_kept.nonzero()[:, 0], self.values[place], tuple(layer[place] for layer in self.deep))
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:

@@ -76,10 +76,10 @@ def _check_vocabulary(path: str, student: Mapping[str, int], teacher: Mapping[st
     differing = [token for token, number in student.items() if teacher.get(token) != number]
     if differing:
         token = min(differing, key=lambda t: student[t])
-        theirs = f"has it as {teacher[token]}" if token in teacher else "does not have it"
+        difference = f"has it as {teacher[token]}" if token in teacher else "does not have it"
         raise ConfigError(
             f"{path} splits text into other tokens than the student: {len(differing)} of the student's {len(student)} differ. "
-            f"Token {student[token]} is {token!r}; the teacher {theirs}. Distillation compares token by token: choose a "
+            f"Token {student[token]} is {token!r}; the teacher {difference}. Distillation compares token by token: choose a "
             "teacher with the student's tokenizer."
         )
 

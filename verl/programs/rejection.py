@@ -190,4 +190,4 @@ def _responses(batch: DataProto) -> list[tuple[int, ...]]:
     """The tokens of each response, without padding."""
     tokens = batch.batch["responses"]
     exists = batch.batch["attention_mask"][:, -tokens.shape[1] :].bool()
-    return [tuple(row[here].tolist()) for row, here in zip(tokens, exists, strict=True)]
+    return [tuple(row[mask].tolist()) for row, mask in zip(tokens, exists, strict=True)]

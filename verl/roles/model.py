@@ -144,9 +144,9 @@ class ModelRole:
     def follow(self, share: float) -> None:
         """See ModelHandle; in float32, on each rank by itself, since both engines divide their weights alike."""
         assert self._followed is not None, "the role follows no other one"
-        theirs = self._followed.local_weights()
+        followed = self._followed.local_weights()
         for name, tensor in self.engine.local_weights().items():
-            tensor.copy_(torch.lerp(tensor.to(torch.float32), theirs[name].to(torch.float32), share))
+            tensor.copy_(torch.lerp(tensor.to(torch.float32), followed[name].to(torch.float32), share))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> dict[str, FileRecord] | None:

@@ -318,4 +318,4 @@ def _unpadded(batch: DataProto) -> tuple[list[tuple[int, ...]], list[tuple[int, 
 
 
 def _present(tokens: torch.Tensor, present: torch.Tensor) -> list[tuple[int, ...]]:
-    return [tuple(row[here].tolist()) for row, here in zip(tokens.cpu(), present.cpu(), strict=True)]
+    return [tuple(row[mask].tolist()) for row, mask in zip(tokens.cpu(), present.cpu(), strict=True)]

@@ -89,7 +89,7 @@ def ask_for_token() -> None:
 def passed_environment() -> dict[str, str]:
     """Environment of a process; Ray would set one thread for each."""
     passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
-    here = str(Path(__file__).resolve().parents[2])
+    source = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join(dict.fromkeys([here, *inherited])).rstrip(os.pathsep)
+    path = os.pathsep.join(dict.fromkeys([source, *inherited])).rstrip(os.pathsep)
     return {**passed, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}

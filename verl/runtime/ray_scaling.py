@@ -124,10 +124,10 @@ class RoleScaling:
 
     def _start_and_end(self, role: str, count: int) -> None:
         """Start or end processes until there are `count` in addition to the placement."""
-        mine = [a for a in (*self._joined, *self._starting) if a.role == role]
-        for added in mine[count:]:
+        members = [a for a in (*self._joined, *self._starting) if a.role == role]
+        for added in members[count:]:
             self._end(added)
-        for _ in range(count - len(mine)):
+        for _ in range(count - len(members)):
             if self._num_failures < _MAX_FAILURES:
                 self._starting.append(self._start(role))
 

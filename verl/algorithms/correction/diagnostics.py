@@ -90,16 +90,16 @@ def rollout_gap_metrics(
     """
     if response_mask is not None:
         log_probs, rollout_log_probs = log_probs[response_mask.bool()], rollout_log_probs[response_mask.bool()]
-    ours, theirs = log_probs.detach().flatten(), rollout_log_probs.detach().flatten()
-    num_tokens = ours.numel()
+    trained, sampled = log_probs.detach().flatten(), rollout_log_probs.detach().flatten()
+    num_tokens = trained.numel()
     if num_tokens == 0:
         return {"training/rollout_probs_diff_valid": Metric.min(0.0)}
-    first = torch.stack([ours[0], theirs[0]]).cpu().double().exp()
+    first = torch.stack([trained[0], sampled[0]]).cpu().double().exp()
     # sums of what is left after the first token, so that constants have no variance; a block stays in the cache
     origin = torch.stack([first[0], first[1], (first[0] - first[1]).abs()])[:, None]
     sums, products, highest = origin.new_zeros(3), origin.new_zeros(3, 3), origin.new_zeros(())
     values = origin.new_empty(3, _BLOCK)  # one for all blocks: freed memory of tensors has holes
-    for block in zip(blocks(ours, _BLOCK), blocks(theirs, _BLOCK), strict=True):
+    for block in zip(blocks(trained, _BLOCK), blocks(sampled, _BLOCK), strict=True):
         if (count := len(block[0])) != values.shape[1]:
             values = origin.new_empty(3, count)
         for row, log_p in zip(values, block, strict=False):

@@ -72,11 +72,11 @@ def contradictions(
 ) -> Iterator[str]:
     """Sentences about values of the file that the run's keys contradict. `bfloat16` None: not known yet."""
     zero = values.get("zero_optimization", {})
-    stage, theirs = section.zero_stage, zero.get("stage", "auto")
-    if theirs not in ("auto", *STAGES):
-        yield f"zero_optimization.stage={theirs} is none of 0, 1, 2, 3. Correct it."
-    elif stage is not None and theirs not in ("auto", stage):
-        yield f"zero_optimization.stage={theirs} contradicts deepspeed.zero_stage={stage}. Remove one of the two."
+    stage, in_file = section.zero_stage, zero.get("stage", "auto")
+    if in_file not in ("auto", *STAGES):
+        yield f"zero_optimization.stage={in_file} is none of 0, 1, 2, 3. Correct it."
+    elif stage is not None and in_file not in ("auto", stage):
+        yield f"zero_optimization.stage={in_file} contradicts deepspeed.zero_stage={stage}. Remove one of the two."
     for name in OFFLOADS:
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):

@@ -84,8 +84,8 @@ class MegatronConfig(Section):
 
     def check_groups(self, other: MegatronConfig) -> None:
         """Raise ConfigError if another role asks for process groups of other sizes."""
-        ours, theirs = self.group_sizes(), other.group_sizes()
-        different = [f"{name}={size} and {theirs[name]}" for name, size in ours.items() if size != theirs[name]]
+        sizes, second = self.group_sizes(), other.group_sizes()
+        different = [f"{name}={size} and {second[name]}" for name, size in sizes.items() if size != second[name]]
         if different:
             raise ConfigError(
                 f"Roles with strategy=megatron share their process groups, and ask for {', '.join(different)}. Give their "

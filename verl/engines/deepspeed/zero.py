@@ -43,9 +43,9 @@ class FlatShards:
         self.shapes, self.slices = dict(shapes), dict(slices)
         world: Any = dist.group.WORLD
         self.group = world
-        mine = torch.tensor([part.size for part in slices.values()], device=device)
-        sizes = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(sizes, mine, group=self.group)
+        own_sizes = torch.tensor([part.size for part in slices.values()], device=device)
+        sizes = [torch.empty_like(own_sizes) for _ in range(self.group.size())]
+        dist.all_gather(sizes, own_sizes, group=self.group)
         self.sizes = dict(zip(slices, torch.stack(sizes, 1).tolist(), strict=True))
         assert all(sum(rank_sizes) == math.prod(self.shapes[name]) for name, rank_sizes in self.sizes.items())
 
@@ -238,12 +238,12 @@ class ZeroOptimizer(MasterOptimizer):
     def _round(self, number: int) -> None:
         """Put rounded values into a buffer of masters, for DeepSpeed to take its compute weights from; the masters are kept."""
         buffer = self._buffers()[number].detach()
-        mine = [(n, part) for n, part in self.flat.slices.items() if part.buffer == number]
-        dtype = next(iter(self.parameters[name].dtype for name, _ in mine))
+        in_buffer = [(n, part) for n, part in self.flat.slices.items() if part.buffer == number]
+        dtype = next(iter(self.parameters[name].dtype for name, _ in in_buffer))
         if dtype == buffer.dtype:
             return
         self._exact.append((buffer, buffer.clone()))
-        for name, part in mine:
+        for name, part in in_buffer:
             master = buffer.narrow(0, part.offset, part.size)
             master.copy_(self.rounding.rounded(name, master, dtype, self.flat.region(name)))
 

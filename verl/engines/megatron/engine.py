@@ -223,9 +223,9 @@ class MegatronEngine(TrainedEngine):
         prefix: str,
     ) -> dict[str, torch.Tensor]:
         """Weights from the first rank, tensor by tensor; returns this rank's parts in `wide` if they compute in less."""
-        here: dict[str, list[Placed]] = {}
+        by_name: dict[str, list[Placed]] = {}
         for part in placed:
-            here.setdefault(part.name, []).append(part)
+            by_name.setdefault(part.name, []).append(part)
         source, error = {}, ""
         biases = router_biases(self.stages, prefix)
         if dist.get_rank() == 0:
@@ -252,7 +252,7 @@ class MegatronEngine(TrainedEngine):
             if source:
                 sent.copy_(source.pop(name))
             dist.broadcast(sent, src=0, group=all_ranks())
-            for part in here.get(name, []):
+            for part in by_name.get(name, []):
                 piece = part.take(sent)
                 part.view().copy_(piece)
                 if name in self.trained and part.parameter.dtype != wide:

@@ -155,8 +155,8 @@ class MegatronOptimizer(MasterOptimizer):
     def load_state(self, tensors: Iterable[tuple[str, torch.Tensor]], num_steps: int) -> None:
         """See MasterOptimizer; of tensors that lie elsewhere nothing is taken."""
         owners = ((key.rpartition("/")[0], key, value) for key, value in tensors)
-        here = ((key, value) for name, key, value in owners if name in self.masters or name not in self.names)
-        super().load_state(here, num_steps)
+        trained = ((key, value) for name, key, value in owners if name in self.masters or name not in self.names)
+        super().load_state(trained, num_steps)
 
     def copy_from(self, name: str, gather: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         """Set master and state of this rank's copy of tensor `name`, if it has one, to the tensor's. `gather` returns the

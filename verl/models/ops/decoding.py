@@ -72,9 +72,9 @@ def attend_decode(
     prompts = Slots(prompt_starts, prompt_lengths, max_prompt_keys, prompt_pages, prompt_page_size)
     queries = q[gather].unflatten(1, (store.shape[2], -1)).unflatten(0, (len(prompt_starts), -1))
     part, part_lse = _attended(queries, prompt_store, prompts, 0, scale)
-    theirs, their_lse = part.flatten(0, 1)[place].flatten(1, 2), part_lse.flatten(0, 1)[place].flatten(1)
+    prompt_out, their_lse = part.flatten(0, 1)[place].flatten(1, 2), part_lse.flatten(0, 1)[place].flatten(1)
     share = torch.sigmoid(their_lse - lse).unsqueeze(-1)
-    return (out + (theirs - out) * share).to(out.dtype)
+    return (out + (prompt_out - out) * share).to(out.dtype)
 
 
 def _attended(

@@ -253,9 +253,9 @@ class _VarlenParts(torch.autograd.Function):
         keys, values = (k, v) if plan.gathered is None else (k[plan.gathered], v[plan.gathered])
         out, lse = kernel.forward(q, keys, values, plan.causal, True, scale)
         if plan.has_prefixes:
-            here, keys_at = plan.queries, plan.keys
-            part, part_lse = kernel.forward(q[here], k[keys_at], v[keys_at], plan.bridge, False, scale)
-            out, lse = _merged(out, lse, part, part_lse, here)
+            queries_at, keys_at = plan.queries, plan.keys
+            part, part_lse = kernel.forward(q[queries_at], k[keys_at], v[keys_at], plan.bridge, False, scale)
+            out, lse = _merged(out, lse, part, part_lse, queries_at)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
         return out
@@ -270,25 +270,25 @@ class _VarlenParts(torch.autograd.Function):
         if plan.gathered is not None:
             dk, dv = (_summed_at(plan.gathered, part, len(k)) for part in (dk, dv))
         if plan.has_prefixes:
-            here, keys_at = plan.queries, plan.keys
-            inputs = (grad[here], q[here], k[keys_at], v[keys_at], out[here], lse[:, here])
+            queries_at, keys_at = plan.queries, plan.keys
+            inputs = (grad[queries_at], q[queries_at], k[keys_at], v[keys_at], out[queries_at], lse[:, queries_at])
             part_q, part_k, part_v = backward(*inputs, plan.bridge, False, scale)
-            for total, where, part in ((dq, here, part_q), (dk, keys_at, part_k), (dv, keys_at, part_v)):
+            for total, where, part in ((dq, queries_at, part_q), (dk, keys_at, part_k), (dv, keys_at, part_v)):
                 write_at(total, 0, where, total[where] + part)
         return dq, dk, dv, None, None, None
 
 
 def _merged(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, here: torch.Tensor
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, queries_at: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with a second part folded in at the tokens `here`, in place: a softmax over both sets of keys, in float32
-    or wider."""
-    mine = lse[:, here]
-    total = torch.logaddexp(mine, part_lse)
-    weights = [(x - total).exp().t().unsqueeze(-1) for x in (mine, part_lse)]
-    merged = (out[here] * weights[0] + part * weights[1]).to(out.dtype)
-    write_at(out, 0, here, merged)
-    write_at(lse, 1, here, total)
+    """(out, lse) with a second part folded in at the tokens `queries_at`, in place: a softmax over both sets of keys, in
+    float32 or wider."""
+    present = lse[:, queries_at]
+    total = torch.logaddexp(present, part_lse)
+    weights = [(x - total).exp().t().unsqueeze(-1) for x in (present, part_lse)]
+    merged = (out[queries_at] * weights[0] + part * weights[1]).to(out.dtype)
+    write_at(out, 0, queries_at, merged)
+    write_at(lse, 1, queries_at, total)
     return out, lse
 
 
