@@ -83,7 +83,7 @@ def pytest_collection(session):
 
 
 def _unit_key(item):
-    """A key that all cases of a parametrized test share; tests/house, which reads all files and pages, keeps its cases."""
+    """A key that all cases of a parametrized test share; tests/house reads all files and pages, and keeps its cases."""
     return item.nodeid if item.path.parent.name == "house" else (item.path, item.cls, item.originalname)
 
 
@@ -131,7 +131,7 @@ def loaded_once(request):
 
 @pytest.fixture
 def forked_engines(monkeypatch):
-    """Engine processes are forks of this process, which has torch in its memory."""
+    """Engine processes are forks of this process with torch in its memory."""
     from tests.forked import fork_instead
     from verl.rollout import process
 

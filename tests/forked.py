@@ -1,6 +1,6 @@
 """Processes that need torch, as forks of a process that has it: `python -m MODULE arguments` without six seconds of imports.
 
-Each test process has its own server, which is started when it is first needed and ends with it. It has imported what is
+Each test process has its own server. It starts when it is first needed and ends with the process. It has imported what is
 in warm.py and has run nothing; what a process sets is its own. Its command line is the server's.
 """
 
@@ -24,7 +24,7 @@ FORKS.set_forkserver_preload(["tests.warm"])
 
 
 def fork(target: Callable[..., object], *arguments: object, daemon: bool = False) -> Any:
-    """A started process. The server starts in the folder in which it finds tests.warm."""
+    """A started process. The server starts in the folder with tests.warm."""
     here = os.getcwd()
     os.chdir(ROOT)
     try:
@@ -37,7 +37,7 @@ def fork(target: Callable[..., object], *arguments: object, daemon: bool = False
 
 
 class Forked:
-    """Like a `subprocess.Popen` of `python -m module arguments...`, or of `python FILE arguments...` where `what` is a path;
+    """Like a `subprocess.Popen` of `python -m module arguments...`, or of `python FILE arguments...` if `what` is a path;
     both outputs in one pipe, and nothing to read."""
 
     def __init__(self, what: str | Path, *arguments: object, env: Mapping[str, str], cwd: Path = ROOT):
@@ -85,7 +85,7 @@ class Forked:
 
 
 def run_forked(what: str | Path, *arguments: object, timeout_s: float, **more) -> tuple[int, str]:
-    """(exit code, output) of a `Forked`; it is killed at the deadline, which fails the test with its output."""
+    """(exit code, output) of a `Forked`; at the deadline it is killed, and the test fails with its output."""
     process = Forked(what, *arguments, **more)
     try:
         said, _ = process.communicate(timeout_s)
@@ -96,7 +96,7 @@ def run_forked(what: str | Path, *arguments: object, timeout_s: float, **more) -
 
 
 def fork_instead(popen: type[subprocess.Popen]) -> Callable[..., subprocess.Popen]:
-    """`popen` for commands of `python_command`, which runs their module in the fork that it makes, and never a program."""
+    """`popen` for commands of `python_command`: it runs their module in a fork, and never a program."""
 
     def start(command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **more) -> subprocess.Popen:
         def run() -> None:
@@ -104,7 +104,7 @@ def fork_instead(popen: type[subprocess.Popen]) -> Callable[..., subprocess.Pope
             try:
                 open_fds = sorted({0, 1, 2, *pass_fds})
                 for low, high in zip(open_fds, [*open_fds[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-                    os.closerange(low + 1, high)  # with the pipe by whose end the parent knows of a start
+                    os.closerange(low + 1, high)  # with the pipe that tells the parent of a start
                 sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
                 os.environ.clear()
                 os.environ.update(env)

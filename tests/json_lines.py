@@ -4,7 +4,7 @@ import json
 
 
 def write_lines(path, rows):
-    """Writes the rows to `path`, which is returned."""
+    """Writes the rows to `path`, and returns it."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -13,7 +13,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write_task(folder, *, num_val=4, reward=REWARD):
-    """Write train.jsonl (24 rows), val.jsonl and reward.py into `folder`, which is returned."""
+    """Write train.jsonl (24 rows), val.jsonl and reward.py into `folder`, and return it."""
     for name, count in (("train", 24), ("val", num_val)):
         rows = [
             {
@@ -30,7 +30,7 @@ def write_task(folder, *, num_val=4, reward=REWARD):
 
 
 def write_reward(folder, body, name="reward"):
-    """The override of a run that scores by a function with this body, which is written to `folder`."""
+    """The override of a run that scores by a function with this body, written to `folder`."""
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     (folder / f"{name}.py").write_text(signature + textwrap.indent(body, "    ") + "\n")
     return f"reward.custom_reward_function.path={folder}/{name}.py"

@@ -1,4 +1,4 @@
-"""Processor seconds of each test file, which other work on the machine changes less than the clock:
+"""Processor seconds of each test file; other work on the machine changes them less than the clock:
 
     python -m pytest -n 2 --dist loadfile -p tests.processor_time
 

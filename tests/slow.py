@@ -6,7 +6,7 @@ import pytest
 
 
 def slow(*values, when=True, **more):
-    """`pytest.param(*values)`, left to `-m slow` where `when` holds."""
+    """`pytest.param(*values)`, left to `-m slow` if `when` holds."""
     return pytest.param(*values, marks=pytest.mark.slow if when else (), **more)
 
 

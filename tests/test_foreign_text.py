@@ -139,7 +139,7 @@ def in_an_error(text, rng, folder):
 def in_a_log(text, rng, folder):
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    for _ in range(2):  # as where a record has two handlers
+    for _ in range(2):  # as if a record has two handlers
         handler.addFilter(CleanRecords())
     logger = logging.Logger("verl")
     logger.addHandler(handler)

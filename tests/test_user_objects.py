@@ -128,7 +128,7 @@ def test_digests_are_the_same_in_another_process(tmp_path):
 SCORE = "def score(completions):\n    return [SCALE] * len(completions)\n"
 GUARD = 'if __name__ == "__main__":\n    import sys\n    from verl.registry import reference_to\n'
 SAY = "    print(reference_to(score), end='')\n"
-SCRIPTS = {  # the script, and the name of which its import has another value
+SCRIPTS = {  # the script, and the name with another value after its import
     "the default": (f"SCALE = 1.0\n{SCORE}{GUARD}{SAY}", ""),
     "set below the guard": (f"SCALE = 1.0\n{SCORE}{GUARD}    SCALE = 7.0\n{SAY}", "SCALE"),
     "set by a function": (

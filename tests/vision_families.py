@@ -14,7 +14,7 @@ from tests.slow import slow
 from verl.models.tiny import make_tokenizer
 from verl.models.vision import FAMILIES
 
-pytest.importorskip("transformers", minversion="5.19")  # whose processors give the text of an image
+pytest.importorskip("transformers", minversion="5.19")  # its processors give the text of an image
 VOCABULARY = 272
 TEXT = {
     "vocab_size": VOCABULARY,
@@ -133,7 +133,7 @@ CONFIGS = {f.__name__: f for f in (*_QWENS, glm4v, llava, llava_onevision, inter
 assert set(CONFIGS) == set(FAMILIES)
 FEW = ("qwen2_vl", "qwen3_vl", "smolvlm")  # with positions in images, features for later layers, and neither
 few = pytest.mark.parametrize("family", [slow(f, when=f not in FEW) for f in CONFIGS])  # a path that a kind shares
-PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")  # families whose images have their own sizes
+PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")  # families with sizes of each image
 
 
 def random_model(family, seed=0):
@@ -243,7 +243,7 @@ def vision_folder(folder, family, seed=0):
     folder = Path(folder)
     random_model(family, seed).save_pretrained(folder)
     vision_tokenizer(family).save_pretrained(folder)
-    if family == "internvl":  # whose processor reads its tokens from attributes of the tokenizer
+    if family == "internvl":  # its processor reads tokens from attributes of the tokenizer
         attributes = ("context_image_token", "video_token", "start_image_token", "end_image_token")
         file = folder / "tokenizer_config.json"
         named = {"model_specific_special_tokens": dict(zip(attributes, NAMES[family], strict=True))}

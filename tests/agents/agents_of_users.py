@@ -27,7 +27,7 @@ class Echo:
         """Fail.
 
         Args:
-            how: in which way
+            how: the way
         """
         return echo_tools.break_things(how)
 

@@ -1,4 +1,4 @@
-"""A tiny run whose samples are episodes with tools."""
+"""A tiny run on episodes with tools."""
 
 from pathlib import Path
 

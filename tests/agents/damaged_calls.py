@@ -29,7 +29,7 @@ BITS = (
 
 
 def turn_of(name, value):
-    """A turn with one call, whose argument b is `value`."""
+    """A turn with one call. Its argument b is `value`."""
     turn = TURNS[name].removeprefix("So: ")
     if name in ("hermes", "gpt-oss", "kimi", "deepseek"):
         return turn.replace('"b": "2"', f'"b": "{value}"')

@@ -31,7 +31,7 @@ def break_things(how: str) -> str:
     """Fail.
 
     Args:
-        how: in which way
+        how: the way
     """
     if how == "hang":
         time.sleep(60)

@@ -30,7 +30,7 @@ SOURCES = ("step", "get_reward", "user", "runner", "dict of a runner", "loop")
 
 
 def outcome(rng, agents, ordinal):
-    from tests.agents import test_hostile_episodes as episodes  # whose tests run a part of the cases
+    from tests.agents import test_hostile_episodes as episodes  # its tests run a part of the cases
 
     source = rng.choice(SOURCES)
     episodes.SETTINGS.clear()

@@ -1,4 +1,4 @@
-"""Tools whose arguments are classes."""
+"""Tools with classes as arguments."""
 
 import enum
 from dataclasses import dataclass

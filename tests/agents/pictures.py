@@ -70,7 +70,7 @@ class Screen:
 
 
 def run(task, base_url, api_key):
-    """An agent of an endpoint, which sends the row's prompt, then a picture and a video."""
+    """An agent of an endpoint: it sends the row's prompt, then a picture and a video."""
     with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=120) as client:
         messages = list(task["prompt"])
         for number in range(2):

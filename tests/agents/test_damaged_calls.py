@@ -47,7 +47,7 @@ class Turns(Scripted):
 
 @pytest.fixture
 def play(tmp_path):
-    """play(turns, *changes) -> (result, agents): one episode whose model says `turns`."""
+    """play(turns, *changes) -> (result, agents): one episode; the model says `turns`."""
     built = []
 
     def start(turns, *changes, prompt=ASK, **columns):

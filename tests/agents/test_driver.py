@@ -140,7 +140,7 @@ def test_the_first_turn_is_the_sample_without_agents(module, events):
 
 
 def test_branches_have_tokens_of_their_own(module, events):
-    """Calls that do not continue the conversation begin a branch, whose tokens do not depend on the order of the calls."""
+    """Calls that do not continue the conversation begin a branch. Its tokens do not depend on the order of the calls."""
 
     def branching(order):
         async def run_one(episode):

@@ -30,7 +30,7 @@ WORDS = ["so", "então", "数", "🙂", "<think>hm</think>", "\n\n", "<tool_call
 
 
 class Scripted:
-    """An engine whose turns are texts of a script: calls, several at once, malformed calls, text in between. It keeps its
+    """An engine with turns from a script: calls, several at once, malformed calls, text in between. It keeps its
     samples."""
 
     weight_version = 4
@@ -79,7 +79,7 @@ class Scripted:
 
 
 def in_pieces(tokenizer, text):
-    """A text as a policy may sample it: the tokens of its chunks, which are seldom the tokens of the whole text."""
+    """A text as a policy may sample it: the tokens of its chunks, seldom equal to the tokens of the text."""
     rng, ids, at = random.Random(text), [], 0
     while at < len(text):
         end = at + rng.randint(1, 6)
@@ -106,7 +106,7 @@ def script(key, turn):
     rng = random.Random(hashlib.sha256(repr((key, turn)).encode()).digest())
     if turn >= rng.randint(1, 7):
         return " ".join(rng.choices(WORDS[:4], k=3))
-    parts = ["</think>"]  # the prompts of some templates begin thoughts, in which no call runs
+    parts = ["</think>"]  # the prompts of some templates begin thoughts, and no call runs in a thought
     for _ in range(rng.randint(1, 3)):
         parts.append("".join(rng.choices(WORDS, k=rng.randint(0, 3))))
         kind = rng.random()

@@ -43,7 +43,7 @@ def run(task, base_url, api_key):
 
 @pytest.fixture
 def play(tmp_path):
-    """play(function, n=1) -> (results, engine): episodes whose agent is the function of a client and the row."""
+    """play(function, n=1) -> (results, engine): episodes; their agent is the function of a client and the row."""
 
     built = []
 
@@ -89,7 +89,7 @@ def chat(client, messages, **more):
 
 @pytest.fixture
 def impatient(around):
-    """A POST whose client closes its connection before the policy has sampled."""
+    """A POST; its client closes the connection before the policy has sampled."""
     may_sample = threading.Event()
     around(Scripted, "poll", lambda poll, *args: poll(*args) if may_sample.wait(0.01) else [])
 
@@ -196,7 +196,7 @@ def test_a_rewritten_history_is_a_branch_and_the_longest_trains(play):
     assert result.error is None
     assert (result.reward, result.extra["num_branches"], result.extra["solved"]) == (0.75, 3, True)
     sizes = [sum(len(ids) for _, ids, _ in turns) for turns in engine.sampled.values()]
-    assert len(engine.sampled[0, 0]) == 2  # the first conversation, which continued
+    assert len(engine.sampled[0, 0]) == 2  # the first conversation continued
     assert result.trajectory.to_row().response_mask.sum() == max(sizes)
 
 

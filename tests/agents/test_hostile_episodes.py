@@ -152,7 +152,7 @@ SOURCES = {
 
 
 def make_agents(source, folder):
-    """Agents whose rewards and texts come from `source`."""
+    """Agents with rewards and texts from `source`."""
     keys, prepare = SOURCES[source]
     files = ("actor_rollout_ref.model.path=model", "data.train_files=x.jsonl")
     lengths = (f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}")
@@ -232,7 +232,7 @@ def test_a_tool_reward_without_bound_costs_its_own_episode(play):
                           ("completions", "text")],
 )  # fmt: skip
 def test_a_text_without_end_is_not_encoded(play, source, place):
-    """In the event loop, on which all episodes wait. Only so much of it is encoded as shows that it is too long."""
+    """In the event loop: all episodes wait on it. Only so much of it is encoded as shows that it is too long."""
     hostile, usual, num_chars = play(source, **{place: LONG})
     assert usual.error is None
     assert num_chars < 300_000

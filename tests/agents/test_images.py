@@ -39,7 +39,7 @@ TOOLS = (f"{ROLLOUT}.multi_turn.function_tool_path={HERE}", f"{ROLLOUT}.multi_tu
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    """Rows of which every second has a picture, and every third a video."""
+    """Rows: every second has a picture, and every third a video."""
     folder = write_task(tmp_path_factory.mktemp("pictures"))
     rows = read_lines(folder / "train.jsonl")
     for number, row in enumerate(rows):
@@ -130,7 +130,7 @@ def test_log_probs_equal_the_own_forward(family, folder_of, tmp_path):
         prompt, response = tuple(row.prompt_ids.tolist()), tuple(row.response_ids.tolist())
         parts = [text.count(mark) for images in media for text in images.texts for mark in tokenizer.processor.marks]
         if len(media) < 2 or sum(parts) != sum(token in (IMAGE, VIDEO) for token in (*prompt, *response)):
-            continue  # it has sampled a token of images, which their own forward takes for one
+            continue  # it has sampled a token of images, and the model's forward takes it for an image
         kinds |= {kind for images in media[1:] for kind in images.kinds}
         joined_media = Media("", joined([m.tensors for m in media], FAMILIES[family].axis, "cpu"))
         expected = own_log_probs(theirs, prompt, joined_media, response).detach()

@@ -1,4 +1,4 @@
-"""Games of two players in which the policy plays itself."""
+"""Games of two players: the policy plays against itself."""
 
 import pytest
 

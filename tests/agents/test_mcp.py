@@ -1,4 +1,4 @@
-"""Tools of an MCP server, which runs as a child over its standard input and output."""
+"""Tools of an MCP server, a child process, over its standard input and output."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Environments of an OpenEnv server: by a stand-in of the client, and by the package and a server where it is installed."""
+"""Environments of an OpenEnv server: by a stand-in of the client, and by the package and a server if it is installed."""
 
 import importlib.util
 import json
@@ -62,7 +62,7 @@ class Client:
 
 @pytest.fixture
 def server(monkeypatch):
-    """server(schema) -> the address of a stand-in whose actions have that schema."""
+    """server(schema) -> the address of a stand-in with actions of that schema."""
     package = ModuleType("openenv")
     package.GenericEnvClient = Client
     monkeypatch.setitem(sys.modules, "openenv", package)

@@ -1,4 +1,4 @@
-"""Calls in every format: read where they are well formed, and a sentence for the model where they are not."""
+"""Calls in every format: read if they are well formed, else a sentence for the model."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ TURNS = {
     '<｜DSML｜parameter name="c" string="false">true</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "gemma4": 'So: <|tool_call>call:add{a:1,b:<|"|>2<|"|>,c:true}<tool_call|>',
 }
-JSON = ["hermes", "gpt-oss", "kimi", "deepseek"]  # formats whose arguments are JSON
+JSON = ["hermes", "gpt-oss", "kimi", "deepseek"]  # formats with arguments as JSON
 # a damage of the arguments '{"a": 1, "b": "2", "c": true}'
 DAMAGES = {
     "cut": ('"c": true}', '"c": tr'),

@@ -1,4 +1,4 @@
-"""A loss of power, which loses all unsynced writes: an agent run with samples ahead of training resumes with equal bits."""
+"""A loss of power loses all unsynced writes: an agent run with samples ahead of training resumes with equal bits."""
 
 import os
 import shutil

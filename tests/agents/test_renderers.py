@@ -1,4 +1,4 @@
-"""Prompts, suffixes and calls against the package `renderers`, which writes the formats of model families by hand."""
+"""Prompts, suffixes and calls against the package `renderers` with hand-written formats of model families."""
 
 import asyncio
 import json
@@ -46,9 +46,7 @@ def llama3():
 
 
 def text(rng):
-    return "x" + "".join(
-        rng.choices(WORDS, k=rng.randint(0, 6))
-    )  # no space around it, which Llama's template takes away
+    return "x" + "".join(rng.choices(WORDS, k=rng.randint(0, 6)))  # no space around it: Llama's template takes it away
 
 
 @pytest.mark.parametrize("tools", [None, SCHEMAS])

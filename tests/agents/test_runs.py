@@ -1,4 +1,4 @@
-"""Training on episodes: GRPO runs whose samples call tools."""
+"""Training on episodes: GRPO runs with samples that call tools."""
 
 import json
 

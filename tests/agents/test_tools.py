@@ -1,4 +1,4 @@
-"""Tools: their schemas and files, and an answer for each way in which a call can fail."""
+"""Tools: their schemas and files, and an answer for each failure of a call."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Environments of the package verifiers: by a stand-in of its interface, and by the package where it is installed."""
+"""Environments of the package verifiers: by a stand-in of its interface, and by the package if it is installed."""
 
 import importlib.util
 import json

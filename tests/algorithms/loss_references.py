@@ -149,7 +149,7 @@ def _covariances(case):
 def clip_cov(
     case, mode, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_cov_lb=1.0, clip_cov_ub=5.0, clip_cov_ratio=1.0, **kw
 ):
-    """Only where the quota covers every candidate, so that nothing is left to chance."""
+    """Only if the quota covers every candidate: nothing is random then."""
     assert clip_cov_ratio == 1.0
     cov = _covariances(case)
 

@@ -105,7 +105,7 @@ def optimal_transport(name, pairs):
     return sum(cross_entropy(beta * (a - b), e) for a, b in zip(ours, theirs, strict=True)) / len(pairs)
 
 
-# the loss where the policy is the reference: TRL's and the authors' formulas at c = r = 0, beta 0.1
+# the loss of a policy equal to the reference: TRL's and the authors' formulas at c = r = 0, beta 0.1
 LN2 = math.log(2)
 START = {
     "sigmoid": LN2,

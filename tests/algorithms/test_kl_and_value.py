@@ -53,7 +53,7 @@ def test_values_and_gradients(kind):
 
 def test_unbiased_on_samples_of_the_policy():
     generator = torch.Generator().manual_seed(0)
-    # near enough that k3's bound of 10, which would bias it, is never reached
+    # near enough that k3 never reaches its bound of 10 (the bound would bias it)
     logits = 0.5 * torch.randn(2, 16, dtype=torch.float64, generator=generator)
     policy, reference = logits.log_softmax(-1)
     exact = float((policy.exp() * (policy - reference)).sum())

@@ -50,7 +50,7 @@ def inputs(seed=0):
 
 
 def terms_of(lp_w, lp_l, ref_w, ref_l, lengths, *, kind="reverse_kl", f_alpha=0.5, **changes):
-    """The arguments of every loss; a labelled completion is chosen where its index is even."""
+    """The arguments of every loss; a labelled completion is chosen if its index is even."""
     c, r = lp_w - ref_w, lp_l - ref_l
     s_c, s_r = (divergence_score(x, kind, f_alpha) for x in (c, r))
     desirable = torch.arange(NUM) % 2 == 0

@@ -129,7 +129,7 @@ def test_a_part_is_over_the_samples_that_have_it():
 
 
 def test_majority_follows_the_votes():
-    # two of three say "7", which is right; the bootstrap of 3 finds it in 20 of 27 subsets (ties go to the first sampled)
+    # two of three say "7", the right answer; the bootstrap of 3 finds it in 20 of 27 subsets (ties go to the first sampled)
     metrics = validation_metrics(["a"] * 3, ["1"] * 3, {"acc": [1.0, 1.0, 0.0]}, ["7", "7", "8"])
     assert metrics["val-core/a/acc/maj@3/mean"] == pytest.approx(20 / 27, abs=0.04)
     answers = ["7", None, None, None]  # only source a has answers

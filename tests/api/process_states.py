@@ -1,4 +1,4 @@
-"""States in which the process of a script or notebook may be when it calls verl, and a run whose weights they do not change."""
+"""States of the process of a script or notebook that calls verl, and a run: they do not change its weights."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ KEYS = {
 
 
 def trained(model, folder, callbacks=(), reward=None):
-    """The digest of the weights after two steps of GRPO in the run folder `folder`, which may be relative."""
+    """The digest of the weights after two steps of GRPO in the run folder `folder` (absolute or relative)."""
     score = reward or (lambda completions: [float(len(text) + ord(text[0]) % 7 if text else 0) for text in completions])
     run = verl.train(model, ROWS, score, output_dir=folder, callbacks=callbacks, config=KEYS)
     return hashlib.sha256((run.model_path / "model.safetensors").read_bytes()).hexdigest()
@@ -72,7 +72,7 @@ def change_folder(*_):
 
 
 def fork_a_pool(*_):
-    with multiprocessing.get_context("fork").Pool(1) as pool:  # whose exit terminates the process
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # its exit terminates the process
         assert pool.apply_async(abs, [-1]).get(timeout=120) == 1
 
 
@@ -100,7 +100,7 @@ def settings():
 
 @contextlib.contextmanager
 def restored():
-    """Bring back what callbacks leave. Inside, SIGTERM has no handler of Ray, which other tests leave."""
+    """Bring back what callbacks leave. Inside, SIGTERM has no handler of Ray: other tests leave one."""
     folder, handler = os.getcwd(), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         yield
@@ -113,7 +113,7 @@ def restored():
 
 
 def trained_in(states, callbacks, in_reward, has_loop, model, folder):
-    """The digest of a run in a process with `states`, whose callbacks, or reward function, leave others."""
+    """The digest of a run in a process with `states`; its callbacks, or reward function, leave others."""
 
     def reward(completions):
         for callback in callbacks if in_reward else ():

@@ -105,9 +105,7 @@ def test_a_function_called_score_does_not_replace_the_sum():
     assert score_lists(["a"], ["88"], [None], [{"prompt": "p"}], functions=references) == [
         {"score": 10.2, "length": 0.2}
     ]
-    references[0] = reference_to(
-        lambda completions: [{"right": 1.0}]
-    )  # a dict without a score, which the worker refuses
+    references[0] = reference_to(lambda completions: [{"right": 1.0}])  # the worker refuses a dict without a score
     assert score_lists(["a"], ["88"], [None], [{"prompt": "p"}], functions=references) == [{"score": {"right": 1.0}}]
 
 

@@ -26,7 +26,7 @@ WITHOUT_KEY = {
     "callbacks": "an object of the script",
     "config": "the keys themselves",
 }
-# entry -> its arguments that stand for keys; those of a Trainer where the signature has **arguments
+# entry -> its arguments that stand for keys; of a Trainer if the signature has **arguments
 ENTRIES = {
     "Trainer": {*KEYS} - {"loss"},
     "train": {*KEYS} - {"loss"},
@@ -40,7 +40,7 @@ ENTRIES = {
 
 
 class Loaded(Exception):
-    """Ends a call where its config is there."""
+    """Ends a call once its config exists."""
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_two_threads_may_start_runs_at_once(clean, tiny_llama, tmp_path):
     weights = {}
 
     def run(name):
-        model = shutil.copytree(tiny_llama, tmp_path / f"model{name}")  # whose load no test has kept
+        model = shutil.copytree(tiny_llama, tmp_path / f"model{name}")  # no test has loaded it before
         weights[name] = trained(model, tmp_path / name)
 
     threads = [threading.Thread(target=run, args=[name]) for name in "ab"]
@@ -137,7 +137,7 @@ def test_prompts_that_end_like_files_are_prompts(tiny_llama, tmp_path):
 def test_an_async_function_runs_inside_of_a_running_loop():
     async def two():
         await asyncio.sleep(0)
-        return finished(one())  # which runs inside of another
+        return finished(one())  # it runs inside of another one
 
     async def one():
         return asyncio.get_running_loop()
@@ -154,7 +154,7 @@ def test_a_function_from_standard_input_is_called_in_the_process():
     script = "from verl.registry import reference_to\ndef f(completions): return []\nprint(reference_to(f))"
     done = subprocess.run(
         [sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120, check=True
-    )  # whose __file__ is no file
+    )  # its __file__ is no file
     assert done.stdout.startswith("in_process:f_")
 
 

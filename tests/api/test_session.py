@@ -68,7 +68,7 @@ def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
         other.forward_backward(ROWS, reinforce)
         with pytest.raises(ConfigError, match="Call optim_step before save"):
             other.save(tmp_path / "other")
-        other.load(folder)  # which drops the gradients
+        other.load(folder)  # it drops the gradients
         with pytest.raises(ConfigError, match="There are no gradients"):
             other.optim_step()
         assert [take_step(other) for _ in range(2)] == expected

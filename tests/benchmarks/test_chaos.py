@@ -65,7 +65,7 @@ def attacked(task, moments, victim):
 
 
 class Forked:
-    """`verl train` as a fork of this process, which has torch in its memory already; otherwise like a Popen of it."""
+    """`verl train` as a fork of this process with torch in its memory; otherwise like a Popen of it."""
 
     def __init__(self, keys, log):
         parent = os.getpid()
@@ -99,7 +99,7 @@ class ForkedVictim(Victim):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has used CUDA cannot be forked")
 def test_a_run_whose_processes_are_killed_equals_the_unbroken_one(make):
-    """A reward worker, the process that trains, and the supervisor, which takes all with it: the command is run again."""
+    """A reward worker, the process that trains, and the supervisor: all processes end with it, and the command is run again."""
     task = make(steps=8)
     victim = ForkedVictim(task, "local", "killed")
     moments = [

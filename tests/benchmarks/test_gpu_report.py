@@ -124,7 +124,7 @@ def test_predictions_are_of_steps():
 
 
 def test_names_of_torch_cuda_exist():
-    """Lines for a GPU do not run on a CPU, where a name that torch.cuda lacks goes unnoticed."""
+    """Lines for a GPU do not run on a CPU, so a name that torch.cuda lacks goes unnoticed."""
     for file in Path(report.__file__).parent.glob("*.py"):
         names = set(re.findall(r"torch\.cuda\.(\w+)", file.read_text(encoding="utf-8")))
         assert not [name for name in names if not hasattr(torch.cuda, name)], file.name

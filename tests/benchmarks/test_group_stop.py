@@ -23,7 +23,7 @@ from verl.tracking.files import read_json_rows
 
 
 def terminate_each(run, rng):
-    """Ray's agents overwrite the environment by which other processes are found."""
+    """Ray's agents overwrite the environment that identifies processes of a run."""
     first = psutil.Process(run.process.pid)
     processes = list({first, *first.children(recursive=True), *run.left_over()})
     rng.shuffle(processes)

@@ -1,4 +1,4 @@
-"""Our fine-tuning and TRL's on the same rows with pictures, where TRL's environment is made."""
+"""Our fine-tuning and TRL's on the same rows with pictures, if TRL's environment exists."""
 
 import pytest
 import sft_cpu

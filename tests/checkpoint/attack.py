@@ -1,6 +1,6 @@
 """Faults of a save: it is killed between any two operations, or the disk refuses one.
 
-Nothing here knows which operations a save makes. `DiskStates` looks at the folder around every call of C code that can touch a
+Nothing here knows the operations of a save. `DiskStates` looks at the folder around every call of C code that can touch a
 file, in every thread, and keeps each content that the folder has had; `Refusals` stands in front of every function of the
 operating system that a save was seen to call.
 """
@@ -68,7 +68,7 @@ def put(state: State, root: Path) -> Path:
 
 
 class DiskStates:
-    """While entered, collects in `states` every content of `root`, in order, each with the call before which it was seen. A
+    """While entered, collects in `states` every content of `root`, in order, each with the next call. A
     file that has grown is also seen half grown, as a kill inside the write leaves it."""
 
     def __init__(self, root: Path):
@@ -134,7 +134,7 @@ class Refusals:
 
     def __enter__(self) -> "Refusals":
         for name, function in list(vars(os).items()):
-            if name in self.calls or name == "fsync":  # which the tests have replaced by something quicker
+            if name in self.calls or name == "fsync":  # tests have replaced these by quicker ones
                 self._patch.setattr(os, name, self._wrapped(name, function))
         self._open = io.open
         self._patch.setattr(builtins, "open", self.open)
@@ -169,7 +169,7 @@ class Refusals:
 
 
 class _File:
-    """A file whose reads and writes can be refused; a refused write has written half of its data."""
+    """A file with reads and writes that can be refused; a refused write has written half of its data."""
 
     def __init__(self, file, refusals):
         self._file, self._refusals = file, refusals
@@ -204,7 +204,7 @@ class _File:
 
 
 def identity(root: Path):
-    """Trainer state and digests of all files of the checkpoint from which a restarted run resumes, verified by `find`."""
+    """Trainer state and digests of all files of the checkpoint that a restarted run loads, verified by `find`."""
     store = CheckpointStore(root)
     path = store.find()
     if path is None:

@@ -216,7 +216,7 @@ class Net(torch.nn.Module):
 
 
 def forged(rng, root: Path) -> tuple[str, str]:
-    """(kind, outcome) of a checkpoint whose digests are right and whose tensors are of another model: a run must refuse it."""
+    """(kind, outcome) of a checkpoint with right digests and tensors of another model: a run must refuse it."""
     net = Net()
     state = TrainedState(net, Parameters(net, None), None, None, "", Rounding())
     model = {name: value.clone() for name, value in state.save({}).model.items()}

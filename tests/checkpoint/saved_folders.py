@@ -161,7 +161,7 @@ def kinds(root):
 
 
 def outcome(rng, name, kind, change, file):
-    """The answer of loading to a changed file: "named", or "not ours" where a folder without this file is none of ours."""
+    """The answer of loading to a changed file: "named", or "not ours" if a folder without this file is none of ours."""
     content = file.read_bytes()
     _said.clear()
     _forget_sentences()

@@ -48,7 +48,7 @@ def make_roles(seed: int, *names: str, **kwargs) -> dict[str, RoleCheckpoint]:
 
 
 class Background:
-    """A role whose files are written on a thread."""
+    """A role with files that a thread writes."""
 
     def __init__(self, role):
         self.role = role

@@ -26,7 +26,7 @@ def nothing_yet(root):
 
 
 def after_others(root):
-    """Two older ones, of which the save removes both but one."""
+    """Two older ones; the save removes one of them."""
     save(root, 1)
     save(root, 2)
 
@@ -193,7 +193,7 @@ def raise_full():
 
 
 def test_everything_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkeypatch, around):
-    """A power cut leaves only synced data: all files and folders are synced in the state in which they are renamed."""
+    """A power cut leaves only synced data: all files and folders are synced before they are renamed."""
     save(tmp_path, 1)
     synced, checked = {}, []
 
@@ -219,7 +219,7 @@ def test_everything_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkey
     around(os, "rename", rename)
     save(tmp_path, 2)
     assert len(checked) > 8
-    assert synced[str(tmp_path)] == content(tmp_path)  # and so is the name under which it counts
+    assert synced[str(tmp_path)] == content(tmp_path)  # and so is its final name
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -70,7 +70,7 @@ def overrides(task, tiny_llama):
 
 @pytest.fixture
 def verl(capsys):
-    """`verl(*arguments)`: (exit code, output). `verl.ends(code, *arguments, words=)`: the output, which has these words."""
+    """`verl(*arguments)`: (exit code, output). `verl.ends(code, *arguments, words=)`: the output; it has these words."""
 
     def run(*arguments):
         code = main([str(a) for a in arguments])

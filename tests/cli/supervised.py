@@ -119,7 +119,7 @@ class Work:
         return 0
 
     def loses_its_raylet(self):
-        """As Ray ends a process whose raylet has ended; the name of a process may be set by itself."""
+        """As Ray ends a process after its raylet; the name of a process may be set by itself."""
         if self.attempt == 1:
             self.heart.begin_step(2)
             named = "import ctypes, os; ctypes.CDLL(None).prctl(15, b'raylet', 0, 0, 0); os.kill(os.getpid(), 9)"
@@ -129,7 +129,7 @@ class Work:
         return 0
 
     def dies_behind_its_end(self):
-        """As Ray ends a process whose cluster is gone, when the run has closed its folder."""
+        """As Ray ends a process without a cluster, after the run has closed its folder."""
         self.heart.begin_step(2)
         if (self.folder / "fails").exists():  # a run that fails has no summary
             (self.folder / "fails").unlink()

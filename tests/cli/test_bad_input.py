@@ -321,7 +321,7 @@ def test_a_disk_that_fills_while_a_row_is_written(verl, overrides, task, finishe
 
 
 def assert_goes_on(verl, overrides, task, finished):
-    """The same command again, with free space, ends where the unbroken run did."""
+    """The same command again, with free space, ends with the result of the unbroken run."""
     verl.ends(0, "train", *overrides(SETTINGS))
     assert Run(task / "run").repeatable == finished.repeatable
 

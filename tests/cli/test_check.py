@@ -226,7 +226,7 @@ def test_shape_of_a_real_folder(tiny_llama):
     ],
 )
 def test_a_card_is_shared_with_the_rollout_engine(parameters, changes, level, words, monkeypatch):
-    """80 GB, of which vLLM reserves half; 14 bytes a parameter stay while it generates, 6 of them with offload."""
+    """80 GB; vLLM reserves half of them; 14 bytes a parameter stay while it generates, 6 of them with offload."""
     monkeypatch.setattr("verl.parallel.device.resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(resources, "_device_bytes", lambda device: (80_000_000_000, 80_000_000_000))
     subject = subject_of(
@@ -270,7 +270,7 @@ def test_inputs_of_layers_on_the_host_are_counted(monkeypatch):
     ],
 )
 def test_what_offload_frees_is_subtracted(keys, said, monkeypatch):
-    """A 6B model on 40 GB that generates with its own weights: 18 bytes a parameter, of which 2 stay."""
+    """A 6B model on 40 GB that generates with its own weights: 18 bytes a parameter; 2 of them stay."""
     monkeypatch.setattr("verl.parallel.device.resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(resources, "_device_bytes", lambda device: (40_000_000_000, 40_000_000_000))
     monkeypatch.setattr(resources, "available_memory", lambda: 90_000_000_000)
@@ -638,7 +638,7 @@ LISTS_OF_NAMES = {
     "data.val_files": (None, {}),
     "preference.loss": (["sigmoid"], {"algorithm.program": "online_dpo", "algorithm.adv_estimator": None}),
 }
-# other keys with lists, and where an entry that means nothing is refused
+# other keys with lists, and the verb that refuses an entry without meaning
 OTHER_LISTS = {
     "betas": "numbers",
     "ranks": "numbers",

@@ -300,7 +300,7 @@ def test_main_reads_the_command_line(monkeypatch, capsys):
 
 
 def test_a_command_with_a_closed_output_has_its_own_exit_code(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)  # as Python starts a process whose output is closed (`>&-`)
+    monkeypatch.setattr(sys, "stdout", None)  # as Python starts a process with closed output (`>&-`)
     assert main(["--version"]) == 0
 
 
@@ -358,7 +358,7 @@ def test_a_tiny_run_imports_what_it_uses(tiny_llama, tmp_path):
     verl_modules = [name for name in ending["modules"] if name.startswith("verl.")]
     assert len(verl_modules) <= _MAX_OWN_MODULES, verl_modules
     assert ending["collects"]
-    assert ending["frozen"] > 300_000  # the objects of torch and transformers, which no collection looks through
+    assert ending["frozen"] > 300_000  # objects of torch and transformers: no collection visits them
 
 
 def test_a_page_without_a_reader_imports_no_server():

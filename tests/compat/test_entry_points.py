@@ -251,7 +251,7 @@ class TestAsynchronous:
         assert (rollout.prefetch_num, rollout.nnodes, rollout.n_gpus_per_node) == (1, 1, 3)
 
     def test_a_run_of_each(self, tiny_tree, tmp_path, monkeypatch):
-        """On one device, which the rollout shares: two steps, samples of the second made under older weights."""
+        """On one device with the rollout: two steps, samples of the second made under older weights."""
         from verl.compat import commands
         from verl.run.host import train
 

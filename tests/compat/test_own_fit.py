@@ -47,7 +47,7 @@ def unbroken(tiny_llama, tmp_path_factory):
 
 
 def tree_of(tiny_llama, tmp_path):
-    """3 steps of GRPO on 3 prompts x 2 samples, of which the filter keeps about half."""
+    """3 steps of GRPO on 3 prompts x 2 samples; the filter keeps about half."""
     rows = [
         {"data_source": "x", "prompt": [{"role": "user", "content": f"row {i}"}], "reward_model": {"ground_truth": "1"}}
         for i in range(40)
@@ -145,7 +145,7 @@ class TestDynamicSampling:
 
 
 class OneStep(RayPPOTrainer):
-    """A step whose parts a test changes."""
+    """A step; a test changes its parts."""
 
     def fit(self):
         self._load_checkpoint()

@@ -111,7 +111,7 @@ tools:
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """Registries have the rows afterwards that they had before, which other test files have registered."""
+    """Afterwards registries have the rows of other test files again."""
     for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_rows", dict(registry._rows))
 

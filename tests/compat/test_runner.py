@@ -279,7 +279,7 @@ class TestArgumentsOfTRL:
         [({}, "inf", None), ({"delta": 4.0}, "4.0", None), ({"importance_sampling_level": "sequence"}, "inf", "gspo")],
     )
     def test_ratios_have_the_bounds_of_trl(self, trl, tmp_path, fields, bound, loss):
-        """No bound for negative advantages but `delta`, where the key's default is 3."""
+        """No bound for negative advantages but `delta`; the key's default is 3."""
         _, keys = self.keys(trl.GRPOConfig(str(tmp_path), use_cpu=True, **fields), "grpo")
         assert keys["actor_rollout_ref.actor.clip_ratio_c"] == bound
         assert keys.get("actor_rollout_ref.actor.policy_loss.loss_mode") == loss

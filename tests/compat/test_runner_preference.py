@@ -150,7 +150,7 @@ class TestAdapters:
         return peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**{**settings, **changes}))
 
     def started(self, model):
-        """One whose adapters have been trained before: B is not zero."""
+        """One with trained adapters: B is not zero."""
         adapted = self.adapted(model)
         with torch.no_grad():
             for name, value in adapted.named_parameters():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from verl.config import PPO
 from verl.config.user_settings import UserSettings
 
-# characters of a keyboard except "=", with which the key ends, and characters that look like others
+# characters of a keyboard except "=" (it ends the key), and characters that look like others
 LETTERS = (
     string.ascii_letters
     + string.digits

@@ -113,7 +113,7 @@ def document(rng: random.Random, schema) -> tuple[str, bytes]:
     if kind == 0:
         name = rng.choice(sorted(DOCUMENTS))
         return name, DOCUMENTS[name].encode("utf-8", "surrogatepass")
-    if kind == 1:  # a valid value of any type for a key, as JSON, which is YAML
+    if kind == 1:  # a valid value of any type for a key, as JSON (JSON is YAML)
         tree = rng.choice(VALUES)
         if rng.random() < 0.4:
             tree = rng.choice([*NASTY.values(), *REFERENCES])

@@ -89,7 +89,7 @@ def test_a_file_that_builds_on_a_config_of_existing_releases_keeps_their_default
     ],
 )
 def test_a_default_batch_fits_the_rows(num_rows, devices, size):
-    """It has no more rows than train, and is smaller where that leaves out fewer rows of an epoch."""
+    """It has no more rows than train, and is smaller if that leaves out fewer rows of an epoch."""
     loaded = load_config([GRPO, f"trainer.n_gpus_per_node={devices}"], check=False, defaults="command")
     fitted = with_fitting_defaults(loaded, Facts(num_rows)) or loaded
     config = fitted.config

@@ -72,7 +72,7 @@ def test_a_library_that_is_missing_is_named_before_anything_starts(around, engin
 def test_an_engine_that_is_not_built_falls_back_to_fsdp(caplog):
     assert actor(f"{ACTOR}.strategy=veomni", "trainer.engine_fallback=fsdp").strategy == "fsdp2"
     assert "veomni is not available: fsdp2 instead." in caplog.text
-    assert actor(f"{ACTOR}.strategy=veomni").strategy == "veomni"  # which checks refuse
+    assert actor(f"{ACTOR}.strategy=veomni").strategy == "veomni"  # checks refuse it
 
 
 def test_a_kind_of_device_that_is_not_there_falls_back_to_auto(caplog):

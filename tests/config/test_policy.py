@@ -20,7 +20,7 @@ from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
 LISTED = [line.partition("=")[::2] for line in fixture_lines("keys.txt")]
 SECTIONS = sorted({".".join(key.split(".")[:2]) for key, _ in LISTED})
 
-# two values other than the default where the type does not say which are valid
+# two values other than the default if the type does not list the valid values
 VALUES = {
     "algorithm.adv_estimator": ("grpo", "rloo"),
     f"{ACTOR}.policy_loss.loss_mode": ("gspo", "mine.py:loss"),

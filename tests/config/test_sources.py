@@ -122,7 +122,7 @@ def test_adapters_bring_their_rank_and_scale(tmp_path):
     assert loaded.origins[f"{model}.lora_rank"] == f"follows {model}.lora_adapter_path"
     assert loaded.notices == []
     explicit = load(f"{model}.lora_adapter_path={tmp_path}", f"{model}.lora_rank=4").config.actor_rollout_ref.model
-    assert (explicit.lora_rank, explicit.lora_alpha) == (4, 16)  # which the engine compares with the adapters
+    assert (explicit.lora_rank, explicit.lora_alpha) == (4, 16)  # the engine compares them with the adapters
     refused(f"{model}.lora_adapter_path={tmp_path / 'none'}", match="is no folder with adapters")
     refused(f"critic.model.lora_adapter_path={tmp_path / 'none'}", match="is no folder with adapters")
 

@@ -136,7 +136,7 @@ SFT_MALFORMED = {
 
 
 def as_json(source):
-    """A source as a row in JSON has it; None where only Python or parquet can."""
+    """A source as a row in JSON has it; None if only Python or parquet can."""
     if isinstance(source, bytes):
         return data_url(source)
     return source if isinstance(source, str | dict | int) or source is None else None
@@ -160,7 +160,7 @@ def settings_of(program, model, task, file, run):
 
 
 def cases(rng, count, folder):
-    """Programs on rows of which one, at a random place, is malformed: a sentence, and nothing trains."""
+    """Programs on rows with a malformed one at a random place: a sentence, and nothing trains."""
     model, task = vision_folder(folder / "model", "qwen2_vl"), write_task(folder)
     table = list(malformed(folder))
     for number in range(count or len(table)):

@@ -149,7 +149,7 @@ def write(rng, folder, changed: dict):
 
 
 def read(path, tokenizer):
-    """(row, tokens) that a run would train on, or the sentence with which `verl check` and the run refuse the file."""
+    """(row, tokens) that a run would train on, or the sentence of `verl check` and the run that refuses the file."""
     checked = refused = loaded = None
     try:
         report = check_rows(str(path), tokenizer, CONFIG)
@@ -190,7 +190,7 @@ def is_valid(parsed: dict) -> bool:
 
 
 def _holds_nothing(media) -> bool:
-    """A Parquet file fills an object in whose fields were not written."""
+    """A Parquet file fills in an object with unwritten fields."""
     return all(map(_holds_nothing, media.values())) if isinstance(media, dict) else media in (None, [], "", b"")
 
 
@@ -204,7 +204,7 @@ def _is_message(message) -> bool:
 
 
 def text_of(content) -> str | None:
-    """The text of a message's content, None where it is none."""
+    """The text of a message's content, None if it is none."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]

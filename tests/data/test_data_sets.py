@@ -16,7 +16,7 @@ ROWS = [{"prompt": f"What is {n} + 1?", "reward_model": {"ground_truth": str(n +
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path, monkeypatch):
-    """The caches of this test, in which `org/sums` has the splits train and test as if it had been downloaded."""
+    """The caches of this test, with the splits train and test of `org/sums`, as after a download."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("VERL_DATA_CACHE", str(tmp_path / "rows"))

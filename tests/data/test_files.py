@@ -42,7 +42,7 @@ def test_several_files_follow_each_other_and_rows_keep_their_place(tmp_path):
 
 
 def test_the_home_folder_is_replaced_and_a_dollar_sign_is_one(tmp_path, monkeypatch):
-    """Variables are replaced by the config, whose `$$` names a folder with a dollar sign."""
+    """Variables are replaced by the config; `$$` names a folder with a dollar sign."""
     (tmp_path / "$HOME").mkdir()
     write(tmp_path / "$HOME" / "a.json", "json")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -212,7 +212,7 @@ class TestCharCount:
 class TestSentiment:
     @pytest.fixture
     def archive(self, tmp_path):
-        """An archive with the files of the package's, and sentences whose rating is the number of times they say good."""
+        """An archive with the files of the package's, and sentences rated by the number of times they say good."""
         inner = io.BytesIO()
         with tarfile.open(fileobj=inner, mode="w:gz") as tar:
             lines = [f"{i}\t{i % 5 - 2}\t{'good ' * (i % 5)}&amp; no. {i}" for i in range(60)]

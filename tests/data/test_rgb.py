@@ -186,7 +186,7 @@ def test_the_orientation_of_a_display_matrix(matrix, expected):
     full = np.zeros((3, 3), np.int32)
     full[:2, :2] = np.array(matrix) * 65536
     assert orientation_of(full) == expected
-    if expected is not None:  # where each corner of a picture is shown
+    if expected is not None:  # the place of each corner of a picture
         values, shape = np.arange(6).reshape(2, 3), np.array([3, 2]) @ np.abs(np.array(matrix))
         placed = np.zeros(shape[::-1], int)
         for (y, x), value in np.ndenumerate(values):

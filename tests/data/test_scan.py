@@ -60,7 +60,7 @@ def small_batches():
 
 
 def some_rows(rng, count=7, share=0.4):
-    """Rows of which a share is mutated, those that a JSON file can hold."""
+    """Rows that a JSON file can hold, a share of them mutated."""
     rows = []
     while len(rows) < count:
         changed = mutated(rng)[1] if rng.random() < share else row(len(rows), prompt="word " * rng.randrange(1, 30))

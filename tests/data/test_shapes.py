@@ -18,7 +18,7 @@ COLOURS = {(255, 0, 0), (0, 0, 255), (0, 128, 0), (0, 0, 0), (128, 0, 128)}
 
 @pytest.fixture
 def wheel(tmp_path):
-    """A wheel with 40 pictures, of which picture i has i as its first grey value in place of a digit's."""
+    """A wheel with 40 pictures; picture i has i as its first grey value."""
     lines = "".join(",".join([str(i % 16), *["0"] * 63, str(i % 10)]) + "\n" for i in range(40))
     with zipfile.ZipFile(tmp_path / "scikit_learn.whl", "w") as archive:
         archive.writestr(shapes.DIGITS, gzip.compress(lines.encode()))

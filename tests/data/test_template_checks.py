@@ -71,7 +71,7 @@ def test_a_field_that_the_template_leaves_out_is_refused(case):
     template, row, words = LOSSES[case]
     with pytest.raises(DataError, match=f"here: the chat template leaves out {words}"):
         encode(with_template(template), row)
-    encode(with_template(EVERYTHING), row)  # and taken where it is written
+    encode(with_template(EVERYTHING), row)  # and taken if it is written
 
 
 @pytest.mark.parametrize("case", LOSSES)
@@ -107,7 +107,7 @@ def test_rl_refuses_a_prompt_of_which_the_model_reads_nothing():
 
 
 def without_text():
-    """A tokenizer whose normalizer deletes all text."""
+    """A tokenizer with a normalizer that deletes all text."""
     from tokenizers import Regex, normalizers
 
     tokenizer = make_tokenizer()

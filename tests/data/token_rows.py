@@ -76,7 +76,7 @@ def is_whole(value):
 
 
 def expected(row):
-    """(ids, mask) that the row trains; None where it is wrong."""
+    """(ids, mask) that the row trains; None if it is wrong."""
     row = {name: row[name] for name in COLUMNS if row.get(name) is not None}
     if any(not isinstance(column, list) or len(column) != len(row.get("input_ids") or []) for column in row.values()):
         return None
@@ -99,7 +99,7 @@ def expected(row):
 
 
 def write(rng, folder, row):
-    """`row` as the second of a file whose first is right."""
+    """`row` as the second row of a file; the first is right."""
     rows = [{"input_ids": [65, 66], "loss_mask": [0, 1]}, row]
     if rng.random() < 0.3:
         path = folder / "rows.parquet"

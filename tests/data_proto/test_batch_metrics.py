@@ -133,7 +133,7 @@ def test_half_of_the_episodes_fail():
 
 @pytest.mark.parametrize(("reason", "expected"), [("stop", 0.0), ("length", 1 / 3)])
 def test_a_response_that_ends_by_itself_at_the_limit_is_not_cut(batch, reason, expected):
-    """Once, clip_ratio was 1.0 where every response ended with EOS as its last token."""
+    """Once, clip_ratio was 1.0 if every response ended with EOS as its last token."""
     batch.non_tensor_batch["finish_reason"] = np.array(["stop", reason, "abort"], dtype=object)
     metrics = data_metrics(batch, max_prompt_length=3, max_response_length=4)
     assert metrics["response_length/clip_ratio"] == pytest.approx(expected)

@@ -7,7 +7,7 @@ from verl.models.tiny import make_tokenizer
 
 
 def test_the_response_of_a_given_text_begins_where_it_trains():
-    """Rows of a batch that begin alike are split where they differ: "How many" here, for a question and its answer."""
+    """Rows of a batch that begin alike are split at their first difference: "How many" here, for a question and its answer."""
     tokenizer = make_tokenizer()
     text = np.asarray(tokenizer("How many a? Two.")["input_ids"])
     trains = np.arange(len(text) - 8) >= len(" a? ")

@@ -36,7 +36,7 @@ def make(cls, path, *, head="lm", dtype="float32", trainable=True, **section):
 
 
 def own_rows(batch):
-    """A third of the rows for the first rank, which then has an empty micro-batch."""
+    """A third of the rows for the first rank, so it has an empty micro-batch."""
     cut = len(batch) // 3
     return list(range(cut)) if dist.get_rank() == 0 else list(range(cut, len(batch)))
 
@@ -97,7 +97,7 @@ def check_pairs(folder):
     path, gaps = model_folder(folder, "llama"), {}
     for stage in (1, 2, 3):
         one = make(LocalEngine, path, head="sequence_score")
-        one.module.get_decoder().register_forward_hook(lambda *_: None)  # with which no module is fused
+        one.module.get_decoder().register_forward_hook(lambda *_: None)  # no module with a hook is fused
         many = make(DeepSpeedEngine, path, head="sequence_score", zero_stage=stage)
         for seed in range(2):
             batch = make_pairs(seed)
@@ -139,7 +139,7 @@ def check_bfloat16_rounding(folder):
 
 @on(2)
 def check_declared_weights(folder):
-    """Each rank's part is where the layout of a weight sync says, and a snapshot brings it back."""
+    """Each rank's part is at its place in the layout of a weight sync, and a snapshot brings it back."""
     path, gaps = model_folder(folder, "llama"), {}
     for stage in (2, 3):
         many = make(DeepSpeedEngine, path, dtype="bfloat16", zero_stage=stage)

@@ -51,7 +51,7 @@ def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing
 
 
 def rows_of(engine, num_rows):
-    """Uneven shares of data-parallel ranks, the first of which then has an empty micro-batch."""
+    """Uneven shares of data-parallel ranks: the first has an empty micro-batch."""
     if isinstance(engine, LocalEngine):
         return list(range(num_rows))
     size, rank = engine.data.size(), engine.data.rank()
@@ -67,7 +67,7 @@ def summed(engine, metric):
 
 
 def batch_of(seed):
-    """A batch in which the padding token is sampled."""
+    """A batch with the padding token among the sampled ones."""
     batch = make_batch(seed, (3, 1, 4, 2))
     batch.batch["responses"][seed::4, 0] = 256
     return batch
@@ -99,7 +99,7 @@ def compare(folder, family="llama", head="lm", model=None, checkpointing=False, 
         gaps["loss"] = max(gaps["loss"], abs(summed(many, actual["loss"]) / expected["loss"].value - 1))
         gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"].value / expected["grad_norm"].value - 1))
         noise = noise or _noise(whole_state(one))
-    # softmax does not change when all keys are moved: the gradient of their bias is rounding noise, which Adam scales up
+    # softmax does not change when all keys are moved: the gradient of their bias is rounding noise, and Adam scales it up
     no = torch.tensor(False)
     weights, states = (
         [{n: t.masked_fill(noise.get(n, no), 0.0) for n, t in held.items() if "k_proj.bias" not in n} for held in pair]
@@ -109,7 +109,7 @@ def compare(folder, family="llama", head="lm", model=None, checkpointing=False, 
 
 
 def _noise(state):
-    """Elements whose first gradient is rounding noise, by parameter: Adam's first step is lr g / (|g| + 1e-8)."""
+    """Elements with a first gradient of rounding noise, by parameter: Adam's first step is lr g / (|g| + 1e-8)."""
     moments = {n.split("/")[1]: t for n, t in state.items() if n.startswith("optimizer/") and n.endswith("/exp_avg")}
     return {n: t.abs() < 1e-8 for n, t in moments.items()}  # a tenth of the gradient
 
@@ -252,7 +252,7 @@ def check_rounding(folder):
 
 @on(2, 4)
 def check_declared_weights(folder):
-    """Each rank's part is where the layout of a weight sync says, is no copy, and a snapshot brings it back."""
+    """Each rank's part is at its place in the layout of a weight sync, is no copy, and a snapshot brings it back."""
     different = {}
     sections = [{TENSOR: 2}, {PIPELINE: 2}, {CONTEXT: 2, EXPERT: 2}, {EXPERT: 2, "expert_tensor_parallel_size": 1}]
     for number, section in enumerate([*sections, {TENSOR: 2, "lora": 4}, {"lora": 4}, {TENSOR: 2}]):
@@ -369,7 +369,7 @@ def check_checkpoint(folder):
 
 @on(2, 4)
 def check_groups(folder):
-    """Of engines of all further checks, and of one on the first two ranks alone, which make its groups."""
+    """Of engines of all further checks, and of one on the first two ranks; they make its groups."""
     path, mesh = model_folder(folder, "llama", num_hidden_layers=4), Mesh.flat(range(2))
     if dist.get_rank() in mesh.ranks:
         engine = make_engine(path, MegatronEngine, section=MegatronConfig(), mesh=mesh)

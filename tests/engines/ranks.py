@@ -18,7 +18,7 @@ from tests.forked import fork
 
 
 def run_ranks(checks: str, num_ranks: int, folder: Path, timeout_s: float = 150.0) -> None:
-    """Run every `check_*` function of the module `checks` whose `ranks` attribute names `num_ranks`, on all ranks;
+    """Run every `check_*` function of the module `checks` with `num_ranks` among its attribute `ranks`, on all ranks;
     writes the results of rank 0 to results-N.json. A check that raises fails the caller with its traceback."""
     store = tempfile.mktemp(dir=folder)
     processes = [fork(_rank, checks, rank, num_ranks, store, str(folder), daemon=True) for rank in range(num_ranks)]
@@ -62,7 +62,7 @@ def _rank(checks: str, rank: int, num_ranks: int, store: str, folder: str) -> No
 def results_once(
     checks: str, num_ranks: int, tmp_path_factory: Any, worker_id: str, timeout_s: float = 150.0
 ) -> dict[str, Any]:
-    """The results of `run_ranks` for the checks, which run once for all test processes, in one folder for all `num_ranks`."""
+    """The results of `run_ranks` for the checks. They run once for all test processes, in one folder for all `num_ranks`."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / checks
     folder.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ def test_checkpointing_saves_memory_and_changes_no_loss(tmp_path):
             batch = make_batch(0, (1,) * 256)
             return engine.train_batch(batch, policy_loss, ("log_probs", "entropy"), MicroBatching(max_tokens=100_000))
 
-        step()  # which allocates what stays
+        step()  # it allocates the memory that stays
         metrics, peak = peak_bytes(step)
         measured[checkpointing] = metrics["loss"].value, metrics["grad_norm"].value, peak
     assert measured[True][:2] == pytest.approx(measured[False][:2], rel=1e-5)

@@ -729,7 +729,7 @@ def test_an_overflow_of_float16_skips_the_step_halves_the_scale_and_is_no_alarm(
     resumed = make(dtype="float16")
     resumed.load_state(saved)
     assert scale_of(train(resumed, batch)) == values[-1]
-    engine.optimizer.loss_scale.value = 1.0  # where the cause is another one, and is reported
+    engine.optimizer.loss_scale.value = 1.0  # another cause is reported
 
     def broken(outputs, part, totals):
         return outputs["log_probs"].sum() * float("inf"), {}

@@ -120,7 +120,7 @@ def test_roles_that_the_engine_cannot_have_are_refused(changes, words):
 
 
 def test_nothing_is_compiled_on_a_cpu(tmp_path, monkeypatch):
-    """In a package like DeepSpeed's, where the name `torch` of deepspeed.comm is PyTorch and its module has the same name."""
+    """In a package like DeepSpeed's: the name `torch` of deepspeed.comm is PyTorch and its module has the same name."""
     files = {
         "__init__.py": "import deepspeed.comm.torch\n__version__ = '0'",
         "comm/__init__.py": "import deepspeed.comm.torch as backend\nimport torch",

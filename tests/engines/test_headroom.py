@@ -88,7 +88,7 @@ def test_losses_and_weights_match_any_split(folder, free):  # noqa: F811
     for adapts in (False, True):
         optim = {"lr": 0.05, "optimizer": "SGD"}
         engine = make_engine(folder, dtype="float64", engine={"adapt_micro_batches": adapts}, optim=optim)
-        widen_norms(engine.module)  # they round to float32, which shows the order of sums
+        widen_norms(engine.module)  # they round to float32 and so show the order of sums
         losses, limits = [], []
         for step, available in enumerate((10**9, 2 * KB, 64 * KB, 10**9)):
             free.bytes, free.peak = available, 100 * KB

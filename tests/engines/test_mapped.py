@@ -1,4 +1,4 @@
-"""A reference policy whose weights are a mapped file: the same numbers, and no second copy in memory."""
+"""A reference policy with weights in a mapped file: the same numbers, and no second copy in memory."""
 
 from dataclasses import replace
 
@@ -118,7 +118,7 @@ def test_memory_is_returned(tmp_path, num_ranks, on_host):
 
 
 def test_a_device_holds_one_layer_at_a_time(tmp_path, monkeypatch):
-    """The device is simulated: copies to it are allocated on the CPU, whose own forward computes."""
+    """The device is simulated: copies to it are allocated on the CPU, and its forward computes."""
     monkeypatch.setattr("verl.models.forward._FUSED_DEVICES", ())
     model = make_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=12)
     engine, batch = engine_of(model, "float32"), make_batch(1)

@@ -119,7 +119,7 @@ def copied_files():
 
 @pytest.mark.slow
 def test_the_wheel_of_the_image_has_what_an_installation_has(tmp_path):
-    """Of the files that the image copies from a fresh clone: the YAML of Hydra too, which the build writes."""
+    """Of the files that the image copies from a fresh clone: the YAML of Hydra too, since the build writes it."""
     source, clone = tmp_path / "source", tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", "--no-hardlinks", ROOT, clone], check=True, timeout=300)
     source.mkdir()

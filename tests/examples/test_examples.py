@@ -1,5 +1,5 @@
 """The examples run as written: the numbered ones each in its own folder, the files of examples/agents as their first lines say,
-and the preparation scripts (which need the extra 'scripts')."""
+and the preparation scripts (with the extra 'scripts')."""
 
 import importlib.util
 import json
@@ -90,7 +90,7 @@ def test_the_dataflow_as_a_chain_learns(tmp_path):
     assert rewards[-1] > rewards[0] + 0.1
 
 
-RUN_BY = {  # what of examples/ runs in which test, besides the numbered files
+RUN_BY = {  # the test that runs each part of examples/, besides the numbered files
     "agents": "tests/examples/test_examples.py",
     "data_preprocess": "tests/examples/test_examples.py",
     "dataflow_chain.py": "tests/examples/test_examples.py",

@@ -23,12 +23,12 @@ from tests.slow import slow
 from verl.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"verl (\\\n|[^\n|&;<>()#$*?`])+\n")  # which no shell has to read
+COMMAND = re.compile(r"verl (\\\n|[^\n|&;<>()#$*?`])+\n")  # no shell has to read it
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = sorted(
     page
     for page in (ROOT / "docs").glob("*.md")
-    if page.stem not in ("tinker", "api")  # needs a server: tests/tinker/test_document.py; signatures, which do not run
+    if page.stem not in ("tinker", "api")  # needs a server: tests/tinker/test_document.py; signatures do not run
     and BLOCK.search(page.read_text(encoding="utf-8"))
 )
 OUTPUT = {
@@ -94,7 +94,7 @@ CHARACTERS = "01234567890123456789aeiou"
 
 @pytest.fixture(scope="session")
 def speaking_model(tmp_path_factory):
-    """A tiny model whose responses are random characters of CHARACTERS."""
+    """A tiny model; its responses are random characters of CHARACTERS."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -116,7 +116,7 @@ def speaking_model(tmp_path_factory):
 
 
 def runs_that_train_nothing(folder):
-    """The runs in which all steps have no gradient, or equal rewards."""
+    """The runs without a gradient, or with equal rewards, in all steps."""
     nothing = []
     for metrics in folder.rglob("metrics.jsonl"):
         steps = read_lines(metrics)
@@ -200,7 +200,7 @@ def run_page(page, folder):
 @pytest.mark.parametrize("page", [slow(p, when=p.stem in SLOW) for p in PAGES], ids=lambda page: page.stem)
 def test_the_snippets_of_a_page_run(page, folder):
     if page.stem == "images":
-        from tests.vision_families import vision_folder  # skips where transformers is older
+        from tests.vision_families import vision_folder  # skips if transformers is older
 
         vision_folder(folder / "model", "qwen2_vl")
     output = run_page(page, folder)
@@ -212,7 +212,7 @@ def test_the_snippets_of_a_page_run(page, folder):
 @pytest.mark.slow
 def test_pages_run_in_one_folder_one_after_the_other(folder):
     for page in PAGES:
-        if page.stem != "images":  # which has another model of the name `model`
+        if page.stem != "images":  # it has another model of the name `model`
             said = run_page(page, folder)
             assert "occur in the training rows too" not in said
             assert "another content" not in said

@@ -1,4 +1,4 @@
-"""A small run whose samples are kept, and the distance of its weights to the weights of another computation."""
+"""A small run with its samples, and the distance of its weights to the weights of another computation."""
 
 import torch
 from safetensors.torch import load_file
@@ -34,7 +34,7 @@ def weights_of(run, role="actor"):
 
 
 def distance(ours, theirs, start):
-    """The relative difference of the changes from `start` (0 where it lacks a weight) of the weights of `theirs`."""
+    """The relative difference of the changes from `start` (0 if it lacks a weight) of the weights of `theirs`."""
     difference = size = 0.0
     for name, value in theirs.items():
         begin = start[name].double() if name in start else torch.zeros(value.shape, dtype=torch.float64)

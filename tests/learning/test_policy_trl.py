@@ -1,7 +1,7 @@
 """Two steps of each form of GRPO and RLOO equal TRL's on the same samples: loss, gradient norm, and the weights at the end.
 
 What differs by design is taken out of both: TRL leaves the padding token's embedding without a gradient (trl_replay.py), and it
-adds 1e-4 to the standard deviation of a group where this package adds 1e-6.
+adds 1e-4 to the standard deviation of a group and this package adds 1e-6.
 """
 
 from typing import NamedTuple

@@ -78,7 +78,7 @@ def per_limit(rows):
 
 
 def summed(rows):
-    """The paper's sum over a response, up to the factor by which the mean over tokens is smaller."""
+    """The paper's sum over a response, divided as the mean over tokens is."""
     return torch.stack([row.sum() for row in rows]).mean() * len(rows) / sum(LENGTHS)
 
 

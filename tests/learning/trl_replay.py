@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def replaying(trainer, kind, steps):
-    """`trainer`, in which the samples of `steps` take the place of generation."""
+    """`trainer` with the samples of `steps` in place of generation."""
 
     class Replaying(trainer):
         number = -1
@@ -58,7 +58,7 @@ def replay(case):
         holder.append(trainer)
         for part in trainer.model.modules():
             if isinstance(part, torch.nn.Embedding):
-                part.padding_idx = None  # torch drops the gradient of that row, also where the token was sampled
+                part.padding_idx = None  # torch drops the gradient of that row, even if the token was sampled
         trainer.train()
     save_file({name: p.detach().contiguous().clone() for name, p in trainer.model.named_parameters()}, case["weights"])
     return [row for row in trainer.state.log_history if "grad_norm" in row]

@@ -64,7 +64,7 @@ def compile_all(backend, architecture, warp):
                 qkv, turns, turns, norm, norm, 1e-6, store, torch.zeros(64, dtype=torch.int64)
             )
         load("head:launch_gradient")(*head(), torch.zeros(4, 64), torch.zeros(3, 64), 1.0, 1.0, 0.0, dtype)
-    for dtype in (torch.bfloat16, torch.float16):  # in which flash attention, which prompts need, runs
+    for dtype in (torch.bfloat16, torch.float16):  # prompts need flash attention, and it runs in these
         attend(dtype)
     z, _, targets = head()
     for temperature in (0.0, 0.7):

@@ -74,7 +74,7 @@ def good_file(folder):
 
 
 def data_start(data):
-    """Offset at which the data of the tensors begins, by the first float32 of the file's last part; about."""
+    """Offset of the first byte of the tensors' data, by the first float32 of the file's last part; about."""
     return data.rindex(b"output_norm.weight") + 64
 
 

@@ -1,4 +1,4 @@
-"""Damaged tokenizer.json: an error of verl within seconds, or a tokenizer whose tokens have embeddings."""
+"""Damaged tokenizer.json: an error of verl within seconds, or a tokenizer with an embedding for each token."""
 
 import copy
 import json

@@ -66,7 +66,7 @@ def processor_entry(before, after):
 
 
 def tokenizer_with(folder, before=(), after=(), template=False, content=(), **settings):
-    """The tokenizer of a folder whose files have other settings; `before` and `after` are control tokens around a text."""
+    """The tokenizer of a folder with other settings in its files; `before` and `after` are control tokens around a text."""
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     entries = json.loads(file.read_text())
     ids = {token["content"]: token["id"] for token in entries["added_tokens"]}

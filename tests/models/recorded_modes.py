@@ -1,4 +1,4 @@
-"""A record of the mode in which PyTorch's operators run."""
+"""A record of the deterministic mode of PyTorch's operators."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,5 +24,5 @@ class RecordedModes(TorchDispatchMode):
         return set().union(*(self.modes.get(name, set()) for name in names))
 
     def of_indexed_writes(self):
-        """Modes of the indexed writes, for which CUDA sorts in deterministic mode."""
+        """Modes of the indexed writes: CUDA sorts for them in deterministic mode."""
         return self.of(*_INDEXED_WRITES)

@@ -79,7 +79,7 @@ class _Float64Torch:
 
 
 def _in_float64(forward: Any) -> Any:
-    """The same function, computing in float64 where it says float32."""
+    """The same function, computing in float64 in place of float32."""
     return types.FunctionType(forward.__code__, {**forward.__globals__, "torch": _Float64Torch()}, forward.__name__)
 
 

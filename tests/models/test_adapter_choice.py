@@ -37,7 +37,7 @@ def folder(tiny_llama):
 )
 @settings(max_examples=30, deadline=None)
 def test_an_entry_that_matches_nothing_is_refused_wherever_it_stands(folder, key, valid, place, typo):
-    assume(key == "target_modules" or typo != "embed_tokens")  # which is there, and takes no adapter
+    assume(key == "target_modules" or typo != "embed_tokens")  # it exists, and takes no adapter
     module = empty_model(ModelConfig(path=str(folder)), "lm", torch.float32, False)
     given_keys = {"target_modules": "all-linear", key: valid}
     adapted_layers(module, LoRASpec.of(ModelConfig(path="x", lora_rank=2, **given_keys)))

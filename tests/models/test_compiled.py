@@ -44,7 +44,7 @@ def instruction_set(request):
 
 @pytest.fixture
 def pairs(instruction_set, monkeypatch):
-    """The kernels for bfloat16, which are of one instruction set."""
+    """The kernels for bfloat16, of one instruction set."""
     monkeypatch.setenv("VERL_CPU_ISA", "avx512_bf16")
     if instruction_set != "avx512" or not compiled.usable(torch.zeros(1, dtype=torch.bfloat16)):
         pytest.skip("float32, or no processor whose matmuls read pairs of bfloat16 values")

@@ -107,7 +107,7 @@ def assert_same_gradients(ours, theirs, tolerance=1e-10):
     assert ours.keys() == theirs.keys()
     largest = max(gradient.norm() for gradient in theirs.values())
     for name, gradient in theirs.items():
-        # where a gradient is 0 but for rounding (a query that sees one token), the largest one is the measure
+        # if a gradient is 0 but for rounding (a query that sees one token), the largest one is the measure
         error = (ours[name] - gradient).norm() / torch.maximum(gradient.norm(), 1e-4 * largest)
         assert error < tolerance, name
 
@@ -208,7 +208,7 @@ def kept_and_planned(tmp_path, family, recompute):
         folder = make_tiny_model(tmp_path / str(num_layers), family, num_hidden_layers=num_layers, **SHAPE)
         module = load_causal_lm(folder, dtype=torch.float32, gradient_checkpointing=recompute != "none").train()
         module.recompute = recompute
-        hidden_states(module, packed)  # which makes what stays
+        hidden_states(module, packed)  # it allocates the buffers that stay
         sizes[num_layers] = kept_bytes(lambda module=module: hidden_states(module, packed))
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
     planned = activation_bytes_of_layer(shape, ParallelLayout(recompute=recompute), 0) * 4 / WEIGHT

@@ -259,7 +259,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 @given(row=st.integers(0, 31), column=st.integers(0, 7), change=st.sampled_from([0.0, 1e-6, 1.0]))
 @settings(max_examples=20, deadline=None)
 def test_tied_names_have_one_tensor(good, tmp_path_factory, row, column, change):
-    """A tensor that a model has under two names is accepted where both are equal, and else none is dropped in silence."""
+    """A tensor that a model has under two names is accepted if both are equal; else none is dropped in silence."""
     copied = shutil.copytree(good, tmp_path_factory.mktemp("tied") / "model")
     edit(copied / "config.json", tie_word_embeddings=True)
     embedding = load_file(copied / "model.safetensors")[EMBEDDING]

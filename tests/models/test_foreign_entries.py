@@ -110,7 +110,7 @@ SETTINGS = {  # files of a tokenizer -> tokens before a text
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_programs_read_the_same_texts_with_every_setting_of_a_tokenizer(name, model, tmp_path):
-    """No end behind a prompt, of which the policy would sample after the end; one behind a text that trains."""
+    """No end behind a prompt (the policy would sample after the end); one behind a text that trains."""
     settings, before = SETTINGS[name]
     tokenizer = tokenizer_with(shutil.copytree(model, tmp_path / "model"), **settings)
     prompt, answer = [*before, *b"Say"], [*b" it", 258]

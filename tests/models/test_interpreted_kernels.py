@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import verl.rollout.native.engine  # noqa: F401 - which has all ops
+import verl.rollout.native.engine  # noqa: F401 - it has all ops
 from verl.models.ops import pointwise, table
 from verl.models.ops.table import by_torch, has_triton
 

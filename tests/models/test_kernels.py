@@ -296,7 +296,7 @@ def test_programs_of_four_rows_of_16_thousand_tokens(monkeypatch):
 
 
 def test_a_row_without_a_prompt_reads_none():
-    """As a row of no sample, in whose place is another row."""
+    """As a row of no sample, with another row in its place."""
     for step in map(StepCase, cases()):
         last = step.rows - 1
         step.seats = [torch.full_like(step.seats[0], last), torch.zeros_like(step.seats[1])]
@@ -423,7 +423,7 @@ def test_statistics_of_the_head():
 def test_gradient_of_the_head(dtype):
     for case in cases():
         z, bias, targets, (temperature, scale, cap) = head_case(case)
-        z = z.masked_fill(z == float("-inf"), -1e4)  # whose gradients autograd can compute
+        z = z.masked_fill(z == float("-inf"), -1e4)  # autograd can compute its gradients
         (wide,) = leaves(z)
         f = (wide if bias is None else wide + bias.double()) * scale
         final = (cap * torch.tanh(f / cap) if cap else f) / temperature
@@ -466,7 +466,9 @@ def test_log_probs_of_hidden_states(dtype, monkeypatch):
         for a, b in zip(ours, theirs, strict=True):
             rounding_of_logits = 0.1 * float((wide[0] @ wide[1].t()).detach().abs().max())
             assert float((a - b).detach().norm()) <= tolerance * (1 + float(b.detach().norm()) + rounding_of_logits)
-        for a, b, factor in zip(gradients, expected, (weight, hidden), strict=True):  # products whose terms may cancel
+        for a, b, factor in zip(
+            gradients, expected, (weight, hidden), strict=True
+        ):  # terms of these products may cancel
             terms = upstream.norm() * factor.detach().double().norm()
             assert float((a - b).norm()) <= tolerance * float(b.norm() + terms)
 

@@ -244,7 +244,7 @@ def test_the_attention_of_a_model_is_chosen(tiny_folder, head, attention, kind, 
 
 
 def test_flash_attention_of_a_padded_model(tiny_folder, caplog, monkeypatch):
-    """A model whose class takes no packed batch has the attention that is asked for, where it is installed."""
+    """A model without packed batches has the requested attention, if it is installed."""
     module = load_causal_lm(tiny_folder("llama"))
     with caplog.at_level(logging.INFO, logger="verl"):
         assert check.own_attention(module, "flash_attention_2") == "sdpa"
@@ -364,7 +364,7 @@ def test_external_library_is_imported(tmp_path):
 
 
 def test_python_without_docstrings_is_named(tiny_folder, monkeypatch):
-    """transformers' decorators fail on a class whose docstring is gone; its config.json has no fault."""
+    """transformers' decorators fail on a class without its docstring; its config.json has no fault."""
     folder = tiny_folder("llama")
     monkeypatch.setattr(quiet, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda *_, **__: None.docstring)

@@ -57,7 +57,7 @@ def assert_equal_with_gradients(ours, theirs, leaves):
 
 @pytest.fixture(params=[False, True], ids=["torch", "kernels"])
 def by_kernels(request, monkeypatch):
-    """Runs a test as on a CPU, and with the ops of a GPU, which torch computes here."""
+    """Runs a test as on a CPU, and with the ops of a GPU, computed by torch."""
     monkeypatch.setattr("verl.models.log_probs.kernels_compute", lambda hidden: request.param)
 
 

@@ -176,7 +176,7 @@ def test_bfloat16_starts_at_the_base(folder, kind):
 
 
 def test_whole_modules_train_in_addition(folder, tmp_path):
-    """The files are read by peft, whose logits are equal, and continue here bit for bit."""
+    """peft reads the files with equal logits, and they continue here bit for bit."""
     untied = make_tiny_model(tmp_path / "untied", "qwen3", tie_word_embeddings=False)
     names = {"modules_to_save": ["lm_head", "layers.1.mlp"]}
     trained = train(engine(untied, **names))

@@ -45,7 +45,7 @@ def assert_same_as_reference(module, columns, *, share, tolerance, attention="re
     largest = max(gradient.norm() for gradient in their_gradients.values())
     for name, gradient in our_gradients.items():
         theirs = their_gradients[name]
-        # where every query has one key, queries have no gradient, and ours is rounding
+        # if every query has one key, queries have no gradient, and ours is rounding
         assert (gradient - theirs).norm() < 10 * tolerance * (theirs.norm() or largest), name
 
 

@@ -42,7 +42,7 @@ def make(folder, family, **settings):
 
 
 def user_model(folder, body, **settings):
-    """A model whose code lies in its folder, with a forward of token ids and nothing else."""
+    """A model with code in its folder, and a forward of token ids and nothing else."""
     folder.mkdir(exist_ok=True)
     code = """
         import torch

@@ -43,7 +43,7 @@ def folder(request, tmp_path):
 
 
 def columns(*lengths):
-    """Rows of one prompt token, of which all other tokens train."""
+    """Rows with one prompt token; all further tokens train."""
     responses = torch.zeros(len(lengths), max(lengths) - 1, dtype=torch.int64)
     mask = torch.zeros_like(responses, dtype=torch.bool)
     for row, length in enumerate(lengths):

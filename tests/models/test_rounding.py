@@ -79,7 +79,7 @@ def test_values_on_the_grid_never_move():
 
 
 def test_an_element_stays_until_its_master_has_crossed_its_own_threshold():
-    """Between two bfloat16 values a weight changes once, where its master is as far as its offset says."""
+    """Between two bfloat16 values a weight changes once, at the distance of its offset."""
     low = torch.full((1 << 10,), 0.0157470703125)  # on the grid
     step = steps_of_bfloat16(low)
     up = torch.stack([rounded("w", low + step * (k / 64)).float() > low for k in range(65)])
@@ -117,7 +117,7 @@ def test_updates_show_in_tensors_of_awkward_shapes(shape):
 
 
 def test_the_error_of_a_product_fits_independent_offsets():
-    """W x over rows whose neighbours in the tile may lie in other rows: errors add up as independent ones do."""
+    """W x over rows; neighbours in the tile may lie in other rows: errors add up as independent ones do."""
     master, x = normal(1536, 576, seed=1), torch.randn(576, 64, generator=torch.Generator().manual_seed(2))
     u = torch.randint(0, 1 << 16, master.shape, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
     independent = ((master.view(torch.int32) + u) & -(1 << 16)).view(torch.float32)

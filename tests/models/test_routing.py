@@ -121,7 +121,7 @@ def test_tokens_without_a_record_are_routed_anew(sampled, mixture):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_replays_its_own_choices(family, tmp_path):
-    """Its own choices give its own log-probs and gradients; other choices others, also where layers are computed again."""
+    """Its own choices give its own log-probs and gradients; other choices give others, also if layers are computed again."""
     path = make_tiny_model(tmp_path / "model", family)
     module = load_causal_lm(path, dtype=torch.float32, gradient_checkpointing=True).train()
     follow_routing(module)

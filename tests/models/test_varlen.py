@@ -1,5 +1,5 @@
 """Attention over packed sequences of different lengths: the definition against dense attention, the packed parts against
-the other paths, and, where there is a card, the flash kernels against the definition."""
+the other paths, and, with a card, the flash kernels against the definition."""
 
 import importlib.util
 

@@ -19,7 +19,7 @@ from verl.errors import DataError
 from verl.models.load import load_model, load_tokenizer
 from verl.models.vision import FAMILIES
 
-WITHOUT = () if importlib.util.find_spec("num2words") else ("smolvlm",)  # whose processor needs the package
+WITHOUT = () if importlib.util.find_spec("num2words") else ("smolvlm",)  # its processor needs the package
 WITHOUT_VIDEOS = [family for family, row in FAMILIES.items() if row.no_videos]
 VIDEOS = [family for family in FAMILIES if family not in (*WITHOUT_VIDEOS, *WITHOUT)]
 LEVELS = (0, 80, 160, 240)

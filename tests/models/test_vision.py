@@ -126,7 +126,7 @@ def require_equal(family, folder, columns, media, rows, *, share_prompts=True):
 
 @pytest.mark.parametrize(("family", "case"), each_value(list(CONFIGS), CASES))
 def test_gradients_equal_the_modules_ones(family, folder, case):
-    """Summed in buffers, as by a training step, where a decoder of ours computes the language model."""
+    """Summed in buffers, as by a training step, if our decoder computes the language model."""
     if family in ("qwen3_vl_moe", "glm4v"):
         pytest.skip("its own modules compute it")
     columns, media, _ = batch_of(family, STRAY)
@@ -165,7 +165,7 @@ def episode_of(family, number, sizes=((2, 2), (2, 4), (4, 2))):
 
 @pytest.mark.parametrize(("family", "share_prompts"), each_value(list(CONFIGS), [True, False]))
 def test_images_of_later_turns_equal_the_own_forward(family, folder, share_prompts):
-    """A whole episode, and one of the same prompt in which nothing trains behind its first image."""
+    """A whole episode, and one of the same prompt without trained tokens behind its first image."""
     prompt, response, mask, spans, media = episode_of(family, 0)
     columns = {
         "prompts": torch.tensor([prompt] * 2),

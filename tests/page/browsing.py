@@ -1,4 +1,4 @@
-"""A browser for tests: Debian's Chromium, driven by Playwright; and axe-core, which judges accessibility.
+"""A browser for tests: Debian's Chromium, driven by Playwright; and axe-core, a judge of accessibility.
 
 apt-get install chromium; pip install playwright axe-core-python. AXE_CORE may name another axe.min.js.
 """
@@ -37,7 +37,7 @@ def watched_tab(browser, page):
     tab.set_default_timeout(30_000)
     tab.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
     tab.on("pageerror", lambda error: problems.append(str(error)))
-    # blob: and data: are values of the tab itself, which it saves as files
+    # blob: and data: are values of the tab itself; it saves them as files
     tab.on("request", lambda request: hosts.add(re.match(r"(?:(?:blob|data):.*|\w+:/*([^/]*))", request.url).group(1)))
     tab.base = page.address.partition("/?")[0]
     tab.goto(page.address)
@@ -48,14 +48,14 @@ def watched_tab(browser, page):
 
 
 def axe_core():
-    """The text of axe.min.js; None where it is not installed."""
+    """The text of axe.min.js; None if it is not installed."""
     package = importlib.util.find_spec("axe_core_python")
     path = os.environ.get("AXE_CORE") or (package and Path(package.origin).parent / "axe.min.js")
     return Path(path).read_text(encoding="utf-8") if path and Path(path).is_file() else None
 
 
 def assert_accessible(tab):
-    """No serious violation on the open page; skips the rest of the test where axe-core is not installed."""
+    """No serious violation on the open page; skips the rest of the test if axe-core is not installed."""
     axe = axe_core()
     if axe is None:
         pytest.skip("axe-core is not there: pip install axe-core-python, or AXE_CORE=path/to/axe.min.js")

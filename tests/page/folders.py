@@ -84,7 +84,7 @@ def make_run(folder, steps=3):
 
 @contextmanager
 def live_run(folder):
-    """This process holds the folder meanwhile and writes its heartbeat, which is entered."""
+    """This process holds the folder meanwhile and writes its heartbeat (entered here)."""
     lock, heartbeat = FolderLock(folder), Heartbeat(folder)
     (folder / "logs").mkdir(exist_ok=True)
     lock.acquire()

@@ -63,7 +63,7 @@ def outcome_of_url(rng, app):
 
 
 def keys_with_units():
-    """(program, key) of all keys that are read and whose name says that they are a time or a size."""
+    """(program, key) of all read keys that are a time or a size by their name."""
     leaves = [(schema, leaf) for schema in (PPO, SFT, PREFERENCE, RM) for leaf in schema.leaves.values()]
     return [(schema, leaf.path) for schema, leaf in leaves if leaf.path.endswith(UNITS) and not leaf.inert]
 

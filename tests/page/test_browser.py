@@ -278,7 +278,7 @@ pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
 
 
 def links(tab, pattern):
-    """The addresses on the open page whose path fits."""
+    """The addresses on the open page with a path that fits."""
     hrefs = tab.eval_on_selector_all("a[href]", "all => all.map(a => a.getAttribute('href'))")
     return [href for href in dict.fromkeys(hrefs) if re.fullmatch(pattern, href)]
 

@@ -27,7 +27,7 @@ def opened(url):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A run whose first sample of step 1 has two images, of which the second sample has one."""
+    """A run; the first sample of step 1 has two images; the second sample has one of them."""
     monkeypatch.setenv("VERL_PAGE_CACHE", str(tmp_path / "cache"))
     folder = make_run(tmp_path / "run", steps=1)
     red, blue = thumbnail(picture((40, 30))), thumbnail(picture((9, 9), "blue"))

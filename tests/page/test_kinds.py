@@ -55,7 +55,9 @@ def test_sft_keeps_rows_with_the_log_probs_of_their_tokens(site_of):
     assert all(value < 0 for value in trained)
     assert any(text.strip() for text in data["texts"])
     rows = read_lines(site.views["run"].run.folder / "samples/train/step_000001.jsonl")
-    assert {row["prompt"].rpartition("<|im_start|>")[2] for row in rows} == {"assistant\n"}  # not where rows differ
+    assert {row["prompt"].rpartition("<|im_start|>")[2] for row in rows} == {
+        "assistant\n"
+    }  # not at the first difference of rows
     assert {row["response"].strip() for row in rows} <= {"ab", "abab", "ababab"}
     assert all(len(row["response_ids"]) == len(row["train_log_probs"]) for row in rows)
     step = site.page("/run/run/train/1")

@@ -83,7 +83,7 @@ class TestOfARun:
         monkeypatch.delenv("VERL_PAGE")
 
     def test_auto_starts_it_for_a_separate_process(self, tmp_path, capsys):
-        """Its address is for the header of the run, which a start that fails does not reach."""
+        """Its address is for the header of the run; a failed start has none."""
         with page_of(config(tmp_path / "run"), whole_process=True):
             assert run_folder.address_of_page.startswith("http://127.0.0.1:")
         assert run_folder.address_of_page == ""

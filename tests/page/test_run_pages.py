@@ -228,7 +228,7 @@ def test_pairs_have_no_groups(site):
 class TestCharts:
     @pytest.fixture
     def panel(self, site):
-        """The panel of a title after rows of metrics were added; None where there is none."""
+        """The panel of a title after rows of metrics were added; None without one."""
 
         def panel(title, **metrics):
             run = site.views["one"].run

@@ -1,4 +1,4 @@
-"""The server: access, the files and pages it serves, and foreign text, which stays text."""
+"""The server: access, the files and pages it serves, and foreign text that stays text."""
 
 import asyncio
 import hashlib

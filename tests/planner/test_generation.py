@@ -58,7 +58,7 @@ def test_the_tail_costs_more_than_the_mean():
 
 @pytest.mark.parametrize(("t", "p", "t_g"), [(2, 1, 1), (4, 1, 2), (2, 2, 1)])
 def test_the_reshard_plan_moves_the_bytes_of_hybridflow(t, p, t_g):
-    """A model whose every parameter is divided: our plan moves (d_g - 1) / (t p) M (arXiv:2409.19256, Table 2)."""
+    """A model with every parameter divided: our plan moves (d_g - 1) / (t p) M (arXiv:2409.19256, Table 2)."""
     from verl.parallel.mesh import Mesh
     from verl.reshard.grouping import interval_engines
     from verl.reshard.layout import RolloutLayout as Engines

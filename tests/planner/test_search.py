@@ -57,7 +57,7 @@ def test_splitting_gains_with_scale(model):
 
 
 # HybridFlow's own layouts (Fig. 14) have tensor parallel size 8, and at most as many stages as here; these divide the layers,
-# since Megatron-core 0.6.0, which it used, builds layers // stages for each
+# since its Megatron-core 0.6.0 builds layers // stages for each
 STAGES = {"7B": (1,), "13B": (1,), "34B": (1, 2, 3, 4), "70B": (1, 2, 4, 5, 8)}
 APART = (("actor", "reference", "reward"), ("critic",))
 ALONE = (("actor",), ("critic",), ("reference",), ("reward",))
@@ -265,7 +265,7 @@ def test_known_to_fit(model, gpu, devices, lora):
     ],
 )
 def test_half_as_many_devices_do_not_fit(model, gpu, devices, offload):
-    """Memory where all parameters train: 70B on 16 fits with offload, and not without."""
+    """Memory if all parameters train: 70B on 16 fits with offload, and not without."""
     assert fits(model, gpu, devices, False, Space(offload=offload)) is None
 
 

@@ -37,7 +37,7 @@ def folder_of(name, kind, folder):
 
 
 def planned(keys, plan_keys):
-    """The config with which a run would start."""
+    """The config of a run that starts with the plan."""
     loaded, request = load_config(keys, check=False), PlanRequest.parse(plan_keys)
     flow = dataflow_of(loaded.config)
     rules = rules_of(request, loaded.config, flow.roles)

@@ -25,7 +25,7 @@ def loop_in_c():
 
 
 def fork_bomb():
-    time.sleep(0.02)  # processes of the clock tick in which a call begins may be of an earlier sample
+    time.sleep(0.02)  # processes of the first clock tick of a call may be of an earlier sample
     while True:
         os.fork()
 
@@ -122,7 +122,7 @@ def new_user_namespace():
 
 
 def kernel_keyrings():
-    # how many of these calls work: add_key, and keyctl, which finds the keyring of the session
+    # how many of these calls work: add_key, and keyctl (it finds the keyring of the session)
     first = 248 if platform.machine() == "x86_64" else 217
     libc = ctypes.CDLL(None)
     added = libc.syscall(first, b"user", b"planted", b"x", 1, -1)
@@ -325,7 +325,7 @@ def reaper_of(processes):
 
 
 def chain_of_scorer(pool):
-    """Ids of the processes from the run to the scorer, whose last is the youngest."""
+    """Ids of the processes from the run to the scorer; the last is the youngest."""
     first = psutil.Process(pool._processes[0].pid)
     (process_1,) = first.children()
     (scorer,) = process_1.children()

@@ -1,4 +1,4 @@
-"""A reward function as users write it: one file, whose behaviour is chosen by the reply."""
+"""A reward function as users write it: one file; the reply chooses its behaviour."""
 
 import pytest
 
@@ -113,7 +113,7 @@ def make_pool(hostile):
 
 @pytest.fixture
 def attacked(make_pool, tmp_path):
-    """attacked(**pool options): a pool whose function attacks when the reply names an attack."""
+    """attacked(**pool options): a pool; its function attacks when the reply names an attack."""
     path = tmp_path / "attacks.py"
     path.write_text(ATTACKS)
 

@@ -89,7 +89,7 @@ USABLE = ("number", "parts", "texts", "nested", "odd keys", "prints")
 
 
 def build(folder):
-    """A manager whose function returns by seed and kind: FUNCTION."""
+    """A manager of FUNCTION, a function that returns by seed and kind."""
     (folder / "returns.py").write_text(FUNCTION)
     function = dataclasses.replace(CustomRewardFunctionConfig(), path=str(folder / "returns.py"))
     config = dataclasses.replace(RewardConfig(), num_workers=1, default_score=DEFAULT, custom_reward_function=function)

@@ -1,4 +1,4 @@
-"""`reward.debug`: reward calls in the process of the run, where a debugger reaches them."""
+"""`reward.debug`: reward calls in the process of the run, so that a debugger reaches them."""
 
 import bdb
 import dataclasses

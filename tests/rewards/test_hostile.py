@@ -88,7 +88,7 @@ def test_a_reaper_that_is_killed_leaves_nothing(attacked, no_namespaces):
     assert wait_until(lambda: len(processes_of(os.getpid())) == 3)
     first = set(processes_of(os.getpid()))
     os.kill(reaper_of(first), signal.SIGKILL)
-    # the cause is unknown: the sample gets a second worker, which is killed too
+    # the cause is unknown: the sample gets a second worker, and it is killed too
     assert wait_until(lambda: len(pids := processes_of(os.getpid())) == 3 and first.isdisjoint(pids))
     os.kill(reaper_of(processes_of(os.getpid())), signal.SIGKILL)
     (killed,), (after,) = (future.result(120) for future in futures)
@@ -275,7 +275,7 @@ def test_nothing_is_left_of_a_run_whose_first_process_is_killed(tiny_llama, tmp_
         assert wait_until((tmp_path / "begun").exists), (tmp_path / "said").read_text()
 
         def has_left_its_session():
-            """Whether there are training, reaper or unshare, scorer, and its child, which leads a session."""
+            """Whether there are training, reaper or unshare, scorer, and its child, the leader of a session."""
             children = psutil.Process(run.pid).children(recursive=True)
             newest = max((child.create_time(), child.pid) for child in children)[1]
             return len(children) >= 4 and os.getsid(newest) == newest
@@ -285,5 +285,5 @@ def test_nothing_is_left_of_a_run_whose_first_process_is_killed(tiny_llama, tmp_
     finally:
         run.kill()
         run.wait()
-    # only root can read the environment of a reaper, by which it is marked
+    # only root can read the environment of a reaper with its mark
     assert wait_until(lambda: not marked(tmp_path) and not any(map(is_alive, family))), marked(tmp_path)

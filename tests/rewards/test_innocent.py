@@ -16,7 +16,7 @@ from tests.rewards.test_pool import request, wait_until
 from verl.rewards.sandbox import launch
 from verl.rewards.sandbox.limits import Limits
 
-# {attack of the first sample, whose effects remain: later sample, whose score they must not change}
+# {attack of the first sample, with effects that remain: later sample that must keep its score}
 LEFT_BEHIND = {
     "print_for_ever": "print_own",
     "keep_files": "open_file",
@@ -173,7 +173,7 @@ def test_the_time_of_a_run_that_is_stopped_itself_does_not_count(tmp_path):
     try:
         assert wait_until((tmp_path / "began").exists)
         os.kill(run.pid, signal.SIGSTOP)
-        time.sleep(2)  # more than the sample may take, which needs a little longer still
+        time.sleep(2)  # more than the sample may take; it needs a little longer still
         os.kill(run.pid, signal.SIGCONT)
         assert run.stdout.readline() == "0.5 None\n"
     finally:

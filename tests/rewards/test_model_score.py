@@ -24,7 +24,7 @@ def many(data_sources, solution_strs, ground_truths, extra_infos, reward_model_s
 
 @pytest.fixture
 def scored(tmp_path):
-    """scored(says, judge=, function=, manager=) -> the scores of samples about which the model replied `says`."""
+    """scored(says, judge=, function=, manager=) -> the scores of samples after the model replied `says`."""
     (tmp_path / "rewards.py").write_text(COMBINED)
 
     def run(says, *, judge=False, function=None, manager="naive"):

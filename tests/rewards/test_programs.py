@@ -63,7 +63,7 @@ def test_a_program_that_grows_while_it_is_counted_is_ended(around):
 
 
 def test_a_slow_machine_has_time_to_end_a_program(monkeypatch):
-    """On which seconds pass between one look at its processes and the next."""
+    """Seconds pass between one look at its processes and the next."""
     seconds = itertools.count(step=2.5)
     slow = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: time.sleep(0.1))
     monkeypatch.setattr(processes, "time", slow)

@@ -124,7 +124,7 @@ def test_right_wrong_and_garbage(case):
     assert value(default_compute_score(source, reference, gold, extra)) == 1.0
 
 
-# data_source -> a reply with this answer, of each scorer whose references may be numbers
+# data_source -> a reply with this answer, of each scorer with references that may be numbers
 ANSWERS = {
     "openai/gsm8k": "#### {}",
     "math_dapo": "Answer: {}",

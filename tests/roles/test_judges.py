@@ -1,6 +1,6 @@
 """Backends of a judge: a chat service with recorded answers, vLLM's engine without vLLM, and batches of either.
 
-python -m pytest -m slow -p no:xdist tests/roles/test_judges.py      # with vLLM itself, which must be importable
+python -m pytest -m slow -p no:xdist tests/roles/test_judges.py      # with vLLM itself
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Samples whose advantages are all zero are not computed, and nothing that is trained changes by it."""
+"""Samples with only zero advantages are not computed, and nothing that is trained changes by it."""
 
 from dataclasses import replace
 

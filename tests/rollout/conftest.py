@@ -101,7 +101,7 @@ def make_prompts(lengths, seed=0, first_ordinal=0):
 
 @pytest.fixture
 def connect(load, tokenizer):
-    """connect(url, name="http", **config) -> an engine of a service, which has `config` of the rollout and of the service."""
+    """connect(url, name="http", **config) -> an engine of a service with `config` of both."""
 
     def build(url, name="http", **config):
         fields = {field.name for field in dataclasses.fields(ServiceConfig)} & config.keys()

@@ -21,7 +21,7 @@ from verl.models.tiny import make_tiny_model
 from verl.rollout.native.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
 
-# memory and views, which start no kernel
+# memory and views start no kernel
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "_unsafe_view", "_reshape_alias", "detach",
          "promote_types")  # fmt: skip
 NUM_LAYERS, ROWS, VOCABULARY = 24, 40, 4120  # the depth of Qwen2.5-0.5B

@@ -164,7 +164,7 @@ def compressed(rng, answer):
 
 
 def broken(rng, answer):
-    """Not HTTP, or HTTP whose announcements are wrong."""
+    """Not HTTP, or HTTP with wrong headers."""
     text = json.dumps(answer).encode()
     heads = (
         b"", b"\0" * 100, b"HTTP/1.1 ", b"HTTP/9.9 200 OK\r\n\r\n", b"HTTP/1.1 99999 OK\r\n\r\n", b"SSH-2.0-OpenSSH\r\n",

@@ -1,4 +1,4 @@
-"""A guard of code for a device, on tensors of the host: an operation for which a GPU's host would wait is an error."""
+"""A guard of code for a device, on tensors of the host: an operation that a GPU's host would wait for is an error."""
 
 import contextlib
 import functools
@@ -53,7 +53,7 @@ def no_waits():
 
 
 def allowed(function):
-    """`function` where anything may wait: it stands for a kernel, or moves tensors of the host to the device."""
+    """`function` in a context that allows waits: it stands for a kernel, or moves tensors of the host to the device."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):

@@ -1,12 +1,12 @@
-"""vLLM's second model runner on a CPU, which lacks a compiler of Triton: its interpreter stands for one.
+"""vLLM's second model runner on a CPU. A CPU has no compiler of Triton: its interpreter stands for one.
 
-Scheduling ahead, which vLLM turns off on CPUs, is on as it is on a GPU. Only for a process that has not imported vLLM.
+Scheduling ahead is on, as on a GPU; vLLM turns it off on CPUs. Only for a process that has not imported vLLM.
 """
 
 import os
 import sys
 
-CHOSEN = "TRITON_INTERPRET"  # environment variable, which Triton reads as it is imported
+CHOSEN = "TRITON_INTERPRET"  # environment variable; Triton reads it at its import
 
 
 def simulate():

@@ -14,7 +14,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.errors import ModelError
 
 RESERVED = 6  # tokens of the context that an input never has
-FLAT = 1e6  # a temperature at which each token is as likely as any other
+FLAT = 1e6  # at this temperature all tokens are equally likely
 
 
 class SimulatedSGLang:

@@ -56,7 +56,7 @@ def send(engine, module, version):
 
 
 class Model:
-    """A model whose weights arrive in buckets, and the next token of a sample."""
+    """A model with weights that arrive in buckets, and the next token of a sample."""
 
     def __init__(self, module):
         self.parameters, self.view = dict(module.named_parameters()), eager_view(module)

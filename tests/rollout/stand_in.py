@@ -1,4 +1,4 @@
-"""A vLLM simulated by the native engine in a separate process, which dies on request.
+"""A vLLM simulated by the native engine in a separate process that dies on request.
 
 `python -m tests.rollout.stand_in key=value ...` is `verl train` with it. VERL_TEST_LOST="generate 2 FILE": it is killed in its
 second generation after its first samples, and then FILE is written, so that this happens once ("update 2 FILE": with a bucket).

@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc):
         ]
         metafunc.parametrize(("name", "family"), pairs)
     elif "slots" in metafunc.fixturenames:
-        batches = {**dict.fromkeys(SIMULATED, BATCHES[1:2]), "hf": BATCHES[:3]}  # which has no tokens of a step
+        batches = {**dict.fromkeys(SIMULATED, BATCHES[1:2]), "hf": BATCHES[:3]}  # it has no tokens of a step
         rows = [(name, *batch) for name in ROWS for batch in batches.get(name, BATCHES)]
         metafunc.parametrize(("name", "slots", "budget"), rows)
     else:
@@ -162,7 +162,7 @@ def test_on_finish_once_per_sample_as_it_ends(name, make_engine):
     assert all(any(c is s for s in ended) for c in completions)
     lengths = [len(c.token_ids) for c in ended]
     assert min(lengths) < max(lengths)
-    if name != "http":  # where each sample has a thread
+    if name != "http":  # there each sample has a thread
         assert lengths == sorted(lengths)  # all began together
 
 

@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(params=SETS)
 def kernels(request, monkeypatch):
     monkeypatch.setenv("VERL_CPU_ISA", request.param)
-    monkeypatch.setenv("VERL_CPU_BF16", "native")  # pairs where the set has them, also where they are slow
+    monkeypatch.setenv("VERL_CPU_BF16", "native")  # pairs if the set has them, even if they are slow
     return library.kernels()
 
 
@@ -99,7 +99,7 @@ def test_bfloat16_is_left_to_the_library_where_it_has_tiles_unless_it_must_be_in
 
 
 def test_no_second_openmp_runtime_is_loaded(kernels):
-    """The kernels have separate threads, which torch's runtime does not know of."""
+    """The kernels have separate threads, unknown to torch's runtime."""
     libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     assert any("_decoder" in name for name in libraries)
     assert len({name for name in libraries if re.match(r"lib(g|i)?omp", Path(name).name)}) <= 1
@@ -268,7 +268,7 @@ def test_threads_do_not_change_bits(kernels, dtype, load, make_engine):
 
 
 def test_a_fork_has_its_own_threads(kernels, dtype):
-    """The threads of a process that has multiplied are not in its child, which starts its own."""
+    """The threads of a process that has multiplied are not in its child; it starts its own."""
     weight, x = normal(100, 64).to(dtype), normal(20, 64, seed=1).to(dtype)
     packed = kernels.pack(weight)
     expected = kernels.product(x, packed, 100, threads=3)

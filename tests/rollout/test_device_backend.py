@@ -194,7 +194,7 @@ def in_slots(make_engine):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("max_tokens", [None, 256, 192])
 def test_pages_change_nothing(max_tokens, case, device, in_slots):
-    """Nor do preempted samples, which are computed again."""
+    """Nor do preempted samples: they are computed again."""
     prompts, params = make_prompts(LENGTHS), CASES[case]
     expected, before = in_slots(case)
     ours, stats = generate(device(kv_cache_config=pages(max_tokens)), prompts, params)
@@ -268,7 +268,7 @@ def test_pages_are_as_long_as_the_kernel_reads(device):
 
 @pytest.mark.parametrize("multiple", [0, 1])
 def test_pages_are_the_default_of_the_device(multiple, device):
-    """Options of a backend whose kernel reads pages; the backend of the host has none by default."""
+    """Options of a backend with a kernel that reads pages; the backend of the host has none by default."""
     engine, prompts = device(), make_prompts(LENGTHS)
     engine.device.kernel = PLAIN._replace(page_multiple=multiple)
     ours, stats = generate(engine, prompts, CASES["sampled"])
@@ -330,7 +330,7 @@ def test_the_host_waits_only_for_tokens(case, cache, device, make_engine, torch_
 
 
 def test_what_replaces_a_kernel_waits_for_nothing():
-    """On a GPU without Triton, torch computes the ops, whose bodies the guard of a step does not see."""
+    """On a GPU without Triton, torch computes the ops, and the guard of a step does not see their bodies."""
     torch.manual_seed(0)
     probs, u, places = torch.softmax(torch.randn(5, 700), -1), torch.rand(5).double(), torch.arange(5)
     qkv, turns, store = torch.randn(5, 32), torch.randn(5, 4), torch.zeros(2, 9, 2, 4)
@@ -456,7 +456,7 @@ def test_straight_forward_equals_the_module(load):
 @pytest.mark.parametrize("cached", [False, True], ids=["slots", "pages"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_of_a_step_is_that_to_all_keys(window, cached, monkeypatch):
-    """Of a row's own tokens and then its prompt's, by torch and by flash attention where Triton cannot be had."""
+    """Of a row's own tokens and then its prompt's, by torch and by flash attention without Triton."""
     torch.manual_seed(0)
     lengths, prompts, size, kv_heads, heads, dim = torch.tensor([3, 0, 11]), torch.tensor([9, 4]), 4, 2, 6, 8
     gather, place = (torch.from_numpy(x) for x in assign_places(np.array([1, 0, 1]), 2, 2))

@@ -23,7 +23,7 @@ ADAPTERS = {"two": (2, ""), "three": (3, ""), "mlp": (4, "mlp"), "many": (33, ""
 
 
 def adapted(module, dtype=torch.float32):
-    """A copy of `module` with adapters on all its linear layers, which are off."""
+    """A copy of `module` with adapters on all its linear layers, switched off."""
     module = copy.deepcopy(module).to(dtype)
     add_adapters(module, LoRASpec(2, 32, "all-linear", head=True), dtype)
     for layer in lora_layers(module).values():
@@ -47,7 +47,7 @@ def engine_of(make_engine, module, **config):
 
 
 def requests():
-    """Prompts of all adapters and of the base model in turn, with two samples each, some of which are longer than others."""
+    """Prompts of all adapters and of the base model in turn, with two samples each, some of them longer."""
     names, prompts = [*ADAPTERS, None], make_prompts([3, 20, 7, 33, 12, 9, 25, 5, 17, 60])
     return [
         replace(p, adapter=names[p.ordinal % len(names)], random_ordinal=p.ordinal // 2, max_new_tokens=4 + p.ordinal)

@@ -114,7 +114,7 @@ def test_the_copy_stays_until_weights_change_or_memory_is_asked_for(load, make_e
 
 
 def test_a_copy_of_old_weights_is_freed_at_once(load, make_engine):
-    """Not by the next garbage collection, before which every step would add a copy of the weights."""
+    """Not by the next garbage collection: until then every step would add a copy of the weights."""
     module = copy.deepcopy(load("llama"))
     engine = make_engine("native", module=module)
     gc.collect()

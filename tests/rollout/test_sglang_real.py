@@ -48,7 +48,7 @@ pytestmark = [
 ]
 
 
-# of a run, which starts a server with this environment
+# of a run: it starts a server with this environment
 ENGINE_KEYS = [
     "actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.max_num_seqs=8",
     "trainer.ray_wait_register_center_timeout=900",
@@ -108,7 +108,7 @@ def test_greedy_samples_are_the_native_ones_before_and_after_updates(engine, fol
 
 
 def test_samples_end_at_stop_tokens(engine, folder):
-    """At the stop tokens of a request too, with ignore_eos and without, where the end-of-sequence token is sampled too."""
+    """At the stop tokens of a request too, with ignore_eos and without, if the end-of-sequence token is sampled too."""
     module, prompts = changed(folder, 2), make_prompts([3, 9, 17])
     expected = native(module, engine)
     text = expected.generate(prompts, GREEDY, step=0)[0].token_ids
@@ -125,7 +125,7 @@ def test_samples_end_at_stop_tokens(engine, folder):
 
 
 def test_a_token_that_only_the_server_takes_for_an_end_is_none(engine, folder):
-    """Its end-of-sequence token, where the run ignores it and has a stop token, so that SGLang's rule is on."""
+    """Its end-of-sequence token, if the run ignores it and has a stop token, so that SGLang's rule is on."""
     (prompt,) = make_prompts([5])
     eos = engine.tokenizer.eos_token_id
     params = SamplingParams(temperature=1e4, max_new_tokens=32, stop_token_ids=(7,), ignore_eos=True, n=64)
@@ -155,7 +155,7 @@ def test_the_end_of_the_context_is_reached(engine):
 
 
 def test_another_run_on_the_same_server(engine, folder, tmp_path):
-    """After updates, whose folder SGLang names as its model."""
+    """After updates: SGLang names their folder as its model."""
     keys = f"actor_rollout_ref.rollout.service.url={engine.server.url}"
     folder_key = f"actor_rollout_ref.rollout.service.weights_dir={tmp_path}"
     with pytest.raises(ConfigError, match="takes up to 66 tokens in a sequence, and this run has up to 67"):

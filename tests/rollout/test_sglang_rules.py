@@ -144,7 +144,7 @@ def test_log_probs_of_a_service_are_at_the_sampling_temperature(log_probs, is_ri
 
 
 def test_no_default_of_a_service_is_left(make):
-    """Of the model's generation_config.json, which vLLM's server takes for values that a request does not have."""
+    """Of the model's generation_config.json: vLLM's server takes it for values that a request lacks."""
     flat = choice([5], [-math.log(VOCABULARY)])
     answers = {"/v1/models": {"data": [{"id": "served"}]}, "/v1/completions": flat, **sglang().answers}
     one = SamplingParams(max_new_tokens=1, stop=("", "x", *map(str, range(40))))

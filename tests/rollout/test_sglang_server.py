@@ -82,8 +82,8 @@ def test_a_server_is_started_takes_weights_and_ends_with_the_engine(make, note, 
 
 
 def test_a_server_frees_its_memory_while_something_trains(make, note, load, caplog, tmp_path):
-    """Except where requests that were dropped still run. New weights and generations bring the memory back. Weights are only
-    freed if new ones come."""
+    """Except while dropped requests still run. New weights and generations bring the memory back. Weights are only freed if
+    new ones come."""
     engine = make(
         engine_kwargs=EngineKwargsConfig(sglang={"enable_memory_saver": True}),
         service=ServiceConfig(weights_dir=str(tmp_path)),
@@ -169,7 +169,7 @@ def test_a_gpu_has_no_graphs_where_told_so_and_its_memory_is_freed(load):
 
 
 def test_a_program_that_becomes_another_ends_with_its_parent():
-    """The parent is killed; its child, which did not ask to end with it, does."""
+    """The parent is killed; its child, without a request to end with it, ends too."""
     code = (
         "import os, subprocess, sys, time;"
         f"p = subprocess.Popen([sys.executable, {ANCESTRY!r}, str(os.getpid()), '/bin/sleep', '600']);"

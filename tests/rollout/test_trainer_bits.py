@@ -1,4 +1,4 @@
-"""In bfloat16 the sampler and the training forward compute the same hidden states, where processor and torch allow it."""
+"""In bfloat16 the sampler and the training forward compute the same hidden states, if processor and torch allow it."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_sums_of_products_are_added_as_the_trainer_adds_them(kernels, inputs):
 
 
 def gradients_of(model, columns, share_prompts=True):
-    """Gradients of two micro-batches, and the share of their tokens whose activations were reused."""
+    """Gradients of two micro-batches, and the share of their tokens with reused activations."""
     model.zero_grad()
     for rows in (slice(0, 6), slice(6, None)):
         packed = pack_rows({name: x[rows] for name, x in columns.items()}, share_prompts=share_prompts)
@@ -99,7 +99,7 @@ def gradients_of(model, columns, share_prompts=True):
 
 
 def recorded_samples(model, make_engine, num_bytes):
-    """Columns of samples of mixed lengths, whose activations are recorded in a store of `num_bytes`."""
+    """Columns of samples of mixed lengths, with activations recorded in a store of `num_bytes`."""
     store = reuse.store_for(model, DenseDecoder.of(model), lambda: num_bytes, 0)
     for part in store.parts:
         part.fill_(torch.nan)

@@ -28,7 +28,7 @@ from verl.rollout.native.torch.forward import DenseForward
 LENGTH = 6
 loaded = functools.cache(load_model)
 ENGINES = {"native": NativeRollout, "hf": HFRollout}
-BY_MODULES = ("qwen3_vl_moe", "glm4v")  # whose language models have experts, and norms behind attention
+BY_MODULES = ("qwen3_vl_moe", "glm4v")  # language models with experts, and norms behind attention
 GREEDY = SamplingParams(n=1, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=True)
 
 
@@ -64,7 +64,7 @@ def test_greedy_tokens_equal_generate(family, module, name):
 
 def require_greedy(family, engine, requests):
     completions, theirs = engine.generate(requests, GREEDY, step=1), random_model(family)
-    theirs.generation_config.eos_token_id = None  # which `generate` would not sample before LENGTH tokens
+    theirs.generation_config.eos_token_id = None  # `generate` would not sample it before LENGTH tokens
     for request, done in zip(requests, completions, strict=True):
         inputs = inputs_of(theirs, request.token_ids, request.media)
         expected = theirs.generate(**inputs, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False)
@@ -172,7 +172,7 @@ def test_engines_and_the_backend_of_a_gpu_sample_the_same_tokens(family, module)
 
 @few
 def test_a_sample_depends_neither_on_its_batch_nor_on_the_time_of_its_images(family, module):
-    """Of prompts, samples that give up their place in memory for a while, and turns whose history is computed again."""
+    """Of prompts, samples that give up their place in memory for a while, and turns with a history that is computed again."""
     if not isinstance(engine_of("native", module).dense(), CpuForward):
         pytest.skip("only the compiled kernels promise it")
     params = SamplingParams(n=4, max_new_tokens=24, ignore_eos=True)

@@ -269,7 +269,7 @@ class Written(TorchDispatchMode):
 
 
 def test_a_step_writes_the_logits_once_and_asks_the_device_nothing(monkeypatch):
-    """Besides `sample`, which is the native engine's: one fill, and one element a row."""
+    """Besides `sample` of the native engine: one fill, and one element a row."""
     slots, logits = Slots(), logits_of(2)
     for slot in range(2):
         slots.add(slot, requested(KEYS[slot], 0, SamplingParams()), 4)

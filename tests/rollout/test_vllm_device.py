@@ -61,7 +61,7 @@ def make(load, tokenizer, monkeypatch, driver):
 
 
 def test_weights_go_by_the_gpu_and_a_lost_process_gets_the_hosts_copy(make, load):
-    """Each call of two steps is the one at which the process is lost."""
+    """The process is lost at each call of two steps in turn."""
     module = load("llama")
     rollout, undisturbed_run = make()
     expected = [one_step(rollout, module, version) for version in (1, 2)]

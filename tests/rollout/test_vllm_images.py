@@ -1,8 +1,8 @@
-"""Images in vLLM, which must be importable; slow: greedy tokens of tiny models, in the process and of a server.
+"""Images in vLLM; slow: greedy tokens of tiny models, in the process and of a server.
 
     python -m pytest -m slow -p no:xdist tests/rollout/test_vllm_images.py
 
-Where torchvision cannot be imported ("operator torchvision::nms does not exist"), with
+If torchvision cannot be imported ("operator torchvision::nms does not exist"), with
 PYTHONPATH=tests/rollout/torchvision_operators.
 """
 
@@ -65,7 +65,7 @@ def task(family, tmp_path, monkeypatch):
     resumed = request_of(tokenizer)
     first = replace(resumed, ordinal=1, token_ids=resumed.token_ids[: -resumed.num_drawn], num_drawn=0, spans=())
     requests = [resumed, first, PromptRequest(2, tuple(tokenizer.encode("None.")))]
-    if family in vision_families.PATCHES:  # whose pictures verl resizes for vLLM
+    if family in vision_families.PATCHES:  # verl resizes their pictures for vLLM
         reads = family.startswith("qwen3")
         row = {"images": frames(2, (100, 75), seed=1), "videos": [frames(4, (100, 75))] * reads}
         prompt = encoded(folder, f"<image>A{'<video>' * reads}B<image>?", row, tokenizer)

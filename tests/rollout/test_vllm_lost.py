@@ -1,4 +1,4 @@
-"""`verl train` whose engine process is killed ends with the samples and weights of the undisturbed run; slow.
+"""`verl train` with a killed engine process ends with the samples and weights of the undisturbed run; slow.
 
     python -m pytest -m slow tests/rollout/test_vllm_lost.py
 

@@ -1,4 +1,4 @@
-"""The vLLM engine with vLLM, which must be importable; all slow.
+"""The vLLM engine with vLLM; all slow.
 
     VERL_SMOLLM2=folder python -m pytest -m slow -p no:xdist tests/rollout/test_vllm_real.py
 
@@ -125,7 +125,7 @@ def assert_equal(completions, expected):
 
 
 def require_native(engine, module, tokenizer, params, step=1, on_finish=None):
-    """The samples of the engine, which are the native engine's with `module`."""
+    """The samples of the engine, equal to the native engine's with `module`."""
     prompts = make_prompts(LENGTHS)
     completions = engine.generate(prompts, params, step=step, on_finish=on_finish)
     assert_equal(completions, native(module, tokenizer).generate(prompts, params, step=step))
@@ -240,7 +240,7 @@ def test_two_workers_share_the_model(folder, tokenizer):
 
 @pytest.mark.parametrize("ended", ["a worker", "the engine's process"])
 def test_nothing_is_left_of_workers_that_share_a_model(ended, folder, tokenizer):
-    """A worker that is killed takes its engine with it, which comes back; so does the engine's process with its workers."""
+    """A killed worker takes its engine with it, and the engine comes back; so does the engine's process with its workers."""
     with closing(make(folder, "async", tokenizer, tensor_model_parallel_size=2)) as engine:
         family = own_family(engine.core.core.process.pid)
         module = changed(folder, 6)

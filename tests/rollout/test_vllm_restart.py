@@ -135,7 +135,7 @@ def one_step(rollout, module, version):
 
 
 def test_nothing_is_lost_wherever_a_process_is(make, load):
-    """Each call of two steps in turn is the one at which the process is lost, the starts of new ones too."""
+    """The process is lost at each call of two steps in turn, at starts of new ones too."""
     module = load("llama")
     rollout, undisturbed = make()
     assert isinstance(rollout.core, RestartingCore)

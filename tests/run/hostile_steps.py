@@ -19,7 +19,7 @@ MAX_RATIO = 2.0  # times the median of the steps without a hostile sample
 MAX_MB = 2.0  # in the run folder for one hostile sample: reward.max_result_kb and max_output_kb, and what says so
 _TRIES = 3  # a busy machine is no fault of a sample
 _STEPS = 12  # hostile steps of one run, each followed by an ordinary step
-_TEXT = 10**6  # characters in a large row, which each sample of its prompt gets
+_TEXT = 10**6  # characters in a large row; each sample of its prompt gets them
 
 KINDS = (
     "large number", "large part", "many parts", "long part", "deep part", "no number", "no JSON", "raises", "prints",
@@ -115,7 +115,7 @@ def cases(rng, count, folder):
 
 def steps_of(folder, model, kinds, rng):
     """(kind, seconds over the median of the ordinary steps) for each hostile sample. Seconds are of its step less the
-    processor time of the call itself, or of the step after it where that took longer."""
+    processor time of the call itself, or of the step after it if that took longer."""
     folder.mkdir()
     (folder / "reward.py").write_text(FUNCTION + HOSTILE)
     order = ["", "", *(kind for each in kinds for kind in (each, ""))]  # the first step is slower, for other reasons

@@ -109,7 +109,7 @@ def run(func, args, kwargs):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     inner_args, inner_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnGPU) else x, (args, kwargs))
-    if name == "aten::mm" and func._overloadname.startswith("dtype"):  # which only a GPU has
+    if name == "aten::mm" and func._overloadname.startswith("dtype"):  # only a GPU has it
         a, b, dtype = inner_args
         out = torch.mm(a.to(dtype), b.to(dtype), **inner_kwargs)
     elif name == "aten::_fused_sdp_choice":
@@ -204,14 +204,14 @@ def differing(runs, step):
 
 
 def waits_of_micro_batches(folder, base, changes):
-    """Places where the host waits between micro-batches, with their number."""
+    """Waits of the host between micro-batches, by place, with their number."""
     WAITS.clear()
     run_on("cuda", folder, base, changes)
     return dict(WAITS)
 
 
 def offloaded(folder, base, changes):
-    """The metrics of the second step that differ where masters, gradients and moments are in host memory."""
+    """The metrics of the second step that differ with masters, gradients and moments in host memory."""
     from verl.models.optim import MasterOptimizer
 
     num_steps, keys = 0, ("param_offload", "optimizer_offload")

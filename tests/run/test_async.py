@@ -35,7 +35,7 @@ STEPS = "trainer.total_training_steps=5"
 
 @pytest.fixture
 def in_parts(shared_run, tiny_overrides):
-    """A run of five steps whose samples are made two ahead, in parts."""
+    """A run of five steps with samples made two ahead, in parts."""
     return shared_run(tiny_overrides, f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=1")
 
 

@@ -33,7 +33,7 @@ def teachers(tmp_path_factory):
 
 @pytest.fixture
 def distill(tiny_run, shared_run, tiny_overrides, teachers):
-    """A run of three steps whose only teacher is the first one; `shared`: a run that tests only read."""
+    """A run of three steps with only the first teacher; `shared`: a run that tests only read."""
 
     def run(*changes, folder="run", teacher=True, shared=False):
         one = (f"{TEACHERS}.teacher_model.model_path={teachers[0]}",) if teacher else ()
@@ -95,7 +95,7 @@ def test_task_rewards_and_distance_add_up(distill, tiny_run):
 
 
 def test_policy_gradient_is_the_loss_of_the_distance_as_advantage(distill):
-    """On policy at ratio 1 the loss is the mean of k1. Its gradient differs from k1's gradient, whose expectation is 0."""
+    """On policy at ratio 1 the loss is the mean of k1. Its gradient differs from k1's gradient, with expectation 0."""
     row = distill(f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=True", *ALONE).training_rows()[0]
     assert row["actor/loss"] == pytest.approx(row["distillation/loss"], rel=1e-5)
     assert row["actor/grad_norm"] > 1e-3

@@ -1,4 +1,4 @@
-"""Runs in float16: samples, a loss scale that survives a resume, and keys that ask for float16 where it cannot be."""
+"""Runs in float16: samples, a loss scale that survives a resume, and keys that ask for float16 in vain."""
 
 import pytest
 
@@ -15,7 +15,7 @@ SCALE, SKIPPED = "actor/loss_scale", "actor/overflow_ratio"
 
 
 def test_a_run_in_float16_skips_what_overflows_and_resumes_bit_for_bit(tiny_run, monkeypatch, capsys):
-    """The scale begins where gradients overflow, and is halved until a step is taken."""
+    """The scale begins so high that gradients overflow, and is halved until a step is taken."""
     monkeypatch.setattr(loss_scale.LossScale, "__init__", begin_high)
     resumed, unbroken = broken_off(tiny_run, *SETTINGS, stop=2)
     assert resumed.repeatable == unbroken.repeatable

@@ -1,4 +1,4 @@
-"""A run whose adapters train above a base in four bits."""
+"""A run of adapters above a base in four bits."""
 
 import pytest
 

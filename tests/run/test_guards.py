@@ -173,7 +173,7 @@ CASES = {
                      r"KL to the reference policy .*in the batch, 1 sample \(prompt \d+ sample 3: "),
     "entropy": ("entropy", 100.0, None, "entropy is .*beyond trainer.guards.entropy.limit=100"),
 }  # fmt: skip
-ALL_MINI_BATCHES = {"policy_kl", "ratio", "mismatch", "log-prob"}  # which only the mini-batch with the sample shows
+ALL_MINI_BATCHES = {"policy_kl", "ratio", "mismatch", "log-prob"}  # only the mini-batch with the sample shows these
 
 
 def guards_with(guard, limit, action):

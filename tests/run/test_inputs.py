@@ -331,7 +331,7 @@ def test_a_byte_of_every_file_that_a_key_names_counts(key, make_inputs, override
     assert changed(overrides, lambda: file.write_text(text + "\n")) == {key}
 
 
-# keys of files, by the reason for which NAMED has no row
+# keys of files without a row in NAMED, by the reason
 SOURCES = {
     "rows, see test_inputs_of_rows.py": ("data.train_files", "data.val_files"),
     "models and tokenizers, see MODELS": (

@@ -1,4 +1,4 @@
-"""`verl data preferences`: rows that a judge labels, with a chat service whose replies follow from the question."""
+"""`verl data preferences`: rows that a judge labels, with a chat service; its replies follow from the question."""
 
 import pytest
 

@@ -50,7 +50,7 @@ def test_the_third_silent_step_warns(caplog, metrics, samples_per_prompt, words)
         ([SILENT, SILENT], ["Steps 1 to 2 learnt nothing"]),
         ([LEARNS, SILENT], []),
         ([SILENT] * 3, ["Steps 1 to 3 learnt nothing"]),
-        ([{}], []),  # a batch that was left out, which has another warning
+        ([{}], []),  # a batch that was left out has another warning
     ],
 )
 def test_a_run_of_few_steps_warns_with_its_last(caplog, steps, words):

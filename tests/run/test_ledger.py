@@ -62,7 +62,7 @@ def without_checkpoints_after(step, folder):
 
 def test_a_resumed_run_has_the_ledger_of_the_unbroken_one(tiny_run, ends_after, around):
     """Samples made ahead and in parts: the queue is filled from the ledger, and from the checkpoint when that is lost. The
-    second epoch begins with the prompts whose responses were long in the first."""
+    second epoch begins with the prompts of long responses in the first."""
     expected = []
     around(ResponseLengths, "of", lambda of, *args: expected.append(of(*args).tolist()) or of(*args))
     ahead = (*AHEAD, "data.train_max_samples=8")

@@ -65,7 +65,7 @@ class Worker:
 
 @pytest.fixture
 def hybrid(tiny_overrides):
-    """A config whose actor divides its work in three dimensions."""
+    """A config of an actor that divides its work in three dimensions."""
     return load_config([*tiny_overrides, f"{ACTOR}.use_3d_hybrid=True", f"{ACTOR}.batch_group_size=3"]).config
 
 

@@ -130,7 +130,7 @@ def test_bypass_mode_trains(tiny_run, correction):
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
-# rewards of a sample, whose group agrees on them for every second prompt
+# rewards of a sample; its group agrees on them for every second prompt
 HALF_DECIDED = """
 share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
 return share if int(ground_truth) % 2 else 1.0
@@ -241,13 +241,13 @@ def test_validation_metrics_and_val_only(tiny_run):
     assert "val/greedy" in first
     assert any(k.startswith("val-core/letters/") and k.endswith("mean@4") for k in first)
     before = run.rows
-    tiny_run(*val, "trainer.val_only=True")  # into the folder of the run, whose rows it does not change
+    tiny_run(*val, "trainer.val_only=True")  # into the folder of the run; it changes no row there
     assert run.rows == before
     assert Run(run.folder / "eval").rows[0]["val/reward"] == first["val/reward"]
 
 
 def test_an_evaluation_has_the_weights_of_a_run(tiny_run):
-    """Rounded to nearest they would lose most updates of a small rate, which the run's own validation shows."""
+    """Rounded to nearest they would lose most updates of a small rate, as the run's own validation shows."""
     settings = ("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "trainer.val_before_train=True")
     run = tiny_run(*settings, "trainer.total_training_steps=1")
     tiny_run(*settings, "trainer.val_only=True")

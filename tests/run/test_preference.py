@@ -162,7 +162,7 @@ class TestLaws:
 class TestReference:
     @pytest.fixture
     def kept_and_computed(self, preference_run):
-        """Metrics of runs whose reference's log-probabilities are kept, and computed in each step, which agree."""
+        """Equal metrics of two runs: log-probabilities of the reference are kept, or computed in each step."""
 
         def runs(*changes, rel=1e-5):
             stored, each = (
@@ -198,7 +198,7 @@ class TestReference:
 
 
 class TestKeptReference:
-    """The file of the reference's log-probabilities lies outside of the checkpoints, whose state has its digest."""
+    """The file of the reference's log-probabilities lies outside of the checkpoints; their state has its digest."""
 
     FILE = "reference_log_probs.safetensors"
     SETTINGS = ("trainer.save_freq=1", "trainer.total_epochs=1")

@@ -111,7 +111,7 @@ def test_ten_steps_match_trl(case, cases, theirs, tmp_path):
             shared += [name for name in LOGITS if name in log]
             assert LOGITS[0] in shared
         for name in shared:
-            # a difference of log-probabilities of about 100 nats, whose spacing in float32 is 8e-6
+            # a difference of log-probabilities of about 100 nats, spaced by 8e-6 in float32
             spacing = 2e-5 if name == "kl" else 1e-5
             if name == "rewards/accuracies" and abs(log["rewards/margins"]) < 1e-5:
                 continue  # the policy is the reference: rounding ranks the pairs

@@ -132,7 +132,7 @@ def test_a_resumed_run_equals_the_unbroken_one(tiny_run):
     unbroken = tiny_run(*settings, folder="unbroken")
     tiny_run(*settings, "trainer.total_training_steps=2", folder="broken")
     file = unbroken.folder.parent / "broken" / "kept.jsonl"
-    with file.open("a") as stream:  # a step whose checkpoint was not written before the run died
+    with file.open("a") as stream:  # a step without a checkpoint before the run died
         stream.write(json.dumps({"step": 3, "prompt": [], "completion": []}) + '\n{"step": 3, ')
     resumed = tiny_run(*settings, folder="broken")
     assert resumed.repeatable == unbroken.repeatable

@@ -1,4 +1,4 @@
-"""Training runs whose reward comes from a model: a classifier, a classifier with a rule, a judge."""
+"""Training runs with rewards from a model: a classifier, a classifier with a rule, a judge."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Reward models from end to end on a tiny model: losses, held-out measures, laws of batches, and where a checkpoint opens."""
+"""Reward models from end to end on a tiny model: losses, held-out measures, laws of batches, readers of a checkpoint."""
 
 import json
 import subprocess
@@ -272,7 +272,7 @@ class TestCheckpoint:
 
     @pytest.mark.slow
     def test_opens_with_vllm(self, rm_run, tmp_path):
-        """A model with heads of 32, which vLLM's kernels for CPUs have."""
+        """A model with heads of 32, a size of vLLM's kernels for CPUs."""
         from transformers import AutoModelForSequenceClassification
 
         python = python_of("vllm")

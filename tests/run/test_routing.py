@@ -21,7 +21,7 @@ DIFFERENCE = "training/rollout_probs_diff_max"
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A model whose routers rounding decides, in float32."""
+    """A model in float32 with routers that rounding decides."""
     path = tmp_path_factory.mktemp("mixture") / "model"
     folder = make_tiny_model(path, "qwen3_moe", num_experts=8, num_hidden_layers=3)
     near_ties(load_causal_lm(folder, dtype=torch.float32)).save_pretrained(folder)

@@ -225,7 +225,7 @@ def test_a_rollback_continues_with_the_rows_after_the_failed_step(sft_run, sft_o
 
 
 def test_the_last_step_validates_and_saves_whatever_the_schedule(sft_run):
-    """As the trainer of existing releases, whose scripts leave both frequencies out."""
+    """As the trainer of existing releases; their scripts leave both frequencies out."""
     run = sft_run("trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.total_training_steps=2")
     assert (run.folder / "global_step_2/model/huggingface/config.json").is_file()
     assert "val/loss" in run.rows[-1]

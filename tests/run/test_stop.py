@@ -22,7 +22,7 @@ with StopSignal(Path(sys.argv[1]), float(sys.argv[2])) as stop:
     except StopRequested:
         sys.argv[3] == "hangs" and threading.Event().wait()  # in place of a save
 for thread in threading.enumerate():
-    if thread.name == "stop-deadline":  # which ends with the stop, long before its limit
+    if thread.name == "stop-deadline":  # it ends with the stop, long before its limit
         thread.join()
 print("ended", flush=True)
 """

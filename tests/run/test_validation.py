@@ -117,7 +117,7 @@ def test_a_run_in_which_nothing_can_be_scored_stops(tiny_run, tmp_path, before):
 
 
 def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
-    """Each sample whose text has an even number of letters fails; the others score the same, so that nothing trains."""
+    """Each sample with an even number of letters fails; the others score the same, so that nothing trains."""
     fails = write_reward(tmp_path, f"if len(solution_str) % 2:\n    return 1.0\n{FAILING}")
     settings = (fails, "trainer.total_training_steps=1", "trainer.val_before_train=False")
     run = tiny_run(*settings)

@@ -71,7 +71,7 @@ def videos(task, tmp_path_factory):
 
 
 def has_processor(family):
-    return family != "smolvlm"  # whose processor needs the package num2words
+    return family != "smolvlm"  # its processor needs the package num2words
 
 
 WITH_PROCESSOR = [family for family in CONFIGS if has_processor(family)]

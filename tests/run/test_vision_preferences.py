@@ -114,7 +114,7 @@ def test_bad_rows_are_one_sentence(row, message, model, tmp_path):
 
 @pytest.fixture
 def policy(model, tmp_path):
-    """Overrides of a PPO run on rows with images, whose rewards a reward model or a function gives."""
+    """Overrides of a PPO run on rows with images, with rewards of a reward model or a function."""
     rows = [
         {"data_source": "dots", "prompt": PROMPT, "images": [dots(i % 3)], "reward_model": {"ground_truth": str(i % 3)}}
         for i in range(8)

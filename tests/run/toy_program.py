@@ -19,7 +19,7 @@ from verl.tracking.summary import Result
 
 NAME = "tests.run.toy_program:ToyProgram"
 ROWS = 8
-INTERRUPT_AT = "TOY_INTERRUPT_AT"  # the step in which the environment asks for a Ctrl-C
+INTERRUPT_AT = "TOY_INTERRUPT_AT"  # the step of the Ctrl-C
 
 
 class MeanLoss(Objective):

@@ -17,7 +17,7 @@ peer_env = load_module(str(ROOT / "benchmarks" / "peers" / "peer_env.py"))
 
 
 def python_of(peer):
-    """The Python of the environment of `peer`. Skips the test where it is not there."""
+    """The Python of the environment of `peer`. Skips the test without it."""
     python = peer_env.python_of(peer_env.default_folder(peer))
     if not python.exists():
         pytest.skip(f"The environment of {peer} is not there; benchmarks/peers/peer_env.py makes it")

@@ -29,7 +29,7 @@ def in_file_order(trainer):
 
 
 def recording(trainer, samples):
-    """GRPOTrainer, whose samples are added to `samples`."""
+    """GRPOTrainer that adds its samples to `samples`."""
 
     class Recording(trainer):
         def _generate_and_score_completions(self, inputs):

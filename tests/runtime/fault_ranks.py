@@ -36,7 +36,7 @@ def main(kind):
 
 
 def listening_at():
-    """The addresses at which this process can be reached: the store of the rendezvous, and gloo."""
+    """The addresses of this process: the store of the rendezvous, and gloo."""
     process = psutil.Process()
     sockets = (getattr(process, "net_connections", None) or process.connections)("inet")
     return {connection.laddr.ip for connection in sockets if connection.status == psutil.CONN_LISTEN}

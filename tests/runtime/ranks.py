@@ -136,7 +136,7 @@ def end_tree(pid):
 
 
 def family(*processes):
-    """These processes and their descendants, each a psutil.Process, which differs from a later process with its id."""
+    """These processes and their descendants, each a psutil.Process (it differs from a later process with its id)."""
     members = [psutil.Process(process.pid) for process in processes]
     return [*members, *(child for member in members for child in member.children(recursive=True))]
 

@@ -1,4 +1,4 @@
-"""A run whose large tensors are references for its driver, as on Ray, equals the run that holds them."""
+"""A run with references to large tensors on its driver, as on Ray, equals the run that holds them."""
 
 from dataclasses import dataclass, field
 

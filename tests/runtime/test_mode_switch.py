@@ -151,7 +151,7 @@ def test_a_weight_that_changed_meanwhile_stops_the_run(engine, check):
 
 
 def test_a_changed_weight_in_float64_is_noticed(tiny_llama):
-    """The compared weights must be a copy, also where no dtype changes on the way."""
+    """The compared weights must be a copy, even if no dtype changes on the way."""
     wide = make_engine(tiny_llama, dtype="float64")
     with pytest.raises(ModelError, match="changed during generation"):
         switched(wide, lambda: [p.data.add_(1.0) for p in wide.module.parameters()])

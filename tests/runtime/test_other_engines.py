@@ -32,7 +32,7 @@ ROWS = {  # library, ranks -> name -> keys of the engine's section
 }
 LORA = ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.use_kl_loss=True"]
 ADAPTERS = {"lora": LORA, "dora": [*LORA, "actor_rollout_ref.model.use_dora=True"]}
-DIVIDES_ROLLOUT = ("tensor2", "pipeline2_data2")  # which then generate on two ranks together
+DIVIDES_ROLLOUT = ("tensor2", "pipeline2_data2")  # they generate on two ranks together
 FOUR_LAYERS = {"num_hidden_layers": 4}
 
 
@@ -126,7 +126,7 @@ def test_runs_on_several_ranks_match_one_process(alone, jobs, models, given_rows
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_on_several_ranks_match_one_process(alone, jobs, models, kind):
-    """GRPO of adapters, which a weight sync sends."""
+    """GRPO of adapters, sent by a weight sync."""
     pytest.importorskip(MODULES["megatron"], reason="needs the extra megatron")
     common = [f"actor_rollout_ref.model.path={models['llama']}", *FLOAT32, *ADAPTERS[kind]]
     names = ("tensor2", "pipeline2")

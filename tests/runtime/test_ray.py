@@ -47,7 +47,7 @@ APART = [
 def cluster():
     """One cluster for the tests of this file; runs find it and do not stop it."""
     os.environ.update(RAY_AUTH_MODE="disabled", VERL_TEST_WIDE_NORMS="1", RAY_worker_niceness="0")
-    for attempt in range(2):  # its start has a separate deadline, which a busy machine can miss
+    for attempt in range(2):  # a busy machine can miss the deadline of its start
         try:
             ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
             break
@@ -66,7 +66,7 @@ def driven(cluster, monkeypatch):
 
 
 def runs_alike(jobs, name, changes, places, num_steps=3):
-    """The run `name` at its places, and the run of one process, which it equals."""
+    """The run `name` at its places, and the equal run of one process."""
     run = train_here(jobs, f"{name}_ray", *changes, *places)
     reference = train_here(jobs, f"{name}_here", *changes)
     assert_same(run, reference, rel=1e-10)

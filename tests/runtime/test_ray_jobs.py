@@ -82,7 +82,7 @@ def processes_of(mark):
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of a user, which travels to the cluster: data and reward function."""
+    """The folder of a user that travels to the cluster: data and reward function."""
     (tmp_path / "work").mkdir()
     return write_task(tmp_path / "work")
 

@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine, one of which is killed while the run trains."""
+"""Two Ray nodes on this machine; one is killed while the run trains."""
 
 import subprocess
 import sys

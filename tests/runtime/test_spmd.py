@@ -57,7 +57,7 @@ WATCHED = {"watched2": [], "phases2": [f"trainer.dynamic_config={PHASES}"], "lay
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    """A tiny model whose layers have experts, in both roles."""
+    """A tiny model with experts, in both roles."""
     path = make_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", moe_intermediate_size=16)
     return [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}"]
 

@@ -63,7 +63,7 @@ def by_ray(jobs, num_ranks, mark):
 
 
 def engines(mark):
-    """Processes of vLLM whose run had `mark` in its environment."""
+    """Processes of vLLM of the run with `mark` in its environment."""
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -45,7 +45,7 @@ def settings(tmp_path_factory, tiny_llama):
 
 
 def letters(data_source, solution_str, ground_truth, extra_info=None):
-    """The reward of this file, which reward processes load."""
+    """The reward of this file; reward processes load it."""
     return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
 
 
@@ -217,7 +217,7 @@ def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, ca
 
 @pytest.mark.seed("B8")
 def test_use_fused_kernels_chooses(settings, tiny_llama, tmp_path, capsys):
-    """Whole logits by torch or chunks of them: the header says which, and a step of training is the same."""
+    """Whole logits by torch or chunks of them: the header names them, and a step of training is the same."""
     task, rows = letters_task.write_task(tmp_path), {}
     for fused, words in (
         ("True", "log-probs in chunks of torch matmuls"),

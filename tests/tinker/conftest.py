@@ -1,4 +1,4 @@
-"""A service on a tiny model. Modules of this folder skip where the SDK is not installed."""
+"""A service on a tiny model. Modules of this folder skip if the SDK is not installed."""
 
 import hashlib
 

@@ -18,7 +18,7 @@ MOMENTS = ("before", "after")  # the journal's commit
 
 
 class Lives:
-    """The address of the service, and `kills`, which counts the lives that ended."""
+    """The address of the service, and `kills`, the number of lives that ended."""
 
     def __init__(self, url, process):
         self.url, self.kills, self.pid = url, 0, 0
@@ -91,7 +91,7 @@ def main():
 
 
 def live(bench, folder, model, listening, death):
-    """One life, which ends itself at the commit `death` of its journal."""
+    """One life that ends itself at the commit `death` of its journal."""
     import asyncio
 
     import uvicorn

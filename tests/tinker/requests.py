@@ -186,7 +186,7 @@ async def recovered(caller):
 
 
 async def life(rng, bench, folder, count, reference):
-    """`count` hostile requests of ada in turn with steps of bob, whose results are `reference` (None: only of bob)."""
+    """`count` hostile requests of ada in turn with steps of bob; their results are `reference` (None: only of bob)."""
     service = make_service(bench, folder)
     transport = httpx.ASGITransport(application(service), raise_app_exceptions=False)
     try:

@@ -220,7 +220,7 @@ def test_sessions_have_a_limit(bench, tmp_path):
         (
             {"origin": "https://elsewhere.example", "x-api-key": "any"},
             200,
-        ),  # which no browser sends without asking first
+        ),  # no browser sends it without asking first
     ],
 )
 def test_a_page_of_another_site_cannot_post(bench, tmp_path, headers, status):

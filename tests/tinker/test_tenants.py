@@ -312,7 +312,7 @@ def address(served):
 
 
 def test_slow_and_endless_bodies_do_no_harm(shared):
-    """Fifty connections whose heads never end, and a body of 1 GB, while a client trains."""
+    """Fifty connections with heads that never end, and a body of 1 GB, while a client trains."""
     slow = [socket.create_connection(address(shared)) for _ in range(50)]
     for number, connection in enumerate(slow):
         connection.sendall(b"POST /api/v1/asample HTTP/1.1\r\nhost: a\r\n" if number % 2 else b"POST")

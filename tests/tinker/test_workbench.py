@@ -60,7 +60,7 @@ def request(loss, count=7):
 
 
 def new_adapter(bench, seed=0, rank=4):
-    """An adapter whose second factor is not 0, so that both have gradients."""
+    """An adapter with a second factor that is not 0, so that both have gradients."""
     adapter, generator = bench.engine.new_adapter(rank, seed), torch.Generator().manual_seed(seed)
     for name, tensor in adapter.weights.tensors.items():
         if name.endswith("lora_B"):

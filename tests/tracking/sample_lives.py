@@ -70,7 +70,7 @@ class LateWriter(LedgerWriter):
 
 
 def record_of_a_step(path, ordinals=(0,)):
-    """The record of the checkpoint after a step of these prompts, whose ledger is closed."""
+    """The record of the checkpoint after a step of these prompts; the ledger is closed."""
     tracker, _ = open_tracker(path)
     take_step(tracker, 1, list(ordinals))
     record = tracker.commit()

@@ -170,7 +170,7 @@ def test_nothing_is_lost_or_trains_twice_unseen():
     tracker.score(2, [scored(2, s) for s in (0, 1)])
     with pytest.raises(CheckpointError, match="Sample 5 of prompt 2 trained in step 2"):
         tracker.train(2, [(2, 5)])
-    tracker.generate(2, [segment(2, 0)])  # which had ended
+    tracker.generate(2, [segment(2, 0)])  # it had ended
     with pytest.raises(CheckpointError, match="Sample 0 of prompt 2 was generated, and it is not open"):
         tracker.num_open_tokens()
 
@@ -479,7 +479,7 @@ def test_tokens_of_the_environment_have_no_log_probs(path, tracker):
 
 
 def test_segments_keep_their_source_and_skip_known_tokens():
-    """A response with a tool's answer in it, of which the ledger has the first turn already."""
+    """A response with a tool's answer in it, and its first turn in the ledger."""
     first = Completion(4, 1, [10, 11], [-0.5, -1.0], "stop", 2)
     trajectory = Trajectory(4, 1, (1, 2)).extended(first).answered((20, 21), 2)
     trajectory = trajectory.extended(Completion(4, 1, [12], [-2.0], "stop", 3))

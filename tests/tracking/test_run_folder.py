@@ -316,7 +316,7 @@ def test_lost_metrics_are_said(tmp_path, caplog, lost):
 def test_a_loop_that_logs_nothing_has_no_damaged_metrics(tmp_path, caplog, exists):
     """As a `fit` of the user's without Tracking."""
     with RunFolder(tmp_path) as folder:
-        (folder.root / "global_step_2").mkdir()  # from which the run resumes
+        (folder.root / "global_step_2").mkdir()  # the run resumes from it
         folder.metrics.write_text("") if exists else folder.metrics.unlink(missing_ok=True)
         folder.truncate_after(2)
     assert "metrics.jsonl: 2 steps before step 3 have no row" in caplog.text

@@ -1,4 +1,4 @@
-"""Secrets: which values they are, and that they do not get into configs, logs and rows."""
+"""Secrets: the values that are secret, and that they do not get into configs, logs and rows."""
 
 import io
 import json

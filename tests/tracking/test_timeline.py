@@ -346,7 +346,7 @@ def test_show_a_stopped_run(run_folder, capsys):
 def test_only_what_can_be_better_has_a_best_value(run_folder, capsys):
     names = ("train/loss", "train/rewards/margins", "val/reward", "actor/kl_loss", "actor/reward_kl_penalty", "length")
     (run_folder / "curves.json").write_text(json.dumps({"all": {name: name for name in (*names, "actor/ppo_kl")}}))
-    values = {"time": 1.0, "actor/ppo_kl": 0.0}  # with one update a step, which is not shown
+    values = {"time": 1.0, "actor/ppo_kl": 0.0}  # with one update a step it is not printed
     rows = [{**values, "step": step, **dict.fromkeys(names, float(step))} for step in (1, 2)]
     write_lines(run_folder / "metrics.jsonl", rows)
     curves = read_progress(run_folder).curves

@@ -1,4 +1,4 @@
-"""In the manner of trl/scripts/sft.py: conversations, of which the assistant's turns train."""
+"""In the manner of trl/scripts/sft.py: conversations; turns of the assistant train."""
 
 import sys
 

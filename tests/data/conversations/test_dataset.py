@@ -231,7 +231,7 @@ class TestOrder:
         ]
 
     def test_columns_of_a_batch(self):
-        """Prompts end and responses begin where training does; holes stay inputs, a tail without training is left out."""
+        """Prompts end and responses begin at the first trained token. Holes stay inputs, an untrained tail is left out."""
         one = TrainingSequence(np.arange(10, 17, dtype=np.int32), np.array([0, 0, 1, 0, 1, 1, 0], dtype=np.bool_))
         two = TrainingSequence(np.arange(20, 23, dtype=np.int32), np.array([0, 1, 1], dtype=np.bool_))
         columns = training_batch([one, two]).batch

@@ -236,7 +236,7 @@ def merging(merges, pre_tokenizer=None, extra=""):
 
 
 class TestSingleTurn:
-    """The border between prompt and answer, where releases of the original were off by one twice."""
+    """The border between prompt and answer, at which releases of the original were off by one twice."""
 
     def test_prompt_masked_and_eos_trained(self):
         tokenizer = make_tokenizer()

@@ -26,7 +26,7 @@ thoughts = st.builds("<think>\n{}\n</think>\n\n{}".format, contents, contents)
 
 @st.composite
 def conversations(draw, answers=contents | thoughts):
-    """Questions and answers in turn, which every template knows, ending with an answer."""
+    """Questions and answers in turn, ending with an answer: every template knows them."""
     turns = draw(st.integers(1, 4))
     messages = []
     for _ in range(turns):
@@ -53,7 +53,7 @@ def spans(sequence):
 
 
 def check_sampled(tokenizer, messages, ends_with):
-    """Each trained run of the row begins where the prompt of its turn ends, token for token as in rollout."""
+    """Each trained run of the row begins at the end of the prompt of its turn, token for token as in rollout."""
     prompts = PromptEncoder(tokenizer, replace(DataConfig(), max_prompt_length=10**6))
     trained = [number for number, m in enumerate(messages) if m.get("loss_mask")]
     sequences = encode(tokenizer, {"messages": messages})

@@ -62,7 +62,7 @@ CASES = {
     "qwen3": (THOUGHTS, ASSISTANT, "qwen3_training.jinja", {}),
     "qwen3 with tools": (CALLS, ASSISTANT, "qwen3_training.jinja", {}),
     "gemma": (LONG[1:], ASSISTANT, "gemma_training.jinja", {}),
-    # without markers TRL cannot mask; its qwen3.jinja is Qwen's own, which rewrites history
+    # without markers TRL cannot mask; its qwen3.jinja is Qwen's: it rewrites history
     "qwen3 of one turn, prompt and completion": (
         [{"prompt": chat("q"), "completion": [{"role": "assistant", "content": "<think>\nt\n</think>\n\na"}]}],
         {},
@@ -117,7 +117,7 @@ def test_tokens_and_masks_match_trl(both, case):
                 assert tokenizer.decode(input_ids[:start]).endswith("<|im_start|>assistant\n")
                 assert theirs[start - 1]
                 theirs[start - 1] = False
-        # TRL trains a line end that the markers have behind the end of a turn, where sampling has stopped
+        # TRL trains a line end that the markers have behind the end of a turn, after the end of sampling
         for after in (n for n in range(1, length) if ours[n - 1] and not ours[n] and theirs[n]):
             assert tokenizer.decode(input_ids[after - 1 : after + 1]) == tokenizer.eos_token + "\n"
             theirs[after] = False

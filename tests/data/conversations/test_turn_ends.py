@@ -18,7 +18,7 @@ from verl.errors import DataError
 from verl.models.load import eos_token_ids_of, load_tokenizer
 from verl.models.tiny import make_tiny_model
 
-# a template, its special tokens, and the tokens that end generation, of which the first ends a turn
+# a template, its special tokens, and the tokens that end generation; the first one ends a turn
 TEMPLATES = {
     "chatml": (*FAMILIES["chatml"], ["<|im_end|>"]),
     "llama3": (*FAMILIES["llama3"], ["<|eot_id|>"]),

@@ -1,7 +1,7 @@
 """Read by each Python process that has this folder on its PYTHONPATH: SGLang can be imported without a GPU's packages.
 
-SGLang imports packages of kernels and pictures also where nothing of them runs. An absent one of ABSENT becomes
-a module in which every name is there and does nothing.
+SGLang imports packages of kernels and pictures even if nothing of them runs. An absent one of ABSENT becomes
+a module with every name, and no name does anything.
 """
 
 import importlib.abc
@@ -32,7 +32,7 @@ class Nothing:
 
 
 def name_of_nothing(name):
-    if name.startswith("__"):  # which Python and its libraries look for
+    if name.startswith("__"):  # Python and its libraries look for these
         raise AttributeError(name)
     return Nothing()
 

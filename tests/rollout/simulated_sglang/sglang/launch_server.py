@@ -1,6 +1,6 @@
 """`python -m sglang.launch_server --model-path P --port N ...` answers as the recorded server does.
 
-VERL_TEST_SGLANG names the file into which it writes its arguments. If the file holds "fail", the server ends with an error.
+VERL_TEST_SGLANG names the file for its arguments. If the file holds "fail", the server ends with an error.
 """
 
 import json
@@ -28,7 +28,7 @@ def options(arguments):
 
 
 class SimulatedServer(SimulatedSGLang):
-    """Its samples say which weights it holds: after the last token of the prompt, how often it was given new ones."""
+    """Its samples tell the weights that it holds: after the last token of the prompt, how often it was given new ones."""
 
     def __init__(self, model, context_length):
         super().__init__(model, self.scripted, vocab_size=VOCABULARY, context_length=context_length, receive=self.take)
