@@ -7,7 +7,7 @@ REFERENCES in each kind of text.
 import ast
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,11 +92,6 @@ def messages(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
                 yield from _constants(node)
 
 
-def texts(nodes: Collection[ast.AST]) -> Iterator[tuple[int, str]]:
-    yield from messages(nodes)
-    yield from docstrings(nodes)
-
-
 def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, text) of the docstrings of a module, its classes and functions."""
     for node in nodes:
@@ -126,7 +121,7 @@ def in_text(place: str, line: int, text: str) -> Iterator[Finding]:
 
 def in_python(path: Path) -> Iterator[Finding]:
     place, module = relative(path), nodes(path)
-    for line, text in (*texts(module), *comments(path)):
+    for line, text in (*messages(module), *docstrings(module), *comments(path)):
         yield from in_text(place, line, text)
     for line, text in docstrings(module):
         first = text.strip().partition("\n")[0]
@@ -191,7 +186,8 @@ def test_words_of_a_document(name):
 
 def test_every_pattern_finds_its_words():
     text = '"""What goes on anew."""\n\ndef f():\n    raise ValueError("a number format is said")\n'
-    rows = texts(tuple(ast.walk(ast.parse(text))))
+    module = tuple(ast.walk(ast.parse(text)))
+    rows = (*messages(module), *docstrings(module))
     lines = [(line, term) for line, row in rows for p, term in PATTERNS.items() if p.search(row)]
     assert lines == [(4, "dtype"), (4, PREFERRED[r"said|told|heard"]), (1, "resume, continue"), (1, "again")]
 
