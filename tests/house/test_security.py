@@ -19,6 +19,10 @@ LISTENERS: dict[tuple[str, str], str] = {
         "verl/agents/gateway/app.py",
         "listening_socket",
     ): "at loopback unless the user gives an address, with a random token",
+    (
+        "verl/reshard/link.py",
+        "socket.create_server",
+    ): "at the address that a service is called from, for workers with the random token of a bucket",
     ("verl/agents/gateway/loopback.py", "listening.bind"): "at the loopback of a sandbox, which no other process has",
     ("verl/parallel/collectives.py", "dist.TCPStore"): "listens to other machines only where the ranks are on several",
 }

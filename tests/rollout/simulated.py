@@ -21,7 +21,7 @@ from verl.rollout.requests import StopRules
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
 from verl.rollout.vllm.engine import VLLMRollout
-from verl.rollout.vllm.weights import Manifest
+from verl.rollout.vllm.weights import LINK_READER, Manifest
 from verl.runtime import weight_sync
 
 
@@ -154,8 +154,9 @@ class SimulatedVLLM(VLLMRollout):
         return self._core(setup)
 
 
-def vllm_server(module, reads_memory=True):
-    """Answers of vLLM's server started as verl.rollout.http.dialects.VLLM asks; stop strings are left to the engine."""
+def vllm_server(module, reads_memory=True, fetches=False):
+    """Answers of vLLM's server started as verl.rollout.http.dialects.VLLM asks; stop strings are left to the engine. It reads
+    buckets in memory of the host, or fetches them, or does neither."""
     model, label = Model(module), ["default"]
 
     def complete(body):
@@ -172,7 +173,10 @@ def vllm_server(module, reads_memory=True):
         if body["method"] == "verl_begin":
             model.begin_update()
         elif body["method"] == "verl_try":
-            return {"results": [{} if reads_memory else {"error": "It is on another host."}]}
+            message = json.loads(body["args"][0])
+            if not (fetches if message["reader"] == LINK_READER else reads_memory):
+                return {"results": [{"error": "It is on another host."}]}
+            assert list(load_object(message["reader"])(message["bucket"]))
         elif body["method"] == "verl_load":
             message = json.loads(body["args"][0])
             model.update(message["bucket"], load_object(message["reader"]))

@@ -18,10 +18,12 @@ from tests.rollout.test_vllm import weights_of
 from verl.cli.supervise import _ending
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, UnreachableError
+from verl.reshard.link import read_link
 from verl.rollout.api import RolloutEngine
 from verl.rollout.http import client
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.vllm.sample import draw_arguments
+from verl.rollout.vllm.weights import LINK_READER
 
 pytestmark = pytest.mark.seed("B5")
 
@@ -268,6 +270,24 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
         draw_arguments(key, 0, PARAMS)["verl_draw"] for key in keys
     )
     assert all(b["temperature"] == 0.0 for b in bodies)
+
+
+def test_a_service_on_another_host_fetches_the_weights(make, load, tmp_path):
+    module = load("llama")
+    served = copy.deepcopy(module)
+    with torch.no_grad():
+        served.model.norm.weight.mul_(1.1)
+    with running(vllm_server(served, reads_memory=False, fetches=True)) as service:
+        engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
+        assert engine.weights_way() == f"TCP to {service.url}"
+        send(engine, module, 5)
+        assert all(torch.equal(served.get_parameter(name), p) for name, p in weights_of(module))
+        messages = [body for body in service.bodies("/collective_rpc") if body["method"] == "verl_load"]
+        assert {json.loads(body["args"][0])["reader"] for body in messages} == {LINK_READER}
+        assert not list(tmp_path.iterdir())
+        engine.close()
+        with pytest.raises(ModelError, match="cannot be fetched from 127.0.0.1"):
+            list(read_link(json.loads(messages[-1]["args"][0])["bucket"]))
 
 
 def test_a_restart_within_a_step_is_noticed(make, load, tmp_path):

@@ -204,9 +204,14 @@ def read_shared_bucket(description: Description) -> Iterator[Named]:
     Raises WorkerLostError when the writer is gone, and ModelError when the bucket was overwritten or a tensor does not match
     its digest.
     """
-    number, entries = description["number"], description["entries"]
-    memory = _mapped(description["segment"], description["num_bytes"], f"Bucket {number} of the new weights")
-    return read_bucket(memory, number, entries, [entry[5] for entry in entries])
+    entries = description["entries"]
+    return read_bucket(bucket_memory(description), description["number"], entries, [entry[5] for entry in entries])
+
+
+def bucket_memory(description: Description) -> torch.Tensor:
+    """The shared memory of a bucket, uint8. Raises WorkerLostError and ModelError as `open_segment` does."""
+    name = f"Bucket {description['number']} of the new weights"
+    return _mapped(description["segment"], description["num_bytes"], name)
 
 
 def _mapped(path: str, num_bytes: int, name: str) -> torch.Tensor:

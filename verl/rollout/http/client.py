@@ -18,6 +18,7 @@ import httpx
 from verl.config import full_key
 from verl.errors import ConfigError, DeadlineError, ModelError, RefusedError, UnreachableError
 from verl.foreign_text import clean
+from verl.reshard.link import address_towards
 from verl.rollout.http.answers import Answer
 
 # of an answer, and for each of its tokens: they come with their texts, log-probs and the names of all these
@@ -61,6 +62,11 @@ class Client:
             trust_env=False,  # no proxy between a run and its service
             verify=tls_context(),
         )
+
+    def own_address(self) -> str:
+        """The address of this host that its connections to the service come from. Raises OSError."""
+        url = httpx.URL(self.url)
+        return address_towards(url.host, url.port or (443 if url.scheme == "https" else 80))
 
     def get(self, path: str, *, may_lack: bool = False) -> Answer:
         """See `post`."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from verl.errors import ConfigError, MissingExtraError, ModelError, RefusedError
 from verl.families import ROLLOUT_ENGINES
 from verl.parallel.framing import most_connections
 from verl.registry import load_object
+from verl.reshard.link import Link
 from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
@@ -30,7 +31,7 @@ from verl.rollout.http.dialects import DIALECTS, Dialect, require_tempered
 from verl.rollout.http.server import SGLangServer, require_space
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
 from verl.rollout.vllm.settings import longest_sequence
-from verl.rollout.vllm.weights import Description
+from verl.rollout.vllm.weights import LINK_READER, Description
 from verl.rollout.weight_version import OwnWeights, checked_buckets
 
 _URL = "http://127.0.0.1:8000"  # the address of vLLM's server by default
@@ -50,6 +51,9 @@ class HTTPRollout(OwnWeights):
 
     facts = ROLLOUT_ENGINES.facts["http"]
     api = ""  # "" for the value of service.api
+    _link: Link | None = field(
+        default=None, init=False
+    )  # the service fetches buckets by it; None: it reads them in memory
 
     def __post_init__(self) -> None:
         config, service = self.config, self.config.service
@@ -72,7 +76,7 @@ class HTTPRollout(OwnWeights):
         if api == "openai" and config.temperature not in (0.0, 1.0):
             require_tempered(self.dialect, self.client, size)
         self._require_room()
-        self._buckets_problem = self._try_memory()  # "": the service reads buckets in memory of this host
+        self._buckets_problem = self._try_buckets()  # "": the service gets buckets
         if self._buckets_problem and service.weights_dir is not None:
             require_space(Path(service.weights_dir).expanduser(), self.module, self.transfer.dtype)
         self._labelled: str | None = None  # the weight version that the service must report
@@ -81,7 +85,9 @@ class HTTPRollout(OwnWeights):
     def weights_way(self) -> str | None:
         """See RolloutEngine."""
         root = self.config.service.weights_dir
-        return f"files in {root}" if self._buckets_problem and root is not None else None
+        if self._buckets_problem and root is not None:
+            return f"files in {root}"
+        return None if self._link is None else f"TCP to {self.client.url}"
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
         """See RolloutEngine; if the service samples by itself, samples depend on its random numbers. Raises ModelError when
@@ -91,9 +97,9 @@ class HTTPRollout(OwnWeights):
         return HTTPGeneration(self, params, step, keep=keep)
 
     def load(self, weights: Weights) -> None:
-        """Let the service read all weights, in buckets of memory, or else in a new folder. Raises ConfigError when no folder is
-        set, ModelError when a weight is missing or the service did not take them; nothing is generated then until an update
-        succeeds."""
+        """Let the service read all weights: in buckets of memory, in buckets that it fetches, or in a new folder. Raises
+        ConfigError when no folder is set, ModelError when a weight is missing or the service did not take them; nothing is
+        generated then until an update succeeds."""
         root = self.config.service.weights_dir
         if self._buckets_problem and root is None:
             raise ConfigError(
@@ -105,7 +111,9 @@ class HTTPRollout(OwnWeights):
             self.transfer.probe(lambda bucket: self.dialect.try_bucket(self.client, bucket, self.transfer.reader))
         with self.updating(), self.watched():
             buckets = checked_buckets(self.transfer.write_buckets(weights), self.module)
-            if not self._buckets_problem or root is None:
+            if self._link is not None:
+                self.dialect.update(self.client, map(self._link.offered, buckets), LINK_READER)
+            elif not self._buckets_problem or root is None:
                 self.dialect.update(self.client, buckets, self.transfer.reader)
             else:
                 self._load_folder(Path(root).expanduser(), buckets)
@@ -120,15 +128,32 @@ class HTTPRollout(OwnWeights):
         finally:
             shutil.rmtree(description["folder"], ignore_errors=True)
 
-    def _try_memory(self) -> str:
-        """The reason that the service cannot read a bucket in memory of this host; "" if it can."""
+    def _try_buckets(self) -> str:
+        """The reason that the service cannot read a bucket in memory of this host, nor fetch it; "" if it can. Makes the link
+        for a service that fetches."""
         if self.transfer.trial is None:
             return "No weights come."
+        trial, link = self.transfer.trial(), None
         try:
-            self.dialect.try_bucket(self.client, self.transfer.trial(), self.transfer.reader)
+            self.dialect.try_bucket(self.client, trial, self.transfer.reader)
+            return ""
         except ModelError as error:
-            return str(error)
+            problem = str(error)
+        try:
+            link = Link(self.client.own_address())
+            self.dialect.try_bucket(self.client, link.offered(trial), LINK_READER)
+        except (ModelError, OSError) as error:
+            if link is not None:
+                link.close()
+            return problem if str(error) == problem else f"{problem} It cannot fetch it either: {error}"
+        self._link = link
         return ""
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def publish(self, version: int) -> None:
         super().publish(version)
@@ -351,6 +376,7 @@ class SGLangRollout(HTTPRollout):
 
     def close(self) -> None:
         """End the server, if it was started here."""
+        super().close()
         if self.server is not None:
             self.server.close()
 

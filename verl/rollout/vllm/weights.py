@@ -27,7 +27,8 @@ from verl.rollout.vllm.weight_check import HeldWeights, any_worker
 Description = dict[str, Any]  # of a bucket: JSON with "entries" that begin with the names
 
 # a message names one of them; over HTTP any client of the server can send one, so nothing else is called
-READERS = ("verl.reshard.shared_memory:read_shared_bucket", "verl.reshard.weight_files:read_folder")
+LINK_READER = "verl.reshard.link:read_link"
+READERS = ("verl.reshard.shared_memory:read_shared_bucket", LINK_READER, "verl.reshard.weight_files:read_folder")
 OWN_READERS = (*READERS, "verl.reshard.device_memory:read_device_bucket")
 ELSEWHERE = "Another worker of the rollout engine did not take the new weights."
 _SAME_HEAD = 0.05  # relative; a packed product in bfloat16 is within 0.01, another weight is not

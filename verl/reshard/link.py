@@ -1,0 +1,98 @@
+"""Buckets of new weights for engines on other hosts: their workers fetch them from the process that has the weights.
+
+    with Link(address) as link:                         # an address of this host that the engine reaches
+        for bucket in buckets:                          # in memory of this host
+            engine.update(link.offered(bucket))         # a small description; the engine replies after reading
+
+    for name, tensor in read_link(description):         # in a worker of the engine
+
+A worker sends the token of a bucket and gets its bytes; digests verify them. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import torch
+
+from verl.errors import ModelError
+from verl.reshard.shared_memory import HEAD_BYTES, Description, Named, bucket_memory, read_bucket, tensor_bytes
+
+_TOKEN_BYTES = 32
+_SILENCE_S = 60.0  # of the other side, until a connection ends
+_MAX_BYTES = 1 << 36  # of a bucket; a description may come from elsewhere
+
+
+class Link:
+    """Sends the bucket that is offered to workers that connect to `address`, at a free port."""
+
+    def __init__(self, address: str):
+        self._server = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._place = self._server.getsockname()[:2]
+        self._token, self._content = b"", memoryview(b"")
+        threading.Thread(target=self._serve, name="weights", daemon=True).start()
+
+    def offered(self, bucket: Description) -> Description:
+        """The description, for workers elsewhere, of a bucket in memory of this host. It replaces the bucket before."""
+        content = tensor_bytes(bucket_memory(bucket), bucket["entries"])
+        self._token, self._content = secrets.token_bytes(_TOKEN_BYTES), content.numpy().data
+        facts = {"number": bucket["number"], "entries": bucket["entries"], "num_bytes": content.nbytes}
+        return {**facts, "link": [*self._place], "token": self._token.hex()}
+
+    def close(self) -> None:
+        """Accept no further connection."""
+        self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._server.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                connection, _ = self._server.accept()
+                threading.Thread(target=self._send, args=(connection,), name="weights", daemon=True).start()
+
+    def _send(self, connection: socket.socket) -> None:
+        with closing(connection), suppress(OSError):  # the other side reports that bytes are missing
+            connection.settimeout(_SILENCE_S)
+            content, token = self._content, self._token
+            received = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+            if secrets.compare_digest(received, token):
+                connection.sendall(content)
+
+
+def read_link(description: Description) -> Iterator[Named]:
+    """The tensors of an offered bucket, in order, as views of memory of this process. Raises ModelError when the bucket cannot
+    be fetched, or a tensor does not match its digest."""
+    (host, port), num_bytes, number = description["link"], description["num_bytes"], description["number"]
+    if not 0 <= num_bytes <= _MAX_BYTES:
+        raise ModelError(f"Bucket {number} of the new weights has {num_bytes} bytes, which no bucket has.")
+    memory = torch.empty(HEAD_BYTES + num_bytes, dtype=torch.uint8)
+    try:
+        with socket.create_connection((host, port), _SILENCE_S) as connection:
+            connection.sendall(bytes.fromhex(description["token"]))
+            _fill(connection, memory.numpy().data[HEAD_BYTES:])
+    except (OSError, EOFError) as error:
+        raise ModelError(
+            f"Bucket {number} of the new weights cannot be fetched from {host}:{port} ({error or 'it ended early'}). Let the "
+            "engine connect to that address, or set a folder that both hosts see."
+        ) from error
+    memory[:8].view(torch.int64).fill_(number)
+    entries = description["entries"]
+    return read_bucket(memory, number, entries, [entry[5] for entry in entries])
+
+
+def _fill(connection: socket.socket, content: memoryview) -> None:
+    while content:
+        num_received = connection.recv_into(content)
+        if not num_received:
+            raise EOFError
+        content = content[num_received:]
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this host that a connection to `host` comes from. Raises OSError."""
+    with socket.create_connection((host, port), _SILENCE_S) as connection:
+        return str(connection.getsockname()[0])
