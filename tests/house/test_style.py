@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_297,
+    "core": 71_400,
     "compat": 7_803,
     "page": 3_760,
     "planner": 2_755,
     "tinker": 3_526,
-    "clusters": 6_678,
+    "clusters": 6_711,
     "agents": 5_802,
     "tasks": 1_001,
-    "tests": 84_392,
+    "tests": 84_517,
     "benchmarks": 6_011,
 }
 MAX_MEAN_FUNCTION_LINES = 12

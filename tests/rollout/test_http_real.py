@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -89,9 +90,10 @@ def serving(folder, log_folder, *arguments, length=256):
         process.wait()
 
 
-def make(url, folder, tokenizer, **service):
+def make(url, folder, tokenizer, reader=None, **service):
     keys = f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
     loaded, spec = transfer_of_run(*keys)
+    spec = replace(spec, reader=reader or spec.reader)
     settings = ServiceConfig(url=url, timeout_s=60.0, num_retries=1, **service)
     config = RolloutConfig(name="http", max_num_seqs=8, max_model_len=256, service=settings)
     return ENGINES.get("http")(
@@ -99,8 +101,12 @@ def make(url, folder, tokenizer, **service):
     )
 
 
-def test_samples_are_the_native_ones_before_and_after_updates(server, folder, tokenizer, tmp_path):
-    engine = make(server[0], folder, tokenizer, api="vllm", weights_dir=str(tmp_path))
+@pytest.mark.parametrize("way", ["memory", "fetched"])
+def test_samples_are_the_native_ones_before_and_after_updates(way, server, folder, tokenizer, tmp_path):
+    """A service that reads no memory of the run, here by that reader, fetches buckets."""
+    reader = "verl.reshard.device_memory:read_device_bucket" if way == "fetched" else None
+    engine = make(server[0], folder, tokenizer, reader, api="vllm", weights_dir=str(tmp_path))
+    assert engine.weights_way() == (f"TCP to {server[0]}" if way == "fetched" else None)
     for version in (1, 2):
         module = changed(folder, version)
         send(engine, module, version)

@@ -170,9 +170,9 @@ class ServiceConfig(Section):
     num_retries: int = used(3, "repetitions of a request that was not answered", ge=0)
     weights_dir: str | None = used(
         None,
-        "folder that this run writes new weights to and the service reads them from, if it cannot read them in memory of this "
-        "host; null: with a server that the run starts, /dev/shm if it has space for the weights twice, else the folder of "
-        "temporary files",
+        "folder that this run writes new weights to and the service reads them from, if it can neither read them in memory of "
+        "this host nor fetch them; null: with a server that the run starts, /dev/shm if it has space for the weights twice, "
+        "else the folder of temporary files",
         path=True,
     )
 
