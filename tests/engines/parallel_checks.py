@@ -25,6 +25,7 @@ from verl.config.sections.distillation import DistillationLossConfig
 from verl.config.sections.fsdp import WrapPolicyConfig
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
+from verl.engines import fsdp, host_units
 from verl.engines.api import MicroBatching, whole
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
@@ -84,6 +85,13 @@ def with_autograd(function):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "_FUSED_DEVICES", ())
         patch.setattr(forward, "_STRAIGHT_DEVICES", ("cpu",))
+        return function()
+
+
+def in_messages(function):
+    """`function()`, with ranks that gather weights and add up gradients as those of several hosts do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "share_units", lambda units: [])
         return function()
 
 
@@ -182,6 +190,7 @@ def comparison(ranks, family, model=None, **settings):
 
 
 check_fsdp = comparison((2, 4), "qwen3")
+check_fsdp_in_messages = on(2, 4)(lambda folder: in_messages(lambda: compare(model_folder(folder, "qwen3"))))
 check_fsdp_float32 = comparison((2,), "llama", dtype="float32", forward_prefetch=True)
 check_fsdp_no_sync_checkpointing = comparison(
     (4,), "qwen3", use_no_sync_for_gradient_accumulation=True, checkpointing=True, reshard_after_forward=False
@@ -498,7 +507,7 @@ def check_change_while_training(folder):
     engine that is changed before each step."""
     path = model_folder(folder, "qwen3", num_hidden_layers=3, intermediate_size=256)
     phases = [{}, {"batch_group_size": 5}, {"batch_group_size": 1, "enable_chunked_attention": True, "chunk_size": 32}]
-    engines = [make(FSDPEngine, path, use_3d_hybrid=True) for _ in range(2)]
+    engines = in_messages(lambda: [make(FSDPEngine, path, use_3d_hybrid=True) for _ in range(2)])
     steps = []
     for seed, changes in enumerate(phases):
         longest = (9, 8) if seed == 1 else (200, 100)  # weights or tokens weigh more
@@ -513,6 +522,40 @@ def check_change_while_training(folder):
             steps.append([metrics["loss"], metrics["grad_norm"], TRAFFIC.take().num_bytes, peak])
     num_parameters = sum(s.shape.numel() for s in engines[0].shards.values())
     return {"steps": steps, "num_parameters": num_parameters}
+
+
+@on(2, 4)
+def check_memory_of_the_host(folder):
+    """In memory of the host and in messages: bytes that the first of two steps exchanges, and weights after the second."""
+    path, micro, num_bytes, trained = model_folder(folder, "llama"), MicroBatching(max_tokens=256), [], []
+    for build in (lambda function: function(), in_messages):
+        engine = build(lambda: make(FSDPEngine, path, dtype="float32"))
+        for seed in range(2):
+            TRAFFIC.take()
+            batch = make_batch(seed, (3, 1, 4, 2))
+            step(engine, batch.select_idxs(rows_of(engine, len(batch))), micro, "lm")
+            num_bytes += [] if seed else [TRAFFIC.take().num_bytes]
+        trained.append(dict(engine.gather_weights()))
+    differ = [name for name, weight in trained[0].items() if not torch.equal(weight, trained[1][name])]
+    return {"bytes": num_bytes, "differ": differ, "num_parameters": sum(w.numel() for w in trained[0].values())}
+
+
+@on(2)
+def check_weights_are_one_copy(folder):
+    """What the first rank reads of an embedding's last row, in both dtypes, when the second rank has written it; and the
+    number of groups that share weights if the second rank has no memory to share."""
+    path, values = one_layer(folder, "llama"), []
+    for dtype in ("float32", "bfloat16"):
+        engine = make(FSDPEngine, path, dtype=dtype)
+        if dist.get_rank() == 1:
+            engine.shards["model.embed_tokens.weight"].computing[-1] = 0.5
+        with engine._ready():
+            engine.model.unshard()
+            values.append(engine.module.get_input_embeddings().weight[-1].float().mean().item())
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(host_units, "try_segment", lambda num_bytes: None)
+        return {"values": values, "groups": len(make(FSDPEngine, path)._hosts)}
 
 
 @on(2)

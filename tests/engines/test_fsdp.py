@@ -20,6 +20,7 @@ CHECKS = {n: f for n, f in vars(parallel_checks).items() if hasattr(f, "ranks")}
 SINGLE = {"check_fsdp_float32", "check_muon_float32", "check_bfloat16", "check_float16", "check_padded_family"}
 OTHER = {n for n in CHECKS if "checkpoint_of" in n} | {"check_checkpoint", "check_failure_on_the_first_rank"}
 OTHER |= {"check_change_while_training", "check_calls_of_modules", "check_groups"}
+OTHER |= {"check_memory_of_the_host", "check_weights_are_one_copy"}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +138,25 @@ def test_groups_and_chunks_change_while_training(two):
     assert plain2[sent] > 4 * grouped[sent]
     assert chunked[sent] == plain3[sent]
     assert chunked[peak] < 0.7 * plain3[peak]
+
+
+def test_ranks_of_a_host_exchange_only_sums_of_gradients(two):
+    """A sum of two numbers has one order; with messages the weights travel too, twice."""
+    row = two["check_memory_of_the_host"]
+    in_memory, in_messages = row["bytes"]
+    assert row["differ"] == []
+    assert 2 * row["num_parameters"] <= in_memory < 2.1 * row["num_parameters"], "half of the gradients, 4 bytes each"
+    assert in_messages > 2 * in_memory
+
+
+@pytest.mark.slow
+def test_four_ranks_of_a_host_exchange_only_sums_of_gradients(four):
+    in_memory, in_messages = four["check_memory_of_the_host"]["bytes"]
+    assert 3 * in_memory < 2 * in_messages
+
+
+def test_ranks_of_a_host_read_one_copy_of_the_weights(two):
+    assert two["check_weights_are_one_copy"] == {"values": [0.5, 0.5], "groups": 0}
 
 
 def test_all_ranks_hear_of_a_failure_on_the_first(two):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl.errors import ModelError
-from verl.reshard.shared_memory import as_values
+from verl.parallel.segments import as_values
 
 
 def assert_overwritten_is_refused(buckets, read):

@@ -4,9 +4,9 @@ import threading
 
 import torch
 
+from verl.parallel.segments import SharedSegment, open_segment
 from verl.reshard import cuda_ipc, device_memory
 from verl.reshard.cuda_ipc import Refused
-from verl.reshard.shared_memory import SharedSegment, open_segment
 
 DEVICE = torch.device("cpu")
 

@@ -11,7 +11,8 @@ import torch
 
 from tests.reshard.buckets import assert_damage_is_refused, assert_overwritten_is_refused
 from verl.errors import ModelError, WorkerLostError
-from verl.reshard.shared_memory import SharedBuckets, SharedSegment, bucketed, open_segment, read_shared_bucket
+from verl.parallel.segments import SharedSegment, open_segment
+from verl.reshard.shared_memory import SharedBuckets, bucketed, read_shared_bucket
 
 # what an engine does, without the time that torch takes to start
 READER = """

@@ -21,6 +21,7 @@ from verl.engines.api import BatchTotals, EngineState
 from verl.engines.base import TrainedEngine
 from verl.engines.fsdp_units import GatheredGradients, Gathering, shard_places, sharded_units
 from verl.engines.groups import ProcessGroups, mesh_of
+from verl.engines.host_units import share_units
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.mapped import MappedWeights, check_place
 from verl.engines.sharding import from_first, shard_model
@@ -99,6 +100,8 @@ class FSDPEngine(TrainedEngine):
             self.module, source, self.groups, engine, narrow, device, rounding, pins=not memory_map
         )
         del source
+        shares = device.type == "cpu" and not memory_map
+        self._hosts = share_units(sharded_units(self.model)) if shares else []
         self.gathering = Gathering(self.model, engine)
         self.optimizer: MasterOptimizer | None = None
         parameters = ShardedParameters(self.shards, self.groups, device)
@@ -164,9 +167,16 @@ class FSDPEngine(TrainedEngine):
     @contextmanager
     def _ready(self, *, trains: bool = False) -> Iterator[None]:
         with self._on_device(trains=trains), chunked_feed_forward(self.module, self.dimensions.chunk_tokens):
+            self._meet()
             yield
             assert isinstance(self.model, FSDPModule)
             self.model.reshard()  # the root stays gathered after a forward
+            self._meet()
+
+    def _meet(self) -> None:
+        """All ranks that share weights have written theirs, and have read them."""
+        for host in self._hosts:
+            host.meet()
 
     def _leave_device(self) -> None:
         if self._mapped is not None:

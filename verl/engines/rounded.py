@@ -41,7 +41,7 @@ class RoundedShard:
         self.flat = moved(self.flat, device)
 
 
-class _RoundedParam(FSDPParam):
+class RoundedParam(FSDPParam):
     """An FSDP2 parameter that gathers `rounded` and not a cast of its shard."""
 
     rounded: RoundedShard
@@ -75,7 +75,7 @@ def gather_rounded(
                 parameter._sharded_param_data, local.shape, parameter.param_dtype, shard.region(groups)
             )
             rounding.write(rounded.weights, name, local, rounded.region)
-            parameter.__class__ = _RoundedParam
-            cast(_RoundedParam, parameter).rounded = rounded
+            parameter.__class__ = RoundedParam
+            cast(RoundedParam, parameter).rounded = rounded
             placed[name] = replace(shard, rounded=rounded)
     return placed

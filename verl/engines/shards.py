@@ -130,7 +130,7 @@ class GradientNorm:
                 continue
             grad = local(parameter.grad)
             wide = torch.promote_types(grad.dtype, torch.float32)
-            squares[name] = grad.to(wide).square().sum().to(self.device)
+            squares[name] = torch.linalg.vector_norm(grad, dtype=wide).square().to(self.device)
         return sum_over_shards(squares, self.shards, self.groups).sqrt()
 
 

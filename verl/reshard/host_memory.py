@@ -12,18 +12,14 @@ are unreliable with containers.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterable, Mapping
 
 import torch
 
-from verl.errors import ModelError, WorkerLostError
 from verl.parallel.collectives import Collectives
+from verl.parallel.segments import SegmentCard, try_segment
 from verl.parallel.serialize import from_bytes, to_bytes
-from verl.reshard.shared_memory import SharedSegment, open_segment
 
-_TOKEN_BYTES = 16
 _ALIGNMENT = 64  # bytes
 
 
@@ -37,19 +33,14 @@ class HostMemory:
     """
 
     def __init__(self, comm: Collectives, weights: Mapping[str, torch.Tensor], fingerprint: str = ""):
-        token = os.urandom(_TOKEN_BYTES)
         runs = _runs(weights.values())
-        segment = _segment(sum(map(_num_bytes, runs))) if runs else None
-        if segment is not None:
-            segment.values[:_TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-        card = None
-        if segment is not None:
-            card = (socket.gethostname(), segment.path, segment.values.nbytes, token, fingerprint)
+        segment = try_segment(sum(map(_num_bytes, runs))) if runs else None
+        card = None if segment is None else (*SegmentCard.of(segment), fingerprint)
         cards = [from_bytes(row) for row in comm.all_gather(to_bytes(card))]
         opened_memory = {
             rank: memory
             for rank, card in enumerate(cards)
-            if rank != comm.rank and card is not None and (memory := _opened(rank, *card)) is not None
+            if rank != comm.rank and card is not None and (memory := SegmentCard(*card[:-1]).open(rank)) is not None
         }
         opened = [from_bytes(row) for row in comm.all_gather(to_bytes(list(opened_memory)))]
         reached = {(writer, owner) for writer, owners in enumerate(opened) for owner in owners}
@@ -91,14 +82,10 @@ class HostMemory:
 
 def hosts_of(comm: Collectives) -> dict[int, int]:
     """A collective: rank -> the first rank with memory that it can open, which stands for their host; itself without one."""
-    token = os.urandom(_TOKEN_BYTES)
-    segment = _segment(_TOKEN_BYTES)
-    card = None
-    if segment is not None:
-        segment.values.copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
-        card = (socket.gethostname(), segment.path, _TOKEN_BYTES, token, "")
+    segment = try_segment(0)
+    card = None if segment is None else tuple(SegmentCard.of(segment))
     cards = [from_bytes(row) for row in comm.all_gather(to_bytes(card))]
-    earlier = (rank for rank, card in enumerate(cards[: comm.rank]) if card and _opened(rank, *card) is not None)
+    earlier = (r for r, card in enumerate(cards[: comm.rank]) if card and SegmentCard(*card).open(r) is not None)
     firsts = comm.all_gather(to_bytes(next(earlier, comm.rank)))
     if segment is not None:
         segment.close()  # every rank has tried
@@ -168,21 +155,3 @@ def _place(weight: torch.Tensor) -> tuple[int, str, list[int], list[int]]:
         list(weight.shape),
         list(weight.stride()),
     )
-
-
-def _segment(num_bytes: int) -> SharedSegment | None:
-    try:
-        return SharedSegment(max(num_bytes, _TOKEN_BYTES))
-    except (ModelError, OSError):  # not available: everything goes in messages
-        return None
-
-
-def _opened(rank: int, host: str, path: str, num_bytes: int, token: bytes, fingerprint: str) -> torch.Tensor | None:
-    """The memory of a rank; None on another host or in another container, if the path is missing or is something else."""
-    if host != socket.gethostname():
-        return None
-    try:
-        memory = open_segment(path, num_bytes, f"The memory of rank {rank}")
-    except (ModelError, WorkerLostError, OSError, ValueError):
-        return None
-    return memory if bytes(memory[:_TOKEN_BYTES].tolist()) == token else None

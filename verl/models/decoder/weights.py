@@ -254,8 +254,8 @@ def _join(parts: Sequence[nn.Linear]) -> Projection:
 
 
 def _copied(parts: Sequence[nn.Linear]) -> Projection:
-    """The parts' weights (and biases) back to back in a copy, for parameters whose storage another owner arranges."""
-    return _projection(parts, lambda many: many[0].data if len(many) == 1 else torch.cat([p.data for p in many]))
+    """The parts' weights (and biases) back to back, in a copy unless the owner of their storage has arranged them so."""
+    return _projection(parts, _whole)
 
 
 def _projection(parts: Sequence[nn.Linear], join: Callable[[list[nn.Parameter]], torch.Tensor]) -> Projection:
@@ -266,16 +266,18 @@ def _projection(parts: Sequence[nn.Linear], join: Callable[[list[nn.Parameter]],
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    if len(parameters) == 1:
-        return parameters[0].data
-    if (joined := _adjacent([p.data for p in parameters])) is not None:
-        return joined
-    joined = torch.cat([p.data for p in parameters])
-    start = 0
-    for parameter in parameters:
+    joined, start = _whole(parameters), 0
+    for parameter in parameters if joined.data_ptr() != parameters[0].data_ptr() else ():
         parameter.data = joined[start : start + len(parameter)]
         start += len(parameter)
     return joined
+
+
+def _whole(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The parameters as one tensor: a view if they lie so already, else a copy."""
+    parts = [parameter.data for parameter in parameters]
+    adjacent = _adjacent(parts)
+    return torch.cat(parts) if adjacent is None else adjacent
 
 
 def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
