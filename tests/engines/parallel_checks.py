@@ -542,7 +542,7 @@ def check_memory_of_the_host(folder):
 
 @on(2)
 def check_weights_are_one_copy(folder):
-    """What the first rank reads of an embedding's last row, in both dtypes, when the second rank has written it; and the
+    """An embedding's last row as the first rank reads it, in both dtypes, when the second rank has written it; and the
     number of groups that share weights if the second rank has no memory to share."""
     path, values = one_layer(folder, "llama"), []
     for dtype in ("float32", "bfloat16"):

@@ -16,6 +16,7 @@ class Shape:
     cost: TokenCost = field(default_factory=lambda: TokenCost(96))
     schedule: object = None
     beside_rollout: bool = True
+    reads_records: bool = False
 
     @property
     def world_size(self):

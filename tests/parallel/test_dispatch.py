@@ -231,6 +231,18 @@ class TestShares:
             list(range(start, start + 4)) for start in (0, 4, 8, 12)
         ]
 
+    def test_rows_stay_where_they_were_sampled_unless_that_is_far_from_even(self):
+        batch = make_batch(64, n=4, seed=1)
+        lengths, home = batch.batch["attention_mask"].sum(dim=1).numpy(), np.arange(64) % 2
+        for heavy, stays in ((1, True), (12, False)):
+            batch.batch["attention_mask"][:] = torch.arange(20) >= 20 - torch.from_numpy(lengths)[:, None].clamp(
+                max=heavy * 20
+            )
+            rows = np.flatnonzero(home == 0) if heavy == 12 else np.arange(64)
+            shares = balanced_shares(batch, 2, TokenCost(24), rows, home=home)
+            assert all((home[share] == part).all() for part, share in enumerate(shares)) == stays
+            assert sorted(np.concatenate(shares)) == rows.tolist()
+
     def test_cost_is_even(self):
         batch, cost = make_batch(64, n=4, seed=1), TokenCost(24)
         shares = balanced_shares(batch, 4, cost)

@@ -1,5 +1,6 @@
 """In bfloat16 the sampler and the training forward compute the same hidden states, if processor and torch allow it."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -95,7 +96,9 @@ def gradients_of(model, columns, share_prompts=True):
         packed = pack_rows({name: x[rows] for name, x in columns.items()}, share_prompts=share_prompts)
         log_probs = packed_outputs(model, packed, ["log_probs"])["log_probs"]
         (log_probs * torch.linspace(-1, 2, log_probs.numel()).view_as(log_probs)).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}, reuse.reused_share(model)
+    (metrics,) = reuse.reuse_metrics(model)
+    share = metrics["reused_activations_ratio"].value
+    return {name: p.grad.clone() for name, p in model.named_parameters()}, share
 
 
 def recorded_samples(model, make_engine, num_bytes):
@@ -126,6 +129,26 @@ def test_recorded_activations_give_the_gradients_of_a_forward(kernels, family, s
         store.version = version
         assert share == 0.0
         assert [name for name, x in computed.items() if not torch.equal(x, reused[name])] == []
+
+
+def test_a_module_with_equal_weights_reads_records_until_it_steps(kernels, tmp_path, make_engine):
+    """On several ranks the sampler has another module."""
+    model = load(tmp_path, "llama", {})
+    if not kernels.equals_trainer(DenseDecoder.of(model)):
+        pytest.skip("the matmuls of this version of torch sum in another order")
+    trained, other = copy.deepcopy(model), copy.deepcopy(model)
+    reuse.borrow_records(trained)
+    for module in (trained, other):
+        reuse.lend_records(model, module)
+    columns, _ = recorded_samples(model, make_engine, 100_000_000)
+    reused, share = gradients_of(trained, columns)
+    assert share == 1.0
+    reuse.forget_records(trained)
+    computed, share = gradients_of(trained, columns)
+    assert share == 0.0
+    assert all(torch.equal(x, reused[name]) for name, x in computed.items())
+    packed_outputs(other, pack_rows(columns, share_prompts=True), ["log_probs"])
+    assert reuse.reuse_metrics(other) == [], "it has not asked for records"
 
 
 def test_recorded_activations_end_with_the_weights_and_with_the_memory(kernels, tmp_path, make_engine):

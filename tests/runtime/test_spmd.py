@@ -155,6 +155,19 @@ def test_phases_change_communication_and_memory_and_not_the_losses(jobs, narrow)
     assert ours.rows[2]["training/dynamic_config/actor/batch_group_size"] == 1
 
 
+@pytest.mark.slow
+def test_the_first_update_of_a_step_takes_what_its_rank_has_sampled(jobs):
+    """If sampler and trainer have equal bits; else no run has the metric."""
+    narrow = [f"{ACTOR}.dtype=bfloat16", "actor_rollout_ref.actor.ppo_mini_batch_size=5"]
+    runs = [jobs.add(f"reuse{gb}", *narrow, f"actor_rollout_ref.rollout.reuse_activations_gb={gb}") for gb in (1, 0)]
+    run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=300)
+    if "actor/reused_activations_ratio" not in runs[0].rows[0]:
+        pytest.skip("the sampler of this processor records nothing")
+    for row, computed in zip(runs[0].rows, runs[1].rows, strict=True):
+        assert row["actor/reused_activations_ratio"] == 1.0
+        assert row["actor/grad_norm"] == pytest.approx(computed["actor/grad_norm"])
+
+
 def timeline_of(run):
     return read_lines(run.folder / "timeline.jsonl")
 

@@ -26,6 +26,7 @@ from verl.engines.routing import EngineRouting
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, whole_batch_metrics
 from verl.errors import ConfigError
+from verl.models.decoder.reuse import reuse_metrics
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import noise_of
 from verl.models.optim import AdamStep, MasterOptimizer, lr_at
@@ -228,8 +229,7 @@ class TrainedEngine(ABC):
         """See TrainEngine. Empty parts stay as they are. Every rank reads full tensors and keeps its part, so any number of
         ranks will do. Raises CheckpointError when names or shapes are not this model's."""
         self._trained.load(state)
-        if state.extra:
-            self.num_lr_steps = state.extra["num_lr_steps"]
+        self.num_lr_steps = state.extra.get("num_lr_steps", self.num_lr_steps)
 
     # -- the device layout -----------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class TrainedEngine(ABC):
             size = self.module.config.get_text_config().hidden_size
             noise = partial(noise_of, alpha=self.neftune_alpha, hidden_size=size, seed=self.num_steps)
         plan = self._plan(batch, requested, micro, units, rows, noise)
-        metrics = [{"loss": Metric.sum(0.0)}, *self._sum_gradients(plan, loss, totals)]
+        metrics = [{"loss": Metric.sum(0.0)}, *self._sum_gradients(plan, loss, totals), *reuse_metrics(self.module)]
         if self.headroom is not None and self.headroom.limit is not None:
             metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
         return metrics, totals

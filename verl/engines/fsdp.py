@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.data_proto.metrics import Metric
 from verl.engines.api import BatchTotals, EngineState
 from verl.engines.base import TrainedEngine
 from verl.engines.fsdp_units import GatheredGradients, Gathering, shard_places, sharded_units
 from verl.engines.groups import ProcessGroups, mesh_of
-from verl.engines.host_units import share_units
+from verl.engines.host_units import HostGroup, share_units
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.mapped import MappedWeights, check_place
 from verl.engines.sharding import from_first, shard_model
@@ -29,6 +30,7 @@ from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
+from verl.models.decoder.reuse import borrow_records, forget_records
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
 from verl.models.loss_scale import LossScale
@@ -100,8 +102,7 @@ class FSDPEngine(TrainedEngine):
             self.module, source, self.groups, engine, narrow, device, rounding, pins=not memory_map
         )
         del source
-        shares = device.type == "cpu" and not memory_map
-        self._hosts = share_units(sharded_units(self.model)) if shares else []
+        self._hosts = self._share_weights() if device.type == "cpu" and not memory_map else []
         self.gathering = Gathering(self.model, engine)
         self.optimizer: MasterOptimizer | None = None
         parameters = ShardedParameters(self.shards, self.groups, device)
@@ -117,6 +118,12 @@ class FSDPEngine(TrainedEngine):
                 self.model.gradients = self.optimizer.gradients = GatheredGradients(sharded_units(self.model))
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
         self._leave_device()
+
+    def _share_weights(self) -> list[HostGroup]:
+        hosts = share_units(sharded_units(self.model))
+        if hosts and self.groups.sequence.size() * self.groups.tensor.size() == 1:
+            borrow_records(self.module)  # a forward in which ranks take part together can be left out by none
+        return hosts
 
     def map_weights(self, folder: Path, kind: str) -> None:
         """See LocalEngine: every rank keeps its shards in a separate file, and gathers layers from it."""
@@ -138,6 +145,11 @@ class FSDPEngine(TrainedEngine):
     def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:
         before = self.gathering.before_training if trains else self.gathering.before_forward
         before(number, count, self.dimensions.batch_group_size)
+
+    def _step(self, *args: Any, **options: Any) -> dict[str, Metric]:
+        metrics = super()._step(*args, **options)
+        forget_records(self.module)
+        return metrics
 
     def _complete_gradients(self, totals: BatchTotals) -> None:
         if not totals.num_tokens and self.optimizer is not None:  # nothing trained on any rank: no step

@@ -107,9 +107,9 @@ def _move(units: Sequence[FSDPModule], host: HostGroup) -> bool:
     return True
 
 
-def _put(parameter: FSDPParam, whole: torch.Tensor, host: HostGroup) -> None:
-    """Make `whole`, flat and padded, the weights of `parameter`, and the rows of this rank its shard."""
-    rows = whole.view(host.size, -1)[host.rank]
+def _put(parameter: FSDPParam, weights: torch.Tensor, host: HostGroup) -> None:
+    """Make `weights`, flat and padded, the weights of `parameter`, and the rows of this rank its shard."""
+    rows = weights.view(host.size, -1)[host.rank]
     if isinstance(parameter, RoundedParam):
         parameter.rounded.flat = rows.copy_(parameter.rounded.flat)
         parameter.__class__ = _RoundedWhole
@@ -120,11 +120,11 @@ def _put(parameter: FSDPParam, whole: torch.Tensor, host: HostGroup) -> None:
         shard._local_tensor = rows[: shape.numel()].view(shape)
         parameter.__class__ = _Whole
     # FSDP2's parameter begins at the first byte of a storage. One storage for all lets projections of an input be one tensor.
-    parameter.all_gather_outputs = [torch.from_numpy(whole.view(torch.uint8).numpy()).view(whole.dtype)]
+    parameter.all_gather_outputs = [torch.from_numpy(weights.view(torch.uint8).numpy()).view(weights.dtype)]
     parameter.init_unsharded_param()
     gathered = parameter._unsharded_param
     if not isinstance(gathered, DTensor):
-        gathered.data = whole.as_strided(gathered.shape, gathered.stride())
+        gathered.data = weights.as_strided(gathered.shape, gathered.stride())
 
 
 class _Whole(FSDPParam):

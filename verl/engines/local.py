@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from verl.data_proto.metrics import Metric
 from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module
 from verl.engines.mapped import MappedWeights, check_place
@@ -17,7 +16,6 @@ from verl.engines.state import Parameters, TrainedState
 from verl.engines.streamed import StreamedWeights
 from verl.models.check import require_dtype
 from verl.models.chunked_mlp import chunked_feed_forward
-from verl.models.decoder.reuse import reused_share
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import fused_decoder, packed_outputs
 from verl.models.loss_scale import LossScale
@@ -106,10 +104,6 @@ class LocalEngine(TrainedEngine):
         """Whether the host holds the module between calls: only if frozen, since rollout uses a trained module's weights. Of a
         trained module it holds the masters."""
         return self.config.param_offload and self.optim is None and self.device.type != "cpu" and self._mapped is None
-
-    def _sum_gradients(self, *args: Any) -> list[dict[str, Metric]]:
-        metrics, share = super()._sum_gradients(*args), reused_share(self.module)
-        return metrics if share is None else [*metrics, {"reused_activations_ratio": Metric.last(share)}]
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         gradients = self.optimizer.gradients if self.optimizer else None

@@ -6,6 +6,7 @@ import heapq
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
 _EVEN = 1.01  # largest ratio of the costliest share to the mean that leaves prompts undivided
+_AT_HOME = 1.25  # and that leaves rows where they were sampled: a forward is a third of an update
 
 Rows = list[int]
 Part = tuple[float, Rows]  # -cost, rows
@@ -207,6 +209,7 @@ def balanced_shares(
     rows: Sequence[int] | np.ndarray | None = None,
     computed: Sequence[int] | np.ndarray | None = None,
     unit: str = "row",
+    home: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """`rows` of the batch (default all) over `num_parts` ranks with nearly equal cost, as int32; ascending within a part. Rows
     of one `unit` are in one part; with fewer units than parts the last parts are empty. Rows that are not `computed`
@@ -214,6 +217,9 @@ def balanced_shares(
 
     The samples of a prompt stay together if the costliest share is at most a hundredth above the mean, or if dividing single
     rows does not make it cheaper. Prompts that are then computed twice count twice.
+
+    `home` is a part for each row of the batch where its forward is known. Each row gets it, unless the costliest share then is
+    more than a quarter above the mean.
     """
     chosen = np.arange(len(batch), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
     if num_parts == 1:
@@ -235,12 +241,7 @@ def balanced_shares(
         is_left_out = np.isin(chosen, computed, invert=True)
         prompts[is_left_out] = responses[is_left_out] = 0.0
 
-    def costs(parts: np.ndarray) -> np.ndarray:
-        """Of the responses of each part, and once of each prompt in a part."""
-        keys = parts * np.int64(len(chosen)) + names
-        order = np.argsort(keys, kind="stable")
-        prompt_costs = np.maximum.reduceat(prompts[order], starts := np.flatnonzero(np.diff(keys[order], prepend=-1)))
-        return np.bincount(parts, responses) + np.bincount(parts[order[starts]], prompt_costs)
+    costs = partial(_costs_of_parts, names, prompts, responses)
 
     def divided(numbers: np.ndarray) -> np.ndarray:
         """The part of each row; rows of one number are in one part."""
@@ -249,6 +250,8 @@ def balanced_shares(
             part_of[members] = part
         return part_of.take(numbers)
 
+    if home is not None and unit == "row" and (sums := costs(home[chosen])).max() * num_parts <= _AT_HOME * sums.sum():
+        return [chosen[home[chosen] == part] for part in range(num_parts)]
     groups = names if unit == "row" else _numbered(names[first])[units]
     is_whole = groups.max() + 1 >= num_parts
     parts = divided(groups if is_whole else units)
@@ -257,6 +260,14 @@ def balanced_shares(
         parted = divided(units)
         parts = parted if costs(parted).max() < sums.max() else parts
     return sorted((np.sort(chosen[parts == part]) for part in range(num_parts)), key=lambda rows: int(rows[0]))
+
+
+def _costs_of_parts(names: np.ndarray, prompts: np.ndarray, responses: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """The costs of the responses of each part, and once of each prompt in a part, for rows of prompts with `names`."""
+    keys = parts * np.int64(len(names)) + names
+    order = np.argsort(keys, kind="stable")
+    prompt_costs = np.maximum.reduceat(prompts[order], starts := np.flatnonzero(np.diff(keys[order], prepend=-1)))
+    return np.bincount(parts, responses) + np.bincount(parts[order[starts]], prompt_costs)
 
 
 def _numbered(values: np.ndarray) -> np.ndarray:

@@ -64,6 +64,7 @@ class GroupShape(Protocol):
     cost: TokenCost
     schedule: Schedule | None  # of a group that trains
     beside_rollout: bool  # whether its ranks are the ranks that generate
+    reads_records: bool  # whether a rank's first update takes the activations of its samples
 
     @property
     def world_size(self) -> int: ...
@@ -174,7 +175,13 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, call: MethodCall) 
     cost, parts, unit = group.cost, group.mesh.dp_size, group.schedule.unit
     numbers = np.array(group.schedule.computed(batch), np.int32)
     computed = None if len(numbers) == len(batch) else numbers
-    cut = [balanced_shares(batch, parts, cost, rows, computed, unit) for rows in group.schedule.rows(batch, step)]
+    home = (
+        batch.batch["rollout_rank"].numpy() % parts if group.reads_records and "rollout_rank" in batch.batch else None
+    )
+    cut = [
+        balanced_shares(batch, parts, cost, rows, computed, unit, None if number else home)
+        for number, rows in enumerate(group.schedule.rows(batch, step))
+    ]
     none = np.empty(0, np.int32)
     shares = [np.unique(np.concatenate([none, *(mini[part] for mini in cut)])) for part in range(parts)]
     sent = _lean(batch, declared)

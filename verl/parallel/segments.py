@@ -81,7 +81,7 @@ def as_values(memory: torch.Tensor, first: int, num_bytes: int, dtype: torch.dty
 
 
 class SegmentCard(NamedTuple):
-    """Where a segment is, for ranks that may or may not reach it: host names are unreliable with containers, and on another
+    """The place of a segment, for ranks that may or may not reach it: host names are unreliable with containers, and on another
     host the path may be something else. So the segment begins with `token`."""
 
     host: str

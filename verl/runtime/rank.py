@@ -8,12 +8,14 @@ from functools import cached_property
 import torch
 
 from verl.config import full_key
+from verl.config.active_keys import reuse_obstacle
 from verl.config.sections.megatron import MegatronConfig
 from verl.engines.api import ENGINES, require_library
 from verl.engines.groups import mesh_sizes
 from verl.errors import ConfigError
 from verl.families import engine_facts
 from verl.models.load import load_model_config
+from verl.parallel.device import compute_dtype
 from verl.parallel.engine_plan import EnginePlan
 from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
@@ -114,6 +116,19 @@ class RankContext:
         devices = self.placement.devices
         alone = len(devices[POLICY]) == 1 and devices[POLICY] == devices["rollout"]
         return not self.trains_policy or (alone and not self.has_own_weights)
+
+    def reads_records(self, role: str) -> bool:
+        """Whether updates of `role`, on several ranks, may take activations that the same ranks have recorded while they
+        sampled (verl/models/decoder/reuse.py)."""
+        if (
+            role != POLICY
+            or self.specs.rollout is None
+            or self.placement.devices[role] != self.placement.devices["rollout"]
+        ):
+            return False
+        is_whole = not self.has_own_weights and self.engine_plan.sizes.tensor == 1
+        is_narrow = compute_dtype(self.rollout.dtype, self.device) == torch.bfloat16
+        return self.device.type == "cpu" and is_whole and is_narrow and reuse_obstacle(self.rollout.section) is None
 
     @property
     def has_own_weights(self) -> bool:

@@ -39,6 +39,7 @@ def make_groups(
             schedule=schedule_of(spec),
             cost=_cost(spec.model) if mesh.dp_size > 1 else None,
             beside_rollout=devices[spec.name] == devices.get("rollout"),
+            reads_records=context.reads_records(spec.name),
         )
         roles.models[spec.name] = cast(ModelHandle, group)
     for worker in specs.workers:

@@ -21,6 +21,7 @@ from verl.engines.api import TrainEngine
 from verl.engines.loading import build_module
 from verl.errors import ConfigError
 from verl.families import engine_facts
+from verl.models.decoder.reuse import lend_records
 from verl.models.hf_module import HFModule
 from verl.models.load import load_external, meta_model
 from verl.models.padded import require_packed
@@ -230,6 +231,8 @@ class RankWeightSync:
         log.debug("Weights of version %d %s.", version, way)
         if self.update is not None:
             self.update()
+            if self.engine is not None and self.rollout is not None and self.rollout.replica is not None:
+                lend_records(self.rollout.replica.module, self.engine.module)
         elif self.delivery is not None and weights is None:
             gathered = () if self.engine is None else self.engine.gather_weights()
             weights = self._delivered(self.delivery, gathered)

@@ -20,7 +20,8 @@ Runner = Callable[["WorkerGroup", str, CallPlan, bool], object]
 class WorkerGroup:
     """`group.method(...)` for every registered method of `worker_class`; verl/parallel/dispatch.py implements the modes.
 
-    `schedule` is the schedule of a role that trains. `beside_rollout` says whether its ranks are the ranks that generate.
+    `schedule` is the schedule of a role that trains. `beside_rollout` says whether its ranks are the ranks that generate, and
+    `reads_records` whether updates read what these ranks record.
     A call waits for arguments that are futures.
     """
 
@@ -34,12 +35,13 @@ class WorkerGroup:
         schedule: Schedule | None = None,
         cost: TokenCost | None = None,
         beside_rollout: bool = False,
+        reads_records: bool = False,
     ):
         self.name = name
         self.mesh = mesh
         self.schedule = schedule
         self.cost = cost or TokenCost()
-        self.beside_rollout = beside_rollout
+        self.beside_rollout, self.reads_records = beside_rollout, reads_records
         self._runner = runner
         for method, declared in registered(worker_class).items():
             if not hasattr(self, method):

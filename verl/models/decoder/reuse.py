@@ -5,6 +5,9 @@
 
 Both compute the same bits where `Kernels.equals_trainer` holds. A store belongs to one module and one state of its weights.
 Its memory stays from step to step, since new pages take longer than the forward that they would save.
+
+One device samples and trains with one module. On several ranks the sampler has a module of its own, and lends its store
+to the module that trains.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import nn
 
 from verl.config.active_keys import MOST_REUSED_TOKENS
+from verl.data_proto.metrics import Metric
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.lora import is_adapter
 from verl.models.packing import PackedBatch
@@ -113,6 +117,30 @@ class RecordedBatch:
 
 
 _stores: WeakKeyDictionary[nn.Module, ActivationStore] = WeakKeyDictionary()
+_samplers: WeakKeyDictionary[nn.Module, nn.Module | None] = WeakKeyDictionary()  # by module that trains
+
+
+def borrow_records(trained: nn.Module) -> None:
+    """Updates of `trained` may read what another module records."""
+    _samplers[trained] = None
+
+
+def lend_records(sampler: nn.Module, trained: nn.Module) -> None:
+    """`sampler` has got the weights of `trained`. What it records from now on may be read until `forget_records`."""
+    if trained in _samplers:
+        _samplers[trained] = sampler
+        forget_records(trained)
+
+
+def forget_records(trained: nn.Module) -> None:
+    """`trained` has other weights than its sampler."""
+    if (store := _store_of(trained)) is not None:
+        store.begin(-1, -1)
+
+
+def _store_of(module: nn.Module) -> ActivationStore | None:
+    """The store that updates of `module` read."""
+    return _stores.get(_samplers.get(module) or module)
 
 
 def store_for(module: nn.Module, decoder: DenseDecoder, num_bytes: Callable[[], int], step: int) -> ActivationStore:
@@ -127,12 +155,12 @@ def store_for(module: nn.Module, decoder: DenseDecoder, num_bytes: Callable[[], 
 
 def recorded_batch(module: nn.Module, packed: PackedBatch) -> RecordedBatch | None:
     """The recorded activations of a batch whose gradients are taken; None where its forward must be computed."""
-    store = _stores.get(module)
+    store = _store_of(module)
     if store is None:
         return None
     store.num_tokens += packed.num_tokens
     differs = packed.noise is not None or packed.media or packed.layout.chunk_tokens is not None
-    if store.fails or differs or store.version != version_of(module):
+    if store.fails or differs or store.version != version_of(_samplers.get(module) or module):
         return None
     slots = store.slots_of(packed)
     if slots is None:
@@ -141,13 +169,13 @@ def recorded_batch(module: nn.Module, packed: PackedBatch) -> RecordedBatch | No
     return RecordedBatch(store, slots)
 
 
-def reused_share(module: nn.Module) -> float | None:
-    """The share of reused tokens in the gradients since the last call; None where the sampler has recorded nothing."""
-    store = _stores.get(module)
+def reuse_metrics(module: nn.Module) -> list[dict[str, Metric]]:
+    """The share of reused tokens in the gradients since the last call; empty where the sampler has recorded nothing."""
+    store = _store_of(module)
     if store is None or not store.num_tokens:
-        return None
+        return []
     share, store.num_tokens, store.num_reused = store.num_reused / store.num_tokens, 0, 0
-    return share
+    return [{"reused_activations_ratio": Metric.last(share)}]
 
 
 def is_equal(batch: RecordedBatch, computed: torch.Tensor, recorded: torch.Tensor) -> bool:
