@@ -116,6 +116,7 @@ class GRPOSide:
             "weight_change": self.probe.change(), "prompts": digest(self.prompts[:: self.work.num_samples]),
             "num_sequences": len(self.prompts), "reward": sum(self.rewards) / len(self.rewards),
             "shortest": min(self.lengths), "longest": max(self.lengths),
+            "response_tokens": sum(self.lengths) / len(self.lengths),
         }  # fmt: skip
 
     def _clocked(

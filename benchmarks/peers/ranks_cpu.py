@@ -2,6 +2,7 @@
 
     python benchmarks/peers/ranks_cpu.py                                         # GRPO, the main job, float32
     python benchmarks/peers/ranks_cpu.py --config sft_smollm2 --dtype bfloat16   # fine-tuning
+    python benchmarks/peers/ranks_cpu.py --trl best        # GRPO of peers_cpu.py, against two processes of TRL
 
 Processes of a side take their step together; the slowest one's time counts, and the sum of processor times. A process can be 5%
 slower than an equal one for as long as it lives. So sides start several times, in changing order, and the standard error is
@@ -23,10 +24,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer, in_turns
+from peer_env import default_folder, python_of
+from peers_cpu import TRL_FORMS, make_workload
+from peers_cpu import parse as options_of
 from report import Report, number, series_of
 
 PROGRAMS = {"grpo_smollm2": ("ppo", "actor_rollout_ref.actor.fsdp_config"), "sft_smollm2": ("sft", "engine")}
-SIDES = ("two processes", "one process")
+SIDES, TRL = ("two processes", "one process"), "two processes of TRL"
 LIMIT_S = 900.0
 
 
@@ -36,21 +40,41 @@ class Ranks:
     def __init__(
         self, name: str, count: int, folder: Path, rounds: int, command: str, overrides: list[str], **run: Any
     ):
-        from verl.parallel.collectives import free_port
-
         keys = ["test_freq=-1", "save_freq=-1", "val_before_train=False", "resume_mode=disable", "logger=[file]"]
         keys += [f"total_training_steps={rounds + 2}", f"default_local_dir={folder / name}", f"n_gpus_per_node={count}"]
-        shared = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive", "VERL_PAGE": "0"}
-        self.name, self.pool, self.peers, python = name, ThreadPoolExecutor(count), [], run.pop("python", None)
+        self._start(name, count, folder, "child_verl.py", run.pop("python", None), {"VERL_PAGE": "0"})
+        trainer = [f"trainer.{key}" for key in keys]
+        self.facts = self.ask(command, LIMIT_S, overrides=[*trainer, *overrides], **run)
+
+    @classmethod
+    def of_trl(cls, count: int, folder: Path, form: str, work: dict[str, Any], num_rows: int) -> Ranks:
+        """TRL's trainer, as accelerate runs it on `count` ranks; a step has `num_rows` rows."""
+        ranks, chosen = cls.__new__(cls), TRL_FORMS[form]
+        environment = {"HF_DATASETS_CACHE": str(folder / "datasets"), **chosen.environment}
+        ranks._start(TRL, count, folder, "child_trl.py", python_of(default_folder("trl")), environment)
+        sizes = {"gradient_accumulation_steps": num_rows // chosen.micro_batch // count}
+        run = {
+            "micro_batch": chosen.micro_batch,
+            "settings": {**chosen.settings, **sizes},
+            "folder": str(folder / "trl"),
+        }
+        ranks.facts = ranks.ask("build", LIMIT_S, work=work, **run)
+        return ranks
+
+    def _start(
+        self, name: str, count: int, folder: Path, script: str, python: Path | None, environment: dict[str, str]
+    ) -> None:
+        from verl.parallel.collectives import free_port
+
+        shared = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive", **environment}
+        self.name, self.pool, self.peers = name, ThreadPoolExecutor(count), []
         if count > 1:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             shared |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count), **address}
         for rank in range(count):
             environment = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})
             log = folder / f"{name} {rank}.log"
-            self.peers.append(Peer(name, "child_verl.py", log=log, python=python, environment=environment))
-        trainer = [f"trainer.{key}" for key in keys]
-        self.facts = self.ask(command, LIMIT_S, overrides=[*trainer, *overrides], **run)
+            self.peers.append(Peer(name, script, log=log, python=python, environment=environment))
 
     def ask(self, command: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
         """The answers of the processes as one."""
@@ -91,7 +115,8 @@ def compare(
         starts.append([r for r in rounds if r[first]["response_tokens"] == r[second]["response_tokens"]])
     equal = [r for rounds in starts for r in rounds]
     report.facts |= {"rounds": len(starts) * options.rounds, "rounds of equal samples": len(equal)}
-    report.facts["bytes that a process sends in a step"] = [equal[0][name]["sent_bytes"] for name in names]
+    sent = [equal[0][name].get("sent_bytes") for name in names]
+    report.facts["bytes that a process sends in a step"] = sent
     for quantity in quantities:
         by_start = [[r[second][quantity] / r[first][quantity] for r in rounds] for rounds in starts if rounds]
         ratios, means = [ratio for part in by_start for ratio in part], [statistics.mean(part) for part in by_start]
@@ -109,8 +134,11 @@ def compare(
 def main(argv: list[str] | None = None) -> Report:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--trl", choices=sorted(TRL_FORMS), help="two processes of TRL in place of one process")
     add_options(parser, starts=2)
     options = parser.parse_args(argv)
+    if options.trl is not None:
+        return against_trl(options)
     program, section = PROGRAMS[options.config]
     overrides, run = [f"{section}.dtype={options.dtype}", *options.set], {"config": options.config, "program": program}
 
@@ -119,6 +147,20 @@ def main(argv: list[str] | None = None) -> Report:
 
     report = Report(f"A step of {options.config} in {options.dtype}")
     return compare(options, report, start, SIDES, ("step_s", "update_s", "processor_s"))
+
+
+def against_trl(options: argparse.Namespace) -> Report:
+    """Two processes of ours and of TRL."""
+    work = make_workload(options_of(["--dtype", options.dtype]), options.rounds + 2)
+
+    def start(name: str, folder: Path) -> Ranks:
+        if name == TRL:
+            return Ranks.of_trl(2, folder, options.trl, work.to_json(), work.num_sequences)
+        run = {"config": None, "program": "ppo", "work": work.to_json(), "folder": str(folder / "work")}
+        return Ranks(name, 2, folder, options.rounds, "build_ranks", options.set, **run)
+
+    report = Report(f"A step of GRPO in {options.dtype}, TRL as {options.trl}")
+    return compare(options, report, start, (SIDES[0], TRL), ("step_s", "processor_s"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_400,
+    "core": 71_703,
     "compat": 7_803,
     "page": 3_760,
     "planner": 2_755,
@@ -21,8 +21,8 @@ MAX_LINES = {
     "clusters": 6_711,
     "agents": 5_802,
     "tasks": 1_001,
-    "tests": 84_517,
-    "benchmarks": 6_011,
+    "tests": 84_630,
+    "benchmarks": 6_066,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
