@@ -159,6 +159,8 @@ class EngineFacts:
     records_stopped_experts: bool = _can("returns the experts of a sample that a stop string ends")
     pages_by_key: bool = _can("has a KV cache that kv_cache_config divides into pages")
     takes_buckets: bool = _can("takes new weights in buckets of memory")
+    drafts: bool = _can("verifies drafts of several tokens in a step")
+    drafts_history: bool = _can("drafts from earlier responses")
     prefills_by_key: bool = _can("has switches for prompts in chunks and for prefix caching")
 
     @property
@@ -186,13 +188,13 @@ ROLLOUT_ENGINES = Registry(
         "native": _row(
             "verl.rollout.native.engine:NativeRollout",
             "divides_model scales reads_images verifies_invariance keeps_partial_kv reuses_activations samples_adapters "
-            "records_experts records_stopped_experts pages_by_key",
+            "records_experts records_stopped_experts pages_by_key drafts drafts_history",
         ),
         "hf": _row("verl.rollout.hf:HFRollout", "scales reads_images"),
         "vllm": _row(
             "verl.rollout.vllm.engine:VLLMRollout",
             "holds_weights starts_process joins_ranks divides_model restarts reads_images records_experts takes_buckets "
-            "prefills_by_key",
+            "prefills_by_key drafts",
         ),
         "http": _row("verl.rollout.http.engine:HTTPRollout", "holds_weights asks_service reads_images takes_buckets"),
         "sglang": _row(

@@ -224,7 +224,7 @@ def test_close_holes_moves_rows_whole():
     assert rows.num_free == 3
     assert rows.close_holes() == [(4, 1), (3, 2)]
     assert rows.sample[:3].tolist() == [0, 4, 3]
-    assert rows.newest().tolist() == [10, 14, 13]
+    assert rows.inputs().ids.tolist() == [10, 14, 13]
     assert rows.key[:3].tolist() == [100, 104, 103]
     assert rows.positions().tolist() == [4, 4, 4]
     assert rows.num_running == rows.end == 3

@@ -101,13 +101,13 @@ def gradients_of(model, columns, share_prompts=True):
     return {name: p.grad.clone() for name, p in model.named_parameters()}, share
 
 
-def recorded_samples(model, make_engine, num_bytes):
+def recorded_samples(model, make_engine, num_bytes, **settings):
     """Columns of samples of mixed lengths, with activations recorded in a store of `num_bytes`."""
     store = reuse.store_for(model, DenseDecoder.of(model), lambda: num_bytes, 0)
     for part in store.parts:
         part.fill_(torch.nan)
     prompts = [replace(p, max_new_tokens=n) for p, n in zip(make_prompts([3, 20, 7, 33]), (1, 9, 24, 2), strict=True)]
-    engine = make_engine("native", module=model, max_num_seqs=5, max_num_batched_tokens=16)
+    engine = make_engine("native", module=model, max_num_seqs=5, max_num_batched_tokens=16, **settings)
     engine.trains = True
     completions = engine.generate(prompts, SamplingParams(n=3, max_new_tokens=24), step=0)
     return rows_of(prompts, completions), store

@@ -253,6 +253,9 @@ PPO_CONDITIONS: dict[str, Condition] = {
     "has_class_path": Condition(
         lambda root, node: node.class_path is not None, "no class_path is set with it", "set {}class_path as well"
     ),
+    "drafts": Condition(
+        lambda root, node: bool(node.methods), "{}methods is empty, so there are no drafts", "set {}methods=[ngram]"
+    ),
     "critic": Condition(
         lambda root, node: uses_critic(root),
         "no critic is trained with this algorithm.adv_estimator",

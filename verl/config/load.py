@@ -231,9 +231,10 @@ def _choice_problem(leaf: Leaf, value: object) -> str:
     choices, words = leaf.key.choices, leaf.key.words
     if words and isinstance(value, str) and value not in words:
         return f"must be a whole number or {' or '.join(words)}."
-    if not choices or value in choices:
+    wrong = [v for v in (value if isinstance(value, list) else [value]) if v not in choices]
+    if not choices or not wrong:
         return ""
-    hint = nearest(str(value), [str(c) for c in choices])
+    hint = nearest(str(wrong[0]), [str(c) for c in choices])
     return f"is not one of {', '.join('null' if c is None else str(c) for c in choices)}{hint or '.'}"
 
 

@@ -68,7 +68,7 @@ ScoreStream = Callable[[ScoreRequest], None]
 # ranks generate side by side; their other metrics add up
 _LARGEST_OF_RANKS = (
     "seconds", "num_decode_steps", "busy_s", "idle_s", "kv_fragmentation", "switch_peak_gb", "switch_peak_ratio",
-    "sync_s",
+    "sync_s", "accepted_per_step", "saved_step_share",
 )  # fmt: skip
 
 

@@ -350,5 +350,6 @@ MEASURED = {
     "perf/all_gather_ms": "all-gather of parameters {:.1f} ms",
     "perf/memory_fragmentation": "reserved GPU memory that is not allocated {:.0%}",
     "rollout/kv_fragmentation": "empty part of the KV cache's blocks {:.0%}",
+    "rollout/saved_step_share": "decode steps that drafts saved {:.0%}",
     "training/rollout_queue/qsize": "batches in the queue {:.0f}",
 }

@@ -309,6 +309,22 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
+def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """Drafts of tokens that one step verifies."""
+    rollout = c.actor_rollout_ref.rollout
+    facts = engine_facts(rollout.name)
+    methods, drafts = f"{ROLLOUT}.speculative.methods", rollout.speculative.methods
+    fact = "drafts_history" if "history" in drafts else "drafts"
+    if drafts and not getattr(facts, fact):
+        yield error(methods, f"{needs_engine(f'{methods}={drafts}', fact)}. Set {ROLLOUT}.name, or other methods.")
+    elif drafts and not facts.verifies_invariance:
+        yield warning(
+            methods,
+            f"With {methods}={drafts}, samples may differ from a run without drafts: {ROLLOUT}.name={rollout.name} verifies "
+            f"several tokens by other sums. The native engine's samples stay equal.",
+        )
+
+
 def check_rewards(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Reward manager and reward model."""
     reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
@@ -363,7 +379,8 @@ RULES = (
     check_batches,
     check_reward_debug,
     check_lengths,
-    check_estimator,
+    check_sampling,
+    check_drafts,
     check_rejection,
     check_online,
     check_loss,

@@ -213,6 +213,23 @@ class KVCacheConfig(Section):
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig(Section):
+    """Drafts of tokens that one step verifies together."""
+
+    methods: list[str] = used(
+        [],
+        "where drafts come from: ngram, the sample itself with its prompt; history, earlier responses to the prompt. []: no "
+        "drafts. The native engine's drafts change no sample",
+        choices=("ngram", "history"),
+        sizing=True,
+    )
+    num_speculative_tokens: int = used(
+        7, "most drafts of a sample in a step; the native engine tries as many as save time", when="drafts", ge=1, le=63
+    )
+    history_mb: int = used(64, "most MiB of earlier responses (history)", when="drafts", sizing=True, ge=1)
+
+
+@dataclass(frozen=True)
 class RolloutConfig(Section):
     name: str = used(DEFAULT_ROLLOUT, "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1, le=1_000_000)
@@ -262,6 +279,7 @@ class RolloutConfig(Section):
         "start where they do not compute the model; off: without a statement",
         choices=("auto", "require", "off"),
     )
+    speculative: SpeculativeConfig = section(SpeculativeConfig, "drafts of tokens that one step verifies", strict=OURS)
     drift_check: str = used(
         "sampled",
         "check that generation has not changed the training weights: a few numbers of some tensors (other ones each "

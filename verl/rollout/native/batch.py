@@ -141,6 +141,19 @@ class Prompts:
         return last
 
 
+class StepInputs(NamedTuple):
+    """The tokens that a step computes of running rows: the newest of each row, then its drafts; each an int64 [tokens]."""
+
+    rows: np.ndarray  # ascending
+    ahead: np.ndarray  # 0 for the newest token of a row, 1 for its first draft
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, ids: np.ndarray | None = None) -> StepInputs:
+        """A token of each of `rows`, without drafts."""
+        return cls(rows, np.zeros_like(rows), np.zeros_like(rows) if ids is None else ids)
+
+
 class BatchRows:
     """The running samples as columns; row r owns slot r of the row store. Rows below `end` are running, but for `holes`."""
 
@@ -158,6 +171,7 @@ class BatchRows:
         self.max_new_tokens = max_new_tokens
         self.tokens = np.zeros((0, max_new_tokens), dtype=np.int64)
         self.log_probs = np.zeros((0, max_new_tokens))
+        self._drafts: dict[int, list[int]] = {}  # by row, of the next step
 
     _COLUMNS = ("sample", "key", "prompt_length", "own_start", "length", "num_drawn", "limit", "tokens", "log_probs")
 
@@ -204,6 +218,33 @@ class BatchRows:
         self.log_probs[rows, self.length[rows]] = log_probs
         self.length[rows] += 1
 
+    def draft(self, row: int, tokens: list[int]) -> None:
+        """Have the next step verify `tokens` behind the newest token of a row."""
+        if tokens:
+            self._drafts[row] = tokens
+
+    def drop_drafts(self) -> None:
+        self._drafts.clear()
+
+    def num_drafts(self) -> np.ndarray:
+        """int64 [rows]: drafts of each running row."""
+        counts = np.zeros(self.end, dtype=np.int64)
+        for row, tokens in self._drafts.items():
+            counts[row] = len(tokens)
+        return counts
+
+    def inputs(self) -> StepInputs:
+        """The tokens of the next step; any token in place of a hole."""
+        newest = self.tokens[np.arange(self.end), self.length[: self.end] - 1]
+        if not self._drafts:
+            return StepInputs.of(np.arange(self.end), newest)
+        counts = 1 + self.num_drafts()
+        rows = np.repeat(np.arange(self.end), counts)
+        ahead = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ids = newest[rows]
+        ids[ahead > 0] = [token for row in sorted(self._drafts) for token in self._drafts[row]]
+        return StepInputs(rows, ahead, ids)
+
     def remove(self, row: int) -> None:
         self.groups[row] = None
         self.holes.append(row)
@@ -225,10 +266,6 @@ class BatchRows:
                 column = getattr(self, name)
                 column[target] = column[source]
         return moves
-
-    def newest(self) -> np.ndarray:
-        """int64 [rows]: the last token of each running row, the next forward's input (no holes)."""
-        return self.tokens[np.arange(self.end), self.length[: self.end] - 1]
 
     def own_lengths(self) -> np.ndarray:
         """int64 [rows]: tokens that each running row has in the row store; its newest is not yet there."""

@@ -37,6 +37,7 @@ from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
 from verl.rollout.native.cuda.backend import DeviceBackend
+from verl.rollout.native.drafts import Drafter, DraftMemory
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.paging import Paging
@@ -46,7 +47,7 @@ from verl.rollout.native.torch.forward import DenseForward, compiled
 from verl.rollout.native.torch.kv_cache import SlotStore, rounded
 from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
-_INVARIANT = full_key("rollout.batch_invariant")
+_INVARIANT, _METHODS = full_key("rollout.batch_invariant"), full_key("rollout.speculative.methods")
 
 
 @dataclass(eq=False)
@@ -89,9 +90,10 @@ class NativeRollout(RolloutEngine):
         self._open: NativeGeneration | None = None
         self._paused: dict[SampleKey, SavedTokens] = {}
         self._invariance: Invariance | None = None
+        self._drafts = DraftMemory(self.config.speculative) if self.config.speculative.methods else None
         if self.config.enable_rollout_routing_replay:
             follow_routing(self.module)
-        if self.config.batch_invariant == "require":
+        if self.config.batch_invariant == "require" or self._drafts is not None:
             self.invariance()
 
     def invariance(self) -> Invariance:
@@ -261,6 +263,8 @@ class NativeGeneration:
             backend = self._backend
             num_computed, more = (0, {}) if backend is None else (backend.num_computed, backend.stats())
             scheduler = self.scheduler
+            if scheduler.drafter is not None:
+                more |= scheduler.drafter.stats(scheduler.num_decode_steps)
             if self.samples.keep:
                 more |= {"num_row_steps": scheduler.num_row_steps, "num_evicted": scheduler.num_evicted}
             self._stats = self.samples.stats(num_computed, scheduler.num_decode_steps, scheduler.max_running, **more)
@@ -293,6 +297,8 @@ class NativeGeneration:
             is_plain = isinstance(dense, CpuForward) and engine.adapters is None and not self.samples.keep
             if engine.trains and is_plain:
                 self.scheduler.slots = open_records(engine.module, engine.config, self.scheduler.step_number)
+            if engine._drafts is not None and isinstance(dense, CpuForward):
+                self.scheduler.drafter = Drafter(engine._drafts, self.scheduler.rows, self.params.temperature)
             self._backend = HostBackend(
                 self.scheduler, engine.module, dense, stores, paging=paging,
                 adapters=None if dense is None else engine.named_adapters(),
@@ -313,6 +319,11 @@ def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:
     if config.batch_invariant == "require" and not invariance.holds:
         raise ConfigError(
             f"{_INVARIANT}=require cannot be kept: {invariance.why}. Set it to auto to run without the guarantee."
+        )
+    if config.speculative.methods and not invariance.holds:
+        raise ConfigError(
+            f"{_METHODS}={config.speculative.methods} would change samples: {invariance.why}. Set it to [], or "
+            f"{_INVARIANT}=require to compute with the compiled kernels."
         )
     return invariance
 

@@ -1,4 +1,4 @@
-"""Steps that the host drives: one forward over [newest token of each row | chunks of new prompts].
+"""Steps that the host drives: one forward over [newest token and drafts of each row | chunks of new prompts].
 
 A plain dense decoder is computed by torch/forward.py or by the compiled kernels of compiled/, any other model by its module.
 The layout (verl.rollout.layout) stores keys and values and gives each token the keys that it sees.
@@ -19,7 +19,7 @@ from verl.models.routing import Routing
 from verl.models.vision import PlacedMedia, is_vision_model, language_states, placed_positions
 from verl.rollout.layout import Chunk, StepLayout
 from verl.rollout.native.adapters import TokenAdapters
-from verl.rollout.native.batch import Group, features_of, place_images
+from verl.rollout.native.batch import Group, StepInputs, features_of, place_images
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
@@ -42,9 +42,9 @@ class HostSampled(NamedTuple):
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens, self.log_probs
 
-    def in_place(self, rows: np.ndarray) -> HostSampled:
-        """The tokens of `rows`, all of them in some order, by row."""
-        place = np.argsort(rows)
+    def in_place(self, order: np.ndarray) -> HostSampled:
+        """The tokens, which are in this order, by their numbers."""
+        place = np.argsort(order)
         return HostSampled(self.tokens[place], self.log_probs[place])
 
 
@@ -72,7 +72,6 @@ class HostBackend:
         self.reads_images = is_vision_model(module)
         self._numbers = {name: number for number, name in enumerate(self.adapters)}
         self.num_computed = self.num_bytes = 0
-        self._rows: np.ndarray | None = None  # in the order of a step
         self._decoding: DecodeRows | DecodeTiles | None = None  # of the rows as they are
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
@@ -105,38 +104,41 @@ class HostBackend:
             self._reserve_own(max(g.num_tokens for g in groups) + 1)
             for row, group in zip(rows.tolist(), groups, strict=True):
                 self.row_store.put(row, self.prefix.take(group.slot, group.num_tokens))
-        return self._sample(rows, logits)
+        return self._sample(rows, self.rows.length[rows], logits)
 
     def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[HostSampled | None, torch.Tensor]:
-        if self._rows is None:
-            self._rows = self._by_adapter()
-        num_rows, rows = self.rows.end, self._rows
-        own_lengths, positions = self.rows.own_lengths()[rows], self.rows.positions()[rows]
-        if num_rows:
+        inputs = self.rows.inputs()
+        order = self._by_adapter(inputs)
+        rows, ahead = inputs.rows[order], inputs.ahead[order]
+        num_inputs, own_lengths = len(rows), self.rows.own_lengths()[rows] + ahead
+        positions = self.rows.positions()[rows] + ahead
+        if num_inputs:
             self._reserve_own(int(own_lengths.max()) + 1)
         self._reserve_prefix()
         if self.paging is not None:
             self._keep()
         self.num_bytes = max(self.num_bytes, self.row_store.num_bytes + self.prefix.num_bytes)
-        layout = self._layout(rows, own_lengths, positions, [c for _, c in chunks])
+        layout = self._layout(rows, own_lengths, positions, [c for _, c in chunks], has_drafts=bool(ahead.any()))
         recorder = self.scheduler.experts
         if recorder is not None and isinstance(layout, StepLayout):
             layout.routing = Routing()
-        ids = [self.rows.newest()[rows], *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
-        media, shifts = place_images(self.module, chunks, num_rows, self.device)
+        ids = [inputs.ids[order], *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
+        media, shifts = place_images(self.module, chunks, num_inputs, self.device)
         if self.reads_images:
             positions = positions + self.rows.shifts()[rows]
         places = [positions, *(np.arange(c.start, c.end) + s for s, (_, c) in zip(shifts, chunks, strict=True))]
-        ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
+        ends = np.cumsum([num_inputs, *(c.end - c.start for _, c in chunks)])[1:] - 1
         completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
         records = self.scheduler.slots
-        recorded = None if records is None else (records.store, records.assign(self.rows, chunks))
+        recorded = None if records is None else (records.store, records.assign(self.rows, inputs, chunks))
         logits = self._logits(ids, places, completed, layout, media, self._token_adapters(rows, chunks), recorded)
         if recorder is not None and isinstance(layout, StepLayout) and layout.routing is not None:
             recorder.add(layout.routing, self.rows, chunks)
         self.num_computed += sum(c.end - c.start for _, c in chunks)
-        sampled = self._sample(rows, logits[:num_rows]).in_place(rows) if num_rows else None
-        return sampled, logits[num_rows:].clone() if completed else logits[:0]  # the next forward overwrites them
+        sampled = None
+        if num_inputs:
+            sampled = self._sample(rows, self.rows.length[rows] + ahead, logits[:num_inputs]).in_place(order)
+        return sampled, logits[num_inputs:].clone() if completed else logits[:0]  # the next forward overwrites them
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
         self.row_store.move(sources, targets, int(self.rows.own_lengths()[targets].max()))
@@ -145,7 +147,7 @@ class HostBackend:
         self.prefix.move([source], [target], length)
 
     def rows_changed(self) -> None:
-        self._decoding = self._rows = None
+        self._decoding = None
 
     def stats(self) -> dict[str, float]:
         """Bytes of the KV cache at its largest, and of the copy of the weights."""
@@ -175,11 +177,11 @@ class HostBackend:
             longest, slots = longest + self.scheduler.params.max_new_tokens, max(slots, self.rows.num_rows)
         self.prefix.reserve(slots, longest, longest)
 
-    def _by_adapter(self) -> np.ndarray:
-        """int64: all rows, in the order of a step. For the compiled kernels, rows with equal adapters are neighbours."""
+    def _by_adapter(self, inputs: StepInputs) -> np.ndarray:
+        """int64: all `inputs`, in the order of a step. For the compiled kernels, tokens with equal adapters are neighbours."""
         if not isinstance(self.dense, CpuForward) or len(self.adapters) < 2:
-            return np.arange(self.rows.end)
-        return np.argsort(self._adapter_numbers(self.rows.groups[: self.rows.end]), kind="stable")
+            return np.arange(len(inputs.rows))
+        return np.argsort(self._adapter_numbers(self.rows.groups[: self.rows.end])[inputs.rows], kind="stable")
 
     def _token_adapters(self, rows: np.ndarray, chunks: list[tuple[Group, Chunk]]) -> TokenAdapters | None:
         if not self.adapters:
@@ -192,19 +194,28 @@ class HostBackend:
         return np.array([self._numbers[g.request.adapter] for g in groups if g is not None], dtype=np.int64)
 
     def _layout(
-        self, rows: np.ndarray, own_lengths: np.ndarray, positions: np.ndarray, chunks: list[Chunk]
+        self,
+        rows: np.ndarray,
+        own_lengths: np.ndarray,
+        positions: np.ndarray,
+        chunks: list[Chunk],
+        *,
+        has_drafts: bool,
     ) -> StepLayout | StepTokens:
         num_rows, shared = self.rows.end, self.scheduler.shared
         if isinstance(self.dense, CpuForward):
-            if not isinstance(self._decoding, DecodeTiles):
+            tiles = self._decoding
+            if has_drafts or not isinstance(tiles, DecodeTiles):
                 slots, lengths = self._row_prompts() if shared else (None, None)
                 slots = None if slots is None else slots[rows]
                 prompt_lengths = None if slots is None or lengths is None else lengths[slots]
-                self._decoding = self.dense.tiles(rows, slots, prompt_lengths)
+                tiles = self.dense.tiles(rows, slots, prompt_lengths)
+                self._decoding = self._decoding if has_drafts else tiles
             assert isinstance(self.row_store, BlockStore)
             assert isinstance(self.prefix, BlockStore)
-            stores = self.row_store, self.prefix
-            return StepTokens.of(stores, self._decoding, own_lengths, positions, chunks, self.dense.max_tile)
+            return StepTokens.of(
+                (self.row_store, self.prefix), tiles, own_lengths, positions, chunks, self.dense.max_tile
+            )
         if not num_rows:
             return StepLayout(None, self.prefix, chunks)
         if not isinstance(self._decoding, DecodeRows):
@@ -248,9 +259,9 @@ class HostBackend:
         logits = self.module(input_ids=tokens[None], position_ids=at, **settings).logits
         return logits[0]
 
-    def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
-        """The next tokens of `rows` from `logits` [rows, vocab]."""
+    def _sample(self, rows: np.ndarray, lengths: np.ndarray, logits: torch.Tensor) -> HostSampled:
+        """The next tokens of `rows` behind `lengths` tokens of their requests, from `logits` [rows, vocab]."""
         keys = torch.from_numpy(self.rows.key[rows]).to(self.device)
-        u = uniforms_at(keys, torch.from_numpy(self.rows.length[rows] + self.rows.num_drawn[rows]).to(self.device))
+        u = uniforms_at(keys, torch.from_numpy(lengths + self.rows.num_drawn[rows]).to(self.device))
         tokens, log_probs = sample(logits, self.scheduler.params, u)
         return HostSampled(tokens.cpu().numpy(), log_probs.cpu().numpy())

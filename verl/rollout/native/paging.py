@@ -69,7 +69,7 @@ class Paging:
         rows = self.scheduler.rows
         running = np.array([group is not None for group in rows.groups[: rows.end]], dtype=bool)
         prompts = [group.num_tokens for group in self.scheduler.prompts.by_slot]
-        return (rows.own_lengths() + self.ahead) * running, np.array(prompts, dtype=np.int64)
+        return (rows.own_lengths() + self.ahead + rows.num_drafts()) * running, np.array(prompts, dtype=np.int64)
 
     def _num_free(self) -> int:
         return self.num_blocks - sum(map(self.blocks, self.lengths()))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from verl.config import RolloutConfig
     from verl.models.hf_module import HFModule
     from verl.rollout.layout import Chunk
-    from verl.rollout.native.batch import BatchRows, Group
+    from verl.rollout.native.batch import BatchRows, Group, StepInputs
 
 
 def obstacle(module: HFModule, config: RolloutConfig) -> str | None:
@@ -52,35 +52,43 @@ class SlotRecords:
         self.store = store
         self._slots: dict[SampleKey, list[int] | None] = {}
 
-    def assign(self, rows: BatchRows, chunks: list[tuple[Group, Chunk]]) -> np.ndarray:
-        """int64 [tokens]: the slots of a step, in the order of its tokens: the newest token of each row, then `chunks`."""
-        free, row_slots = self.store.free, np.full(rows.end, -1)
+    def assign(self, rows: BatchRows, inputs: StepInputs, chunks: list[tuple[Group, Chunk]]) -> np.ndarray:
+        """int64 [tokens]: the slots of a step, in the order of its tokens: `inputs`, then `chunks`."""
+        free, input_slots = self.store.free, np.full(len(inputs.rows), -1)
         recorded: list[tuple[SampleKey, int, list[int]]] = []
-        for row, group in enumerate(rows.groups[: rows.end]):
-            if group is not None:
+        for number, row in enumerate(inputs.rows.tolist()):
+            if (group := rows.groups[row]) is not None:
                 key = (group.request.ordinal, group.request.first_sample + int(rows.sample[row]))
                 if key not in self._slots:
                     self._slots[key] = [] if (np.concatenate(group.slots) >= 0).all() else None
                 if (slots := self._slots[key]) is not None:
-                    recorded.append((key, row, slots))
+                    self._free_drafts(slots, int(rows.length[row]))
+                    recorded.append((key, number, slots))
         while recorded and len(free) < len(recorded) + sum(chunk.end - chunk.start for _, chunk in chunks):
-            key, _, slots = recorded.pop()
-            free.extend(slots)
+            key = recorded[-1][0]
+            free.extend(self._slots[key] or ())
             self._slots[key] = None
-        for _, row, slots in recorded:
-            row_slots[row] = free.pop()
-            slots.append(int(row_slots[row]))
-        return np.concatenate([row_slots, *(self._take_slots(group, chunk) for group, chunk in chunks)])
+            recorded = [entry for entry in recorded if entry[0] != key]
+        for _, number, slots in recorded:
+            input_slots[number] = free.pop()
+            slots.append(int(input_slots[number]))
+        return np.concatenate([input_slots, *(self._take_slots(group, chunk) for group, chunk in chunks)])
 
     def end(self, key: SampleKey, group: Group, response: list[int]) -> None:
         """Enter a finished sample into the store."""
         drawn, prompt = self._slots.pop(key, []), np.concatenate(group.slots)
+        self._free_drafts(drawn or [], len(response))
         if drawn is not None and (prompt >= 0).all():
             self.store.add(group.request.token_ids, response[:-1], np.array([*prompt, *drawn], dtype=np.int64))
 
     def drop(self, key: SampleKey) -> None:
         """Give back the slots of a sample that has not finished."""
         self.store.free.extend(self._slots.pop(key, None) or ())
+
+    def _free_drafts(self, slots: list[int], length: int) -> None:
+        """Give back the slots of wrong drafts of a sample that has `length` tokens: its newest one has no slot yet."""
+        while len(slots) >= length:
+            self.store.free.append(slots.pop())
 
     def _take_slots(self, group: Group, chunk: Chunk) -> np.ndarray:
         size, free = chunk.end - chunk.start, self.store.free

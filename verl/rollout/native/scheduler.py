@@ -7,6 +7,7 @@ A backend may run one step ahead of the host (`lag`): then a sample that ended t
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,7 +18,8 @@ import torch
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey
 from verl.rollout.layout import Chunk
-from verl.rollout.native.batch import NOTHING_SAVED, BatchRows, Group, Prompts, SavedTokens
+from verl.rollout.native.batch import NOTHING_SAVED, BatchRows, Group, Prompts, SavedTokens, StepInputs
+from verl.rollout.native.drafts import Drafter
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.recording import SlotRecords
 from verl.rollout.requests import OpenSamples, StopRules, random_keys
@@ -107,10 +109,11 @@ class Scheduler:
         self.max_saved_bytes, self.resumes_below = max_saved_bytes, 0 if paused is None else resumes_below
         self.experts: ExpertRecords | None = None  # for routing replay
         self.slots: SlotRecords | None = None  # for updates that read the sampler's activations
+        self.drafter: Drafter | None = None
         self.backend: Backend
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
         self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = self.num_preempted = 0
-        self._flight: deque[tuple[np.ndarray, Sampled]] = deque()  # (row of each token, -1 for a sample that ended)
+        self._flight: deque[tuple[StepInputs, Sampled]] = deque()  # row -1 for a sample that ended
         self._saved = {} if paused is None else paused  # in order of ending
         self._num_saved_bytes = self.num_evicted = 0
         self._ended: list[Completion] = []
@@ -157,10 +160,21 @@ class Scheduler:
         if self.rows.num_running == 0:
             budget = max(budget, 1)
         chunks = self.prompts.take_chunks(self.rows.num_free, budget, self.backend.admits)
-        if chunks or self.rows.num_running:
-            self._launch(chunks)
-        self._read_all_but(self.backend.lag if self.rows.num_running else 0)
+        self._advance(chunks)
         return self._ended
+
+    def _advance(self, chunks: list[tuple[Group, Chunk]]) -> None:
+        """Compute the rows with their drafts, and `chunks`; read the steps that the backend has finished."""
+        began, before, num_inputs = time.perf_counter(), self.rows.length[: self.rows.end].copy(), 0
+        if self.drafter is not None and self.rows.num_running and not chunks:
+            self.drafter.propose(self.max_num_batched_tokens - self.rows.end)
+            if self.backend.room() < 0:
+                self.rows.drop_drafts()
+        if chunks or self.rows.num_running:
+            num_inputs = self._launch(chunks)
+        self._read_all_but(self.backend.lag if self.rows.num_running else 0)
+        if self.drafter is not None and num_inputs:
+            self.drafter.note(before, num_inputs, None if chunks else time.perf_counter() - began)
 
     def _reserve(self) -> None:
         """Rows for the samples that there are now."""
@@ -182,7 +196,7 @@ class Scheduler:
             started = self.prompts.start(min(self.rows.num_free, room))
             logits = torch.stack([g.logits for g, _ in started if g.logits is not None])
             rows = self._place(started)
-            self._flight.append((rows, self.backend.start(rows, logits)))
+            self._flight.append((StepInputs.of(rows), self.backend.start(rows, logits)))
             for group in dict.fromkeys(g for g, _ in started):
                 if not group.pending:
                     group.logits, group.saved = None, NOTHING_SAVED
@@ -191,9 +205,9 @@ class Scheduler:
                 self._read_all_but(0)
         if moves := self.rows.close_holes():
             sources, targets = [s for s, _ in moves], [t for _, t in moves]
-            for rows, _ in self._flight:
+            for inputs, _ in self._flight:
                 for source, target in moves:
-                    rows[rows == source] = target
+                    inputs.rows[inputs.rows == source] = target
             self.backend.move_rows(sources, targets)
             self.backend.rows_changed()
 
@@ -265,7 +279,7 @@ class Scheduler:
         done = self.samples.finish(key, tokens, log_probs, StopRules.reason(stopped), self.weight_version, experts)
         if self.samples.keep or (not stopped and group.request.num_drawn + length < self.resumes_below):
             self._save(key, self._held(row))
-        self._remove(row)
+        self._remove(row, has_ended=True)
         self._ended.append(done)
 
     def _held(self, row: int) -> SavedTokens:
@@ -286,16 +300,18 @@ class Scheduler:
         self._num_saved_bytes -= num_bytes_of(saved.values)
         return saved
 
-    def _remove(self, row: int) -> None:
+    def _remove(self, row: int, *, has_ended: bool = False) -> None:
         group = self.rows.groups[row]
         assert group is not None
         if self.experts is not None:
             self.experts.drop(self._key(group, int(self.rows.sample[row])))
         if self.slots is not None:
             self.slots.drop(self._key(group, int(self.rows.sample[row])))
+        if self.drafter is not None:
+            self.drafter.end(row, has_ended=has_ended)
         self.rows.remove(row)
-        for rows, _ in self._flight:
-            rows[rows == row] = -1
+        for inputs, _ in self._flight:
+            inputs.rows[inputs.rows == row] = -1
         group.num_live -= 1
         self._leave_prefix(group)
         self.backend.rows_changed()
@@ -306,32 +322,43 @@ class Scheduler:
 
     # -- tokens
 
-    def _launch(self, chunks: list[tuple[Group, Chunk]]) -> None:
+    def _launch(self, chunks: list[tuple[Group, Chunk]]) -> int:
+        """Begin a step; returns the tokens of its rows."""
         for group, chunk in chunks:
             if group.saved.values is not None and chunk.start == group.saved.num_tokens:
                 self.backend.load(group)
+        inputs = self.rows.inputs()
         sampled, logits = self.backend.step(chunks)
+        self.rows.drop_drafts()
         completed = [group for group, chunk in chunks if chunk.end == group.num_tokens]
         for group, row in zip(completed, logits, strict=True):
             group.logits = row
         if sampled is not None:
-            self._flight.append((np.arange(self.rows.end), sampled))
+            self._flight.append((inputs, sampled))
             self.num_decode_steps += 1
             self.num_row_steps += self.rows.end
+        return len(inputs.rows)
 
     def _read_all_but(self, num_left: int) -> None:
-        """Record the tokens of finished steps; end the samples that they finish."""
+        """Record the tokens of finished steps, up to the first wrong draft of each row; end the samples that they finish."""
         while len(self._flight) > num_left:
-            rows, sampled = self._flight.popleft()
+            inputs, sampled = self._flight.popleft()
             tokens, log_probs = sampled.wait()
-            if self.backend.lag:
-                live = rows >= 0
-                rows, tokens, log_probs = rows[live], tokens[live], log_probs[live]
-            self.rows.record(rows, tokens, log_probs)
-            stopped, finished = self.stop.finished(tokens, self.rows.length[rows], self.rows.limit[rows])
-            if self.stop.has_strings:
-                by_string = [self.stop.ends_string(self.rows.tokens[r, : self.rows.length[r]]) for r in rows]
-                stopped |= np.array(by_string, dtype=bool)
-                finished |= stopped
-            for i in np.flatnonzero(finished).tolist():
-                self._end(int(rows[i]), bool(stopped[i]))
+            now = np.flatnonzero((inputs.ahead == 0) & (inputs.rows >= 0))
+            while len(now):
+                is_running = self._record(inputs.rows[now], tokens[now], log_probs[now])
+                behind = now[is_running] + 1
+                behind = behind[behind < len(tokens)]
+                now = behind[(inputs.ahead[behind] > 0) & (inputs.ids[behind] == tokens[behind - 1])]
+
+    def _record(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+        """Record a token of each of `rows`; returns bool [rows], whether its sample runs on."""
+        self.rows.record(rows, tokens, log_probs)
+        stopped, finished = self.stop.finished(tokens, self.rows.length[rows], self.rows.limit[rows])
+        if self.stop.has_strings:
+            by_string = [self.stop.ends_string(self.rows.tokens[r, : self.rows.length[r]]) for r in rows]
+            stopped |= np.array(by_string, dtype=bool)
+            finished |= stopped
+        for i in np.flatnonzero(finished).tolist():
+            self._end(int(rows[i]), bool(stopped[i]))
+        return ~finished

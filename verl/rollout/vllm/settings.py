@@ -20,6 +20,7 @@ from verl.rollout.vllm.core import Setup
 _RECEIVER = "verl.rollout.vllm.weights.OwnWeightReceiver"
 _DRAW = "verl.rollout.vllm.library:Sampler"
 _RANKS = "verl.rollout.vllm.library.Ranks"
+_LONGEST_LOOKUP = 4  # last tokens that vLLM looks up
 _BLOCK_TOKENS = 128  # of vLLM's cache on a CPU
 _MOST_OF_MEMORY = 8  # at most one part in so many of the free memory of a CPU machine is cache
 
@@ -57,6 +58,8 @@ def make_setup(
         "logits_processors": [_DRAW],
         "worker_extension_cls": _RECEIVER,
     }
+    if config.speculative.methods:
+        arguments["speculative_config"] = _drafts(config, on_cpu)
     if config.enable_rollout_routing_replay:
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
@@ -78,6 +81,21 @@ def make_setup(
         sleeps=config.free_cache_engine and not on_cpu,
         in_ranks=in_ranks,
     )
+
+
+def _drafts(config: RolloutConfig, on_cpu: bool) -> dict[str, object]:
+    """vLLM's look-up in the sample itself. Raises ConfigError on a CPU: that runner has no drafts with processors of logits."""
+    if on_cpu:
+        raise ConfigError(
+            f"vLLM takes no drafts with verl's sampler on a CPU. Set {full_key('rollout.speculative.methods')}=[], or "
+            f"{full_key('rollout.name')}=native."
+        )
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": config.speculative.num_speculative_tokens,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": _LONGEST_LOOKUP,
+    }
 
 
 def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
