@@ -54,6 +54,7 @@ MODELS = {
     ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen3-one-kv-head": ("qwen3", {"num_key_value_heads": 1}),
     "mistral": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 5}),
 }  # fmt: skip
@@ -287,7 +288,7 @@ def test_a_padding_token_that_stands_in_a_row_learns(pair):
     assert_same_gradients(gradients_of(module), gradients_of(other))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-one-kv-head"])
 def test_float32_is_close_to_the_module(pair, name):
     module, other = pair(name, dtype=torch.float32)
     widen_norms(other)

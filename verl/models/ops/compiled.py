@@ -125,7 +125,8 @@ def run_rows(
     sums: bool = False,
 ) -> torch.Tensor | None:
     """An operation of pointwise_kernels.h, or INVERSE_RMS, on the rows of `x`; with `sums` the sum over its rows [columns]. All
-    but `x` are contiguous; heads of `x` [rows, heads, columns] are adjacent."""
+    are contiguous, but heads of `x` [rows, heads, columns] are only adjacent."""
+    assert x.dim() == 3 or x.is_contiguous()
     library = _library()
     assert library is not None
     count = len(x)

@@ -30,11 +30,16 @@ def _blocks(x: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., columns] -> [rows, columns] that lie back to back: the one head of each token is a view with gaps."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def _compiled_inverse_rms(x: torch.Tensor, eps: float) -> object:
     if x.dtype != torch.bfloat16 or not compiled.usable(x):
         return NotImplemented
     out = torch.empty(*x.shape[:-1], 1)
-    compiled.run_rows(compiled.INVERSE_RMS, x.reshape(-1, x.shape[-1]), out, columns=x.shape[-1], eps=eps)
+    compiled.run_rows(compiled.INVERSE_RMS, _rows(x), out, columns=x.shape[-1], eps=eps)
     return out
 
 
@@ -50,7 +55,7 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 def _compiled_scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> object:
     if scale.dtype != torch.float32 or not compiled.usable(x, weight):
         return NotImplemented
-    rows, out = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype)
+    rows, out = _rows(x), torch.empty(x.shape, dtype=x.dtype)
     compiled.run_rows(compiled.RMS_NORM, rows, out, columns=x.shape[-1], weight=weight, scale=scale)
     return out
 
