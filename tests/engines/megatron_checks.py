@@ -140,6 +140,9 @@ check_pipeline_untied = comparison((2,), model={"tie_word_embeddings": False}, *
 check_value = comparison((2,), head="token_value", **{PIPELINE: 2})
 check_value_tensor = comparison((2,), head="token_value", **{TENSOR: 2})
 check_context = comparison((2,), "qwen3", **{CONTEXT: 2})
+check_context_ring = comparison(
+    (2,), "qwen3", model={"num_attention_heads": 3, "num_key_value_heads": 1}, **{CONTEXT: 2}
+)
 check_context_experts = comparison((2,), "qwen3_moe", **{CONTEXT: 2, EXPERT: 2})
 check_experts = comparison((2,), "qwen3_moe", **{EXPERT: 2})
 check_experts_glm = comparison((2,), "glm4_moe", **{EXPERT: 2})

@@ -387,6 +387,16 @@ check_sequence_window = comparison(
 )
 check_lora = comparison((2,), "qwen3", lora=4)
 check_lora_tensor = comparison((4,), "qwen3", lora=4, tensor_parallel_size=2)
+RING = {"num_attention_heads": 3, "num_key_value_heads": 1}
+check_ring = comparison((2,), "qwen3", model=RING, ulysses_sequence_parallel_size=2)
+check_ring_of_a_gpu = on(2)(
+    lambda folder: with_autograd(
+        lambda: compare(model_folder(folder, "qwen3", **RING), checkpointing=True, ulysses_sequence_parallel_size=2)
+    )
+)
+check_ring_four = comparison(
+    (4,), "qwen3", model={"num_attention_heads": 6, "num_key_value_heads": 2}, ulysses_sequence_parallel_size=4
+)
 check_value_sequence = comparison((4,), "qwen3", head="token_value", ulysses_sequence_parallel_size=2)
 check_tensor_gemma = comparison((4,), "gemma2", model={"vocab_size": 265}, tensor_parallel_size=2, checkpointing=True)
 check_moe_fsdp = comparison((4,), "qwen3_moe", model={"moe_intermediate_size": 16})

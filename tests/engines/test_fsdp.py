@@ -188,8 +188,8 @@ class _Config:
         (check_divisible, 3, {}, "2 key-value heads"),
         (check_divisible, 2, {"intermediate_size": 63}, "63 MLP columns"),
         (check_divisible, 2, {"model_type": "phi3"}, "not phi3"),
-        (check_heads, 4, {}, "6 attention heads"),
-        (check_heads, 3, {}, "2 key-value heads"),
+        (check_heads, 4, {"sliding_window": 8}, "6 attention heads .*no sliding_window=8"),
+        (check_heads, 3, {"attn_logit_softcapping": 50.0}, "2 key-value heads.*attn_logit_softcapping=50"),
         (check_experts, 2, {}, "mixture-of-experts"),
         (check_experts, 3, {"model_type": "mixtral", "num_local_experts": 4}, "4 experts"),
     ],
@@ -204,7 +204,9 @@ def test_what_divides_is_not_refused(size):
     config = _Config(model_type="qwen3_moe", num_experts=4)
     for check in (check_divisible, check_heads, check_experts):
         check(config, size)
-    check_heads(_Config(num_attention_heads=8), 4)  # a multiple of the key-value heads
+    check_heads(_Config(num_attention_heads=8, sliding_window=8), 4)  # a multiple of the key-value heads
+    check_heads(_Config(), 4)  # by ring attention
+    check_heads(_Config(sliding_window=8, use_sliding_window=False), 4)
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused():

@@ -24,7 +24,15 @@ from verl.models.hf_module import AutogradContext
 from verl.models.ops import compiled
 from verl.models.ops.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
 from verl.models.ops.linear import Matmul
-from verl.models.ops.varlen import PackedSegment, PrefixRun, VarlenPlan, flash_runs, varlen_attention
+from verl.models.ops.varlen import (
+    PackedSegment,
+    PrefixRun,
+    TokenSpans,
+    VarlenKernel,
+    VarlenPlan,
+    flash_runs,
+    varlen_attention,
+)
 from verl.models.routing import Routing
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -53,7 +61,7 @@ class PackedLayout:
         self.segments = tuple(segments)
         self.chunk_tokens, self.routing = chunk_tokens, routing
         self.causal_runs = tuple(_causal_runs(self.segments))
-        self.prefix_runs = tuple(_prefix_runs(self.segments))
+        self.prefix_runs = tuple(prefix_runs(self.segments))
         self.longest = max((s.prefix_length + s.length for s in self.segments), default=0)
         self._plans: dict[int | None, VarlenPlan] = {}  # by window
         self._compiled_plan: CompiledPlan | None = None
@@ -138,7 +146,7 @@ def _causal_runs(segments: Sequence[PackedSegment]) -> Iterator[CausalRun]:
         yield CausalRun(members[0].start, len(members), length)
 
 
-def _prefix_runs(segments: Sequence[PackedSegment]) -> Iterator[PrefixRun]:
+def prefix_runs(segments: Sequence[PackedSegment]) -> Iterator[PrefixRun]:
     for (start, length), run in itertools.groupby(segments, key=lambda s: (s.prefix_start, s.prefix_length)):
         if length:
             members = list(run)
@@ -151,6 +159,42 @@ def _batched(x: torch.Tensor, run: CausalRun) -> torch.Tensor:
         x[0].narrow(1, run.start, run.count * run.length).unflatten(1, (run.count, run.length)).transpose(0, 1)
     )
     return batched
+
+
+def _flash_sequences(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: TokenSpans, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, width = torch.empty_like(q), v.shape[-1]
+    lse = torch.empty(len(q), q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    v = F.pad(v, (0, q.shape[-1] - width))
+    for here, keys in _sequences(spans):
+        part, part_lse = _flash(*(as_heads(x) for x in (q[here], k[keys], v[keys])), 0.0, causal, scale=scale)
+        out[here], lse[here] = part[0].transpose(0, 1), part_lse[0].t()
+    return out[..., :width], lse.t()
+
+
+def _flash_sequences_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    spans: TokenSpans, causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    width = v.shape[-1]
+    grad, v, out = (F.pad(x, (0, q.shape[-1] - width)) for x in (grad, v, out))
+    grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for here, keys in _sequences(spans):
+        inputs = [as_heads(x) for x in (grad[here], q[here], k[keys], v[keys], out[here])]
+        parts = _flash_backward(*inputs, lse[:, here].unsqueeze(0), 0.0, causal, scale=scale)
+        for total, where, part in zip(grads, (here, keys, keys), parts, strict=True):
+            total[where] = part[0].transpose(0, 1)
+    return grads[0], grads[1], grads[2][..., :width]
+
+
+def _sequences(spans: TokenSpans) -> Iterator[tuple[slice, slice]]:
+    """Queries and keys of each sequence."""
+    queries, keys = (itertools.pairwise(starts.tolist()) for starts in (spans.start_q, spans.start_k))
+    return ((slice(*q), slice(*k)) for q, k in zip(queries, keys, strict=True))
+
+
+FLASH_ON_CPU = VarlenKernel("flash_cpu", _flash_sequences, _flash_sequences_backward)
 
 
 class _FlashParts(torch.autograd.Function):

@@ -28,6 +28,7 @@ from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
 from verl.models.optimizers import steps_parts
 from verl.models.packing import PackedBatch
+from verl.models.parallel.sequence import check_heads
 from verl.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class MegatronEngine(TrainedEngine):
         section.sizes(num_ranks)
         hf_config = load_model_config(model.path, model.trust_remote_code, model.override_config)
         check_model(section, hf_config.get_text_config())
+        tensor, key = section.tensor_model_parallel_size, "megatron.context_parallel_size"
+        check_heads(hf_config, section.context_parallel_size, tensor, key)
         refused = {
             "model.neftune_alpha": bool(getattr(model, "neftune_alpha", None)),
             "fsdp_config.adapt_micro_batches": optim is not None and engine.adapt_micro_batches,

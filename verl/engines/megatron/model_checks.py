@@ -49,8 +49,6 @@ def _misfits(section: MegatronConfig, model: Any) -> Iterator[str]:
         "columns of an MLP": model.intermediate_size,
     }
     for what, count in heads.items():
-        if count % tensor == 0 and what != "columns of an MLP":
-            yield from _context_misfits(section.context_parallel_size, count // tensor, what)
         if count % tensor:
             yield f"megatron.tensor_model_parallel_size={tensor} does not divide the model's {count} {what}. Change it."
     counts = section.layers_per_stage(model.num_hidden_layers)
@@ -74,11 +72,3 @@ def _misfits(section: MegatronConfig, model: Any) -> Iterator[str]:
         yield f"megatron.expert_tensor_parallel_size={size} does not divide the {width} columns of an expert."
     if experts and tensor > 1 and not section.sequence_parallel:
         yield "megatron.sequence_parallel=False: Megatron needs it for experts with tensor parallelism. Set it to True."
-
-
-def _context_misfits(context: int, count: int, what: str) -> Iterator[str]:
-    if count % context and (what == "attention heads" or context % count):
-        yield (
-            f"megatron.context_parallel_size={context} does not divide the {count} {what} of a device, for which attention "
-            "exchanges tokens. Choose a divisor."
-        )

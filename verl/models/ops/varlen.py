@@ -186,11 +186,40 @@ class PrefixRun:
     prefix_length: int
 
 
+class Bridge:
+    """Queries that see all keys of a prefix, in one call: one sequence of each run. Runs share no tokens, and neither do their
+    prefixes."""
+
+    def __init__(self, runs: Sequence[PrefixRun], device: torch.device):
+        self.spans = spans_of([r.length for r in runs], [r.prefix_length for r in runs], device)
+        self.queries = _tokens(((r.start, r.length) for r in runs), device)
+        self.keys = _tokens(((r.prefix_start, r.prefix_length) for r in runs), device)
+
+    def forward(
+        self, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+        kernel: VarlenKernel,
+    ) -> None:  # fmt: skip
+        """Folds the prefixes into `out` and `lse`, which have the other keys of the queries."""
+        queries_at, keys_at = self.queries, self.keys
+        part, part_lse = kernel.forward(q[queries_at], k[keys_at], v[keys_at], self.spans, False, scale)
+        _merge(out, lse, part, part_lse, queries_at)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor], grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor, scale: float, kernel: VarlenKernel,
+    ) -> None:  # fmt: skip
+        """Adds the gradients of q, k and v to `grads`, for the output and log-sum-exp over all keys."""
+        queries_at, keys_at = self.queries, self.keys
+        inputs = (grad[queries_at], q[queries_at], k[keys_at], v[keys_at], out[queries_at], lse[:, queries_at])
+        parts = kernel.backward(*inputs, self.spans, False, scale)
+        for total, where, part in zip(grads, (queries_at, keys_at, keys_at), parts, strict=True):
+            write_at(total, 0, where, total[where] + part)
+
+
 class VarlenPlan:
     """A layout's segments as index tensors on the device: made once a batch, used by every layer.
 
-    `runs` are the responses that lie side by side and see one prompt: one sequence of the second call each. Runs share no
-    tokens, and neither do their prompts.
+    `runs` are the responses that lie side by side and see one prompt.
 
     With a `window`, the distance from query to key counts in both parts, so there is one call. The keys of a segment are then
     the end of its prompt that the window reaches, and its own; `gathered` has the token numbers of all keys.
@@ -204,7 +233,8 @@ class VarlenPlan:
         window: int | None = None,
     ):
         lengths = [s.length for s in segments]
-        self.has_prefixes, self.gathered = bool(runs) and window is None, None
+        self.bridge = Bridge(runs, device) if runs and window is None else None
+        self.gathered = None
         if window is None:
             self.causal = spans_of(lengths, lengths, device)
         else:
@@ -214,10 +244,6 @@ class VarlenPlan:
             ends = [(s.prefix_start + s.prefix_length - tail, tail) for s, tail in zip(segments, tails, strict=True)]
             spans_of_rows = [(s.start, s.length) for s in segments]
             self.gathered = _tokens((part for pair in zip(ends, spans_of_rows, strict=True) for part in pair), device)
-        if self.has_prefixes:
-            self.bridge = spans_of([r.length for r in runs], [r.prefix_length for r in runs], device)
-            self.queries = _tokens(((r.start, r.length) for r in runs), device)
-            self.keys = _tokens(((r.prefix_start, r.prefix_length) for r in runs), device)
 
 
 def spans_of(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> TokenSpans:
@@ -250,12 +276,7 @@ class _VarlenParts(torch.autograd.Function):
         scale: float,
         kernel: VarlenKernel,
     ) -> torch.Tensor:
-        keys, values = (k, v) if plan.gathered is None else (k[plan.gathered], v[plan.gathered])
-        out, lse = kernel.forward(q, keys, values, plan.causal, True, scale)
-        if plan.has_prefixes:
-            queries_at, keys_at = plan.queries, plan.keys
-            part, part_lse = kernel.forward(q[queries_at], k[keys_at], v[keys_at], plan.bridge, False, scale)
-            out, lse = _merged(out, lse, part, part_lse, queries_at)
+        out, lse = varlen_forward(plan, q, k, v, scale, kernel)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
         return out
@@ -263,33 +284,44 @@ class _VarlenParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        plan, scale, backward = ctx.plan, ctx.scale, ctx.kernel.backward
-        grad = grads[0]
-        keys, values = (k, v) if plan.gathered is None else (k[plan.gathered], v[plan.gathered])
-        dq, dk, dv = backward(grad, q, keys, values, out, lse, plan.causal, True, scale)
-        if plan.gathered is not None:
-            dk, dv = (_summed_at(plan.gathered, part, len(k)) for part in (dk, dv))
-        if plan.has_prefixes:
-            queries_at, keys_at = plan.queries, plan.keys
-            inputs = (grad[queries_at], q[queries_at], k[keys_at], v[keys_at], out[queries_at], lse[:, queries_at])
-            part_q, part_k, part_v = backward(*inputs, plan.bridge, False, scale)
-            for total, where, part in ((dq, queries_at, part_q), (dk, keys_at, part_k), (dv, keys_at, part_v)):
-                write_at(total, 0, where, total[where] + part)
-        return dq, dk, dv, None, None, None
+        return *varlen_backward(ctx.plan, grads[0], q, k, v, out, lse, ctx.scale, ctx.kernel), None, None, None
 
 
-def _merged(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, queries_at: torch.Tensor
+def varlen_forward(
+    plan: VarlenPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernel: VarlenKernel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with a second part folded in at the tokens `queries_at`, in place: a softmax over both sets of keys, in
-    float32 or wider."""
+    """(out, lse) of a plan, without gradients."""
+    keys, values = (k, v) if plan.gathered is None else (k[plan.gathered], v[plan.gathered])
+    out, lse = kernel.forward(q, keys, values, plan.causal, True, scale)
+    if plan.bridge is not None:
+        plan.bridge.forward(out, lse, q, k, v, scale, kernel)
+    return out, lse
+
+
+def varlen_backward(
+    plan: VarlenPlan, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, scale: float, kernel: VarlenKernel,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    keys, values = (k, v) if plan.gathered is None else (k[plan.gathered], v[plan.gathered])
+    dq, dk, dv = kernel.backward(grad, q, keys, values, out, lse, plan.causal, True, scale)
+    if plan.gathered is not None:
+        dk, dv = (_summed_at(plan.gathered, part, len(k)) for part in (dk, dv))
+    if plan.bridge is not None:
+        plan.bridge.backward((dq, dk, dv), grad, q, k, v, out, lse, scale, kernel)
+    return dq, dk, dv
+
+
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, queries_at: torch.Tensor
+) -> None:
+    """Fold a second part into `out` and `lse` at the tokens `queries_at`: a softmax over both sets of keys."""
     present = lse[:, queries_at]
     total = torch.logaddexp(present, part_lse)
     weights = [(x - total).exp().t().unsqueeze(-1) for x in (present, part_lse)]
     merged = (out[queries_at] * weights[0] + part * weights[1]).to(out.dtype)
     write_at(out, 0, queries_at, merged)
     write_at(lse, 1, queries_at, total)
-    return out, lse
 
 
 def _summed_at(where: torch.Tensor, parts: torch.Tensor, size: int) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 The tokens of a packed batch lie in equal slices on the ranks of a group. Around attention, and only there, an all-to-all
 turns "all heads of my tokens" into "all tokens of my heads" and back. So the layout inside attends as on one rank.
+
+If the heads do not divide by the ranks, adjacent ranks exchange heads as far as they divide, and these sets of ranks are a ring
+(verl.models.parallel.ring). So 3 heads on 2 ranks are a ring of 2, and 6 heads on 4 ranks are 2 sets of 2.
 """
 
 from __future__ import annotations
@@ -20,20 +23,30 @@ from verl.models.ops.linear import Matmul
 from verl.models.packed import Attended, HeadViews, PackedLayout, as_heads
 from verl.models.packing import PackedBatch
 from verl.models.parallel.collectives import exchange_rows, gather_rows_with_grad
+from verl.models.parallel.ring import RingLayout
 
 
-def check_heads(config: PreTrainedConfig, size: int, tensor_size: int = 1) -> None:
-    """Raises ConfigError when the heads that tensor parallelism leaves to a rank do not divide over `size` ranks."""
+def check_heads(
+    config: PreTrainedConfig, size: int, tensor_size: int = 1, key: str = "ulysses_sequence_parallel_size"
+) -> None:
+    """Raises ConfigError if the heads that tensor parallelism leaves to a rank do not divide over `size` ranks, and the model
+    has a window or a cap, which ring attention lacks."""
     config = config.get_text_config()
-    if size == 1:
-        return
     heads = config.num_attention_heads // tensor_size
     kv_heads = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor_size
-    if heads % size or (kv_heads % size and size % kv_heads):
+    names = ("sliding_window", "attn_logit_softcapping")
+    limits = [f"{name}={value}" for name in names if (value := getattr(config, name, None))]
+    if limits and getattr(config, "use_sliding_window", True) and num_head_ranks(heads, kv_heads, size) < size:
         raise ConfigError(
-            f"ulysses_sequence_parallel_size={size} does not divide the {heads} attention heads "
-            f"({kv_heads} key-value heads) of a rank; choose a divisor of both, or a multiple of the latter."
+            f"{key}={size} does not divide the {heads} attention heads ({kv_heads} key-value heads) of a rank, and ring "
+            f"attention has no {limits[0]}; choose a divisor of both numbers, or a multiple of the latter."
         )
+
+
+def num_head_ranks(heads: int, kv_heads: int, size: int) -> int:
+    """The most ranks, a divisor of `size`, over which heads divide. They have copies of key-value heads if these are fewer."""
+    fits = (n for n in range(size, 0, -1) if not (size % n or heads % n or (kv_heads % n and n % kv_heads)))
+    return next(fits)
 
 
 class SequenceLayout:
@@ -42,19 +55,22 @@ class SequenceLayout:
     def __init__(self, full: PackedLayout, num_tokens: int, num_local: int, group: dist.ProcessGroup):
         self.full, self.num_tokens, self.num_local, self.group = full, num_tokens, num_local, group
         self.chunk_tokens = full.chunk_tokens
+        self._insides: dict[int, RingLayout] = {}  # by number of ranks that divide the heads
         self.routing = None if full.routing is None else full.routing.part(num_local, group)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """As AttentionLayout.attend, with `num_local` tokens in and out."""
-        q, k, v = self._all_tokens(q, k, v)
-        (out,) = self._all_heads(self.full.attend(layer, q, k, v, scoring).transpose(1, 2))
+        ranks, layout = self._inside(q, k)
+        q, k, v = self._all_tokens(ranks, q, k, v)
+        (out,) = self._all_heads(ranks, layout.attend(layer, q, k, v, scoring).transpose(1, 2))
         return out.transpose(1, 2)
 
     def attend_kept(self, index: int, heads: HeadViews, scoring: Scoring, by: Matmul, keep: bool) -> Attended:
         """As PackedLayout.attend_kept, with `num_local` tokens in and out."""
-        inside = HeadViews(*self._all_tokens(*heads))
-        attended = self.full.attend_kept(index, inside, scoring, by, keep)
-        (out,) = self._all_heads(as_heads(attended.out.unflatten(1, (inside.q.shape[1], -1))))
+        ranks, layout = self._inside(heads.q, heads.k)
+        inside = HeadViews(*self._all_tokens(ranks, *heads))
+        attended = layout.attend_kept(index, inside, scoring, by, keep)
+        (out,) = self._all_heads(ranks, as_heads(attended.out.unflatten(1, (inside.q.shape[1], -1))))
         return Attended(out[0].transpose(0, 1).flatten(1), inside=(inside, attended) if keep else None)
 
     def attend_backward(
@@ -62,38 +78,52 @@ class SequenceLayout:
     ) -> None:
         """As PackedLayout.attend_backward."""
         assert attended.inside is not None
-        inside, inner = attended.inside
-        (d_inside,) = self._all_tokens(as_heads(d_out.unflatten(1, (heads.q.shape[1], -1))))
+        (inside, inner), (ranks, layout) = attended.inside, self._inside(heads.q, heads.k)
+        (d_inside,) = self._all_tokens(ranks, as_heads(d_out.unflatten(1, (heads.q.shape[1], -1))))
         gradients = HeadViews(*(torch.empty_like(x) for x in inside))
-        self.full.attend_backward(inside, inner, d_inside[0].transpose(0, 1).flatten(1), scale, by, gradients)
-        for target, gradient in zip(into, self._all_heads(*gradients), strict=True):
+        layout.attend_backward(inside, inner, d_inside[0].transpose(0, 1).flatten(1), scale, by, gradients)
+        for target, gradient in zip(into, self._all_heads(ranks, *gradients), strict=True):
             copies = gradient.shape[1] // target.shape[1]  # of a key-value head, on as many ranks
             target.copy_(gradient.unflatten(1, (-1, copies)).sum(2) if copies > 1 else gradient)
 
-    def _all_tokens(self, *heads: torch.Tensor) -> list[torch.Tensor]:
-        """[1, heads, local, dim] each -> [1, heads / ranks, num_tokens, dim], in one exchange."""
-        ranks, parts = self.group.size(), []
+    def _inside(self, q: torch.Tensor, k: torch.Tensor) -> tuple[int, PackedLayout | RingLayout]:
+        """Ranks that divide the heads of q and k, and the layout of the tokens that each of them gets."""
+        size, rank = self.group.size(), self.group.rank()
+        ranks = num_head_ranks(q.shape[1], k.shape[1], size)
+        if ranks == size:
+            return ranks, self.full
+        if ranks not in self._insides:
+            block, ring = ranks * self.num_local, range(rank % ranks, size, ranks)
+            self._insides[ranks] = RingLayout(self.full, block, ring, rank // ranks, self.group)
+        return ranks, self._insides[ranks]
+
+    def _num_inside(self, ranks: int) -> int:
+        return self.num_tokens if ranks == self.group.size() else ranks * self.num_local
+
+    def _all_tokens(self, ranks: int, *heads: torch.Tensor) -> list[torch.Tensor]:
+        """[1, heads, local, dim] each -> [1, heads / ranks, tokens of the ranks, dim], in one exchange."""
+        parts = []
         for x in heads:
             if x.shape[1] % ranks:  # fewer key-value heads than ranks: each rank gets a copy of the one it needs
                 x = x.repeat_interleave(ranks // x.shape[1], dim=1)
             parts.append(x[0].transpose(0, 1).unflatten(1, (ranks, -1)).flatten(2))  # [local, ranks, width]
-        mine = self._exchange(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)[: self.num_tokens]
+        mine = self._exchange(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)[: self._num_inside(ranks)]
         columns = mine.split([part.shape[2] for part in parts], dim=1)
         return [as_heads(y.unflatten(1, (-1, x.shape[3]))) for x, y in zip(heads, columns, strict=True)]
 
-    def _all_heads(self, *heads: torch.Tensor) -> list[torch.Tensor]:
-        """[1, heads / ranks, num_tokens, dim] each -> [1, heads, local, dim], in one exchange."""
-        ranks = self.group.size()
+    def _all_heads(self, ranks: int, *heads: torch.Tensor) -> list[torch.Tensor]:
+        """[1, heads / ranks, tokens of the ranks, dim] each -> [1, heads, local, dim], in one exchange."""
         rows = torch.cat([x[0].transpose(0, 1).flatten(1) for x in heads], dim=1)
-        padded = F.pad(rows, (0, 0, 0, ranks * self.num_local - self.num_tokens))
+        padded = F.pad(rows, (0, 0, 0, ranks * self.num_local - len(rows)))
         slices = self._exchange(padded.unflatten(0, (ranks, self.num_local)))  # [ranks, local, width]
         parts = slices.transpose(0, 1).split([x.shape[1] * x.shape[3] for x in heads], dim=2)
         return [as_heads(y.flatten(1).unflatten(1, (-1, x.shape[3]))) for x, y in zip(heads, parts, strict=True)]
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """x[r] goes to rank r; in its place comes what rank r had for this one."""
-        ones = [1] * self.group.size()
-        return exchange_rows(x, ones, ones, self.group)
+        """x[i] goes to rank i of the adjacent ranks that exchange heads; in its place comes what that rank had for this one."""
+        first = self.group.rank() // len(x) * len(x)
+        counts = [int(first <= rank < first + len(x)) for rank in range(self.group.size())]
+        return exchange_rows(x, counts, counts, self.group)
 
 
 @dataclass(frozen=True)
