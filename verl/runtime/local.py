@@ -10,7 +10,7 @@ from verl.parallel.device import make_current, resolve_device
 from verl.parallel.dispatch import CallPlan
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.roles.api import Roles, SpecSource, Value
-from verl.runtime.rank import RankContext, check_meshes
+from verl.runtime.rank import RankContext, check_meshes, set_queues
 from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.role_groups import make_groups
 from verl.runtime.worker_group import WorkerGroup
@@ -68,6 +68,7 @@ class SpmdRuntime:
         self.placement = specs.place(peer.world_size)
         check_meshes(specs, self.placement, self.rank)
         self.device = local_device(specs.run.device, peer.local_rank)
+        set_queues(specs, peer.world_size)
         make_current(self.device)
         self.comm = Collectives.start(
             peer,

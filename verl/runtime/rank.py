@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -195,6 +196,13 @@ def _check_engine(context: RankContext, spec: RoleSpec) -> None:
                     f"Roles with strategy=megatron share their devices, and {spec.name} is placed on {num_ranks}, {other.name} "
                     f"on {len(context.ranks(other.name))}. Place them together, or set strategy=fsdp2 for one of them."
                 )
+
+
+def set_queues(specs: RoleSpecs, num_devices: int) -> None:
+    """One queue of kernels for Megatron, whose exchanges then begin before the products beside them. CUDA reads the variable
+    when a process uses a GPU first. FSDP needs several."""
+    if num_devices > 1 and any(isinstance(spec.settings, MegatronConfig) for spec in specs.models):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _check_rollout(spec: RolloutSpec, plan: EnginePlan) -> None:

@@ -14,13 +14,14 @@ from verl.models.forward import computed_by
 from verl.parallel import dev_shm
 from verl.parallel.collectives import Collectives
 from verl.parallel.device import make_current, visible_devices
+from verl.parallel.numa import bind_near
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.torch_settings import run_settings
 from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
 from verl.rollout.api import RolloutEngine
 from verl.runtime.build import build_models, build_reward, build_rollout, rollout_group, set_determinism
-from verl.runtime.rank import POLICY, RankContext, require_packages
+from verl.runtime.rank import POLICY, RankContext, require_packages, set_queues
 from verl.runtime.weight_sync import RankWeightSync
 
 
@@ -35,7 +36,10 @@ class RankWorkers:
         self.rollout: RolloutWorker | None = None
         self.program_workers: dict[str, object] = {}  # workers of the program's classes
         self.weights: RankWeightSync | None = None
+        set_queues(context.specs, context.placement.num_devices)
         make_current(context.device)
+        if comm is not None:
+            bind_near(context.device)
         try:
             self._build(context)
         except BaseException:
