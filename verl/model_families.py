@@ -27,12 +27,11 @@ class Vision:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """`decoder` is the class of transformers that verl.models.decoder reads: for the sampler on a GPU, and if it `trains` for
-    training and every sampler. `tensor`, `experts` and `megatron`: available with tensor parallelism, with expert parallelism,
-    and with Megatron. `tiny`: config entries of a tiny random model (verl.models.tiny)."""
+    """`decoder` is the class of transformers that verl.models.decoder reads, for training and every sampler. `tensor`,
+    `experts` and `megatron`: available with tensor parallelism, with expert parallelism, and with Megatron. `tiny`: config
+    entries of a tiny random model (verl.models.tiny)."""
 
     decoder: str = ""
-    trains: bool = True
     tensor: bool = False
     experts: bool = False
     megatron: bool = False
@@ -45,16 +44,13 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "mistral": ModelFamily("MistralModel", tensor=True, megatron=True, tiny={"sliding_window": None}),
     "qwen2": ModelFamily("Qwen2Model", tensor=True, megatron=True, tiny={}),
     "qwen3": ModelFamily("Qwen3Model", tensor=True, megatron=True, tiny={"head_dim": 16}),
-    "phi3": ModelFamily(
-        "Phi3Model", trains=False, tiny={"sliding_window": None}
-    ),  # its own projections are joined already
+    "phi3": ModelFamily("Phi3Model", tiny={"sliding_window": None}),  # its own projections are joined already
     "gemma": ModelFamily(tensor=True, tiny={"head_dim": 16}),
     "gemma2": ModelFamily(tensor=True, tiny={"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
     "gemma3_text": ModelFamily(tensor=True, tiny={"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
     "bloom": ModelFamily(tiny={}),  # whose attention takes no packed batches
     "qwen3_moe": ModelFamily(
         "Qwen3MoeModel",
-        trains=False,
         tensor=True,
         experts=True,
         megatron=True,
@@ -62,7 +58,6 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "mixtral": ModelFamily(
         "MixtralModel",
-        trains=False,
         tensor=True,
         experts=True,
         megatron=True,
@@ -70,7 +65,6 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "qwen2_moe": ModelFamily(
         "Qwen2MoeModel",
-        trains=False,
         tiny={
             "num_experts": 4,
             "num_experts_per_tok": 2,

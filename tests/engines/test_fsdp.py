@@ -65,8 +65,8 @@ def test_dense_families_call_no_module_of_transformers(request, ranks, divisions
     counts = request.getfixturevalue(ranks)["check_calls_of_modules"]
     assert counts["gemma"] > 0, "which has its own norms"
     assert counts["dense"] == dict.fromkeys(counts["dense"], 0)
-    assert len(counts["dense"]) == 16 * divisions, (
-        "four families, with adapters and without, each with the layers of a CPU and of a GPU, tokens divided or not"
+    assert len(counts["dense"]) == 32 * divisions, (
+        "eight families, with adapters and without, each with the layers of a CPU and of a GPU, tokens divided or not"
     )
 
 

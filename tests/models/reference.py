@@ -80,7 +80,18 @@ class _Float64Torch:
 
 def _in_float64(forward: Any) -> Any:
     """The same function, computing in float64 in place of float32."""
-    return types.FunctionType(forward.__code__, {**forward.__globals__, "torch": _Float64Torch()}, forward.__name__)
+    wide = types.FunctionType(forward.__code__, {**forward.__globals__, "torch": _Float64Torch()}, forward.__name__)
+
+    def in_float64(*args: Any) -> Any:
+        with _NoFloat():
+            return wide(*args)
+
+    return in_float64
+
+
+class _NoFloat(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is torch.Tensor.float else function(*args, **(kwargs or {}))
 
 
 class _RoundedByRows(TorchFunctionMode):

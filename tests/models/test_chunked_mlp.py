@@ -5,7 +5,11 @@ import contextlib
 import pytest
 import torch
 
+from tests.engines.test_contract import make_batch, policy_loss
+from tests.engines.tiny import make_engine
 from tests.models.reference import make_columns, random_rows, widen_norms
+from verl.engines.api import MicroBatching
+from verl.models import forward
 from verl.models.attention import Scoring
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.decoder.backward import TrainingPass
@@ -99,6 +103,25 @@ def test_fused_decoder_passes_in_chunks(folders, monkeypatch):
         torch.testing.assert_close(out[name], unchunked[name], rtol=1e-5, atol=1e-6)
     for name, p in module.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_engine_of_a_gpu_computes_chunks_with_the_samplers_layers(folders, monkeypatch):
+    monkeypatch.setattr(forward, "_FUSED_DEVICES", ())
+    monkeypatch.setattr(forward, "_STRAIGHT_DEVICES", ("cpu",))
+    steps, saved, calls = [], [], []
+    three = {"use_3d_hybrid": True, "enable_chunked_attention": True, "chunk_size": 3}
+    model = {"enable_gradient_checkpointing": False}
+    engines = [make_engine(folders["qwen3"], model=model, engine=engine) for engine in ({}, three)]
+    mlp = type(engines[0].module.get_decoder().layers[0].mlp)
+    monkeypatch.setattr(mlp, "forward", lambda *args: calls.append(args))
+    for engine in engines:
+        with saved_bytes() as storages:
+            metrics = engine.train_batch(make_batch(0, (3, 2)), policy_loss, OUTPUTS, MicroBatching(max_rows=8))
+        steps.append([metrics[name].value for name in ("loss", "grad_norm")])
+        saved.append(sum(storages.values()))
+    assert not calls
+    assert steps[1] == pytest.approx(steps[0], rel=1e-5)
+    assert saved[1] < 0.8 * saved[0]
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 3.0), (4, None), (4, 3.0), (9, None)])

@@ -57,6 +57,11 @@ MODELS = {
     "qwen3-one-kv-head": ("qwen3", {"num_key_value_heads": 1}),
     "mistral": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 5}),
+    "phi3": ("phi3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-unnormed": ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_experts_per_tok": 1}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "mixtral": ("mixtral", {}),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from verl.engines.streamed import StreamedWeights
 from verl.models.check import require_dtype
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.decoder.weights import DenseDecoder
-from verl.models.forward import fused_decoder, packed_outputs
+from verl.models.forward import decoder_for, packed_outputs
 from verl.models.loss_scale import LossScale
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
@@ -83,11 +83,11 @@ class LocalEngine(TrainedEngine):
 
     @contextmanager
     def _ready(self, *, trains: bool = False) -> Iterator[None]:
-        """The fused decoder reads the chunks from the layout; modules are made to compute in chunks."""
+        """verl's decoder reads the chunks from the layout; modules are made to compute in chunks."""
         if self._holds_on_host:
             move_module(self.module, self.device)
         chunk_tokens = self.dimensions.chunk_tokens
-        if chunk_tokens is not None and fused_decoder(self.module, self.device) is not None:
+        if chunk_tokens is not None and decoder_for(self.module, self.device) is not None:
             chunk_tokens = None
         streamed = nullcontext() if self._streamed is None else self._streamed.ready()
         try:

@@ -78,13 +78,18 @@ def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
 
 
 def fused_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:
-    """The weights with which verl.models.decoder computes `module` on `device`; None where its own forward does."""
+    """The weights of `decoder_for`, if verl.models.decoder.backward computes."""
     return _dense(module, _FUSED_DTYPES) if device.type in _FUSED_DEVICES else None
 
 
 def straight_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:
-    """The weights with which verl.models.decoder.autograd computes `module` on `device`; None where its own forward does."""
+    """The weights of `decoder_for`, if verl.models.decoder.autograd computes."""
     return _dense(module, _FUSED_DTYPES | {torch.float16}) if device.type in _STRAIGHT_DEVICES else None
+
+
+def decoder_for(module: nn.Module, device: torch.device) -> DenseDecoder | None:
+    """The weights with which verl.models.decoder computes `module` on `device`; None where its own forward does."""
+    return fused_decoder(module, device) or straight_decoder(module, device)
 
 
 def make_units(module: nn.Module, shards: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:

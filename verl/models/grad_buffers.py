@@ -59,6 +59,14 @@ class GradientBuffers:
             buffer, is_new = self._open(parameters)
             by.add_outer(buffer, a, b, overwrite=is_new)
 
+    def add_grouped(
+        self, parameter: nn.Parameter, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, by: Matmul
+    ) -> None:
+        """Add `a^T b` of the rows of each expert to its part of a parameter [experts, outputs, inputs]; see Matmul.grouped."""
+        if self.wants((parameter,)):
+            buffer, is_new = self._open((parameter,))
+            by.add_grouped(buffer, a, b, ends, overwrite=is_new)
+
     def add(self, parameters: Sequence[nn.Parameter], value: torch.Tensor) -> None:
         """Add `value`, of the shape of the joined parameters."""
         if self.wants(parameters):

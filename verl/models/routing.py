@@ -109,12 +109,12 @@ def follow_routing(module: HFModule) -> None:
     for name in names:
         block, layer = module.get_submodule(name.rpartition(".")[0]), re.match(r".*\.(\d+)(?=\.)", name)
         assert layer is not None, name
-        if not isinstance(block.forward, _RoutedForward):
-            block.forward = _RoutedForward(block.forward, int(layer[1]), sizes)
+        if not isinstance(block.forward, RoutedForward):
+            block.forward = RoutedForward(block.forward, int(layer[1]), sizes)
             module.get_submodule(layer[0]).register_forward_pre_hook(block.forward.enter, with_kwargs=True)
 
 
-class _RoutedForward:
+class RoutedForward:
     """The forward of the part of a layer that has its router and experts."""
 
     def __init__(self, forward: Any, layer: int, sizes: tuple[int, int]):

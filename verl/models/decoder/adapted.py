@@ -3,6 +3,8 @@ samplers join them (verl.models.adapter_weights)."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -61,6 +63,32 @@ def add_adapter_gradients(
             gradients.add((adapter.lora_B,), d_up[rows, ranks] * adapter.scale)
             column = ranks.stop
         row += part.out_features
+
+
+def add_weight_gradient(
+    projection: Projection, d_y: torch.Tensor, x: torch.Tensor, matmul: Matmul, gradients: GradientBuffers
+) -> None:
+    """Adds the gradients of all parameters in `linear`, from the gradient of its result."""
+    gradients.add_matmul(weights_of(projection), d_y, x, matmul)
+    add_adapter_gradients(projection, d_y, x, matmul, gradients)
+    biases = biases_of(projection)
+    if biases and gradients.wants(biases):
+        gradients.add(biases, d_y.sum(0, dtype=torch.promote_types(d_y.dtype, torch.float32)))
+
+
+def parameters_of(projection: Projection) -> list[nn.Parameter]:
+    """Weights, biases and adapters."""
+    return [*weights_of(projection), *biases_of(projection), *adapter_parameters(projection)]
+
+
+def weights_of(projection: Projection) -> tuple[nn.Parameter, ...]:
+    """The weights of the parts."""
+    return tuple(cast(nn.Parameter, part.weight) for part in projection.parts)
+
+
+def biases_of(projection: Projection) -> tuple[nn.Parameter, ...]:
+    """The biases of the parts, if they have some."""
+    return tuple(part.bias for part in projection.parts if part.bias is not None)
 
 
 def adapted(y: torch.Tensor, x: torch.Tensor, projection: Projection) -> torch.Tensor:

@@ -43,7 +43,7 @@ class _AutogradPass(DecoderPass):
     def __init__(
         self, decoder: DenseDecoder, packed: PackedBatch, x: torch.Tensor, recompute: Recompute, offloads: bool
     ):
-        self.decoder, self.layout = decoder, packed.layout
+        self.decoder, self.layout, self.routing = decoder, packed.layout, packed.layout.routing
         self.recompute = recompute if torch.is_grad_enabled() else "none"
         stream = copy_stream(x.device) if offloads and self.recompute == "full" else None
         self._inputs = HostInputs(len(decoder.layers), stream) if stream is not None else None
@@ -78,6 +78,20 @@ class _AutogradPass(DecoderPass):
         activated = super().activated(gate_up)
         self._next = activated, partial(super().activated, gate_up.detach())
         return activated
+
+    def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
+        """See DecoderPass; in chunks if the layout says so, each computed again in the backward. Mixtures stay undivided."""
+        size = self.layout.chunk_tokens
+        if size is None or size >= len(x) or weights.mixture is not None:
+            return super().feed_forward(weights, x, delta)
+        run, x = partial(self._chunk, weights), x if delta is None else x + delta
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([run(part) for part in x.split(size)]), None
+
+    def _chunk(self, weights: DenseLayer, x: torch.Tensor) -> torch.Tensor:
+        x, delta = super().feed_forward(weights, x, None)
+        return x if delta is None else x + delta
 
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from verl.models.attention import Scoring
-from verl.models.decoder.adapted import adapter_parameters, add_adapter_gradients, input_gradient, linear
+from verl.models.decoder.adapted import add_weight_gradient, input_gradient, linear, parameters_of
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded, turned_heads
+from verl.models.decoder.mixture import SavedMixture, mixture_backward
 from verl.models.decoder.reuse import RecordedBatch, is_equal
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Norm, Projection
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Mixture, Norm, Projection
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
 from verl.models.memory import Recompute
+from verl.models.ops.experts import ExpertChoice
 from verl.models.ops.linear import Matmul
 from verl.models.ops.pointwise import (
     Turns,
@@ -34,6 +36,7 @@ from verl.models.ops.pointwise import (
 )
 from verl.models.packed import Attended, HeadViews
 from verl.models.packing import PackedBatch
+from verl.models.parallel.experts import Places
 from verl.models.vision import ImageFeatures
 
 
@@ -107,7 +110,7 @@ class Saved(NamedTuple):
     heads: HeadViews | None  # None: computed again
     attended: Attended
     middle: Normed
-    gate_up: torch.Tensor | None  # None: computed in chunks, and so again
+    gate_up: torch.Tensor | SavedMixture | None  # None: computed in chunks, and so again
 
 
 class TrainingPass(DecoderPass):
@@ -124,6 +127,7 @@ class TrainingPass(DecoderPass):
     ):
         self.decoder, self.packed, self.images, self.recorded = decoder, packed, images, recorded
         self.layout, self.gradients, self.recompute = packed.layout, gradients, recompute
+        self.routing = packed.layout.routing
         self.matmul = Matmul(decoder.embed.dtype, decoder.embed.device)
         self._tape: list[Any] | None = None  # the fields of Saved, in a layer whose activations are kept
 
@@ -217,11 +221,15 @@ class TrainingPass(DecoderPass):
         self._tape = tape
         out = super().layer(number, weights, x, None)
         self._tape = None
-        return out, Saved(*tape)
+        last = tape[5] if weights.mixture is None else SavedMixture(*tape[5:])
+        return out, Saved._make([*tape[:5], last])
 
     def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
-        """See DecoderPass; in chunks if the layout says so."""
+        """See DecoderPass; in chunks if the layout says so. Mixtures stay undivided."""
         size = self.layout.chunk_tokens
+        if weights.mixture is not None:
+            x, delta = super().feed_forward(weights, x, delta)
+            return x if delta is None else delta.add_(x), None
         if size is None or size >= len(x):
             return super().feed_forward(weights, x, delta)
         tape, self._tape = self._tape, None
@@ -253,6 +261,22 @@ class TrainingPass(DecoderPass):
         self._keep(heads, attended)
         return attended.out
 
+    def routed(self, mixture: Mixture, x: torch.Tensor) -> tuple[ExpertChoice, Places]:
+        """See DecoderPass."""
+        choice, places = super().routed(mixture, x)
+        self._keep(choice, places)
+        return choice, places
+
+    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        return self.matmul.linear(x, weight)
+
+    def by_experts(self, mixture: Mixture, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        gate_up = self.matmul.grouped(rows, mixture.gate_up, ends)
+        self._keep(gate_up)
+        return self.matmul.grouped(self.activated(gate_up), mixture.down, ends)
+
     def _keep(self, *values: object) -> None:
         if self._tape is not None:
             self._tape += values
@@ -277,7 +301,7 @@ class TrainingPass(DecoderPass):
         d_middle = self._feed_forward_backward_(weights, saved, d_out, gradients)
         d_o = matmul.operand(d_middle)
         d_attended = input_gradient(d_o, weights.o, matmul)
-        self._add_weight_gradient(weights.o, d_o, saved.attended.out, gradients)
+        add_weight_gradient(weights.o, d_o, saved.attended.out, matmul, gradients)
         d_qkv = torch.empty_like(saved.qkv)
         into = HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in by_head(decoder, d_qkv)))
         heads = self._heads(weights, saved.qkv) if saved.heads is None else saved.heads
@@ -289,6 +313,11 @@ class TrainingPass(DecoderPass):
         self, weights: DenseLayer, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers
     ) -> torch.Tensor:
         """Turns `d_out` into the gradient of `middle`, in chunks if the forward went in chunks."""
+        if isinstance(saved.gate_up, SavedMixture):
+            assert weights.mixture is not None
+            x = saved.middle.out()
+            d_normed = mixture_backward(weights.mixture, saved.gate_up, x, d_out, self.matmul, gradients)
+            return _norm_backward_(saved.middle, d_normed, d_out, gradients)
         matmul, chunk = self.matmul, self.layout.chunk_tokens if saved.gate_up is None else None
         size = chunk or len(d_out)
         for start in range(0, len(d_out), size):
@@ -300,7 +329,7 @@ class TrainingPass(DecoderPass):
             d_down = matmul.operand(d_part)
             d_activated = input_gradient(d_down, weights.down, matmul)
             activated = swiglu_backward_(d_activated, gate_up)  # which is now its own gradient
-            self._add_weight_gradient(weights.down, d_down, activated, gradients)
+            add_weight_gradient(weights.down, d_down, activated, matmul, gradients)
             self._norm_and_projection_backward(middle, weights.gate_up, gate_up, d_part, gradients)
         return d_out
 
@@ -328,36 +357,27 @@ class TrainingPass(DecoderPass):
         """Backward of projection(norm(x)), given its gradient `d_y`; adds the gradient of x to `d_x` and returns `d_x`."""
         d_y = self.matmul.operand(d_y)
         d_normed = input_gradient(d_y, projection, self.matmul)
-        if gradients.wants((*_weights_of(projection), *_biases_of(projection), *adapter_parameters(projection))):
-            self._add_weight_gradient(projection, d_y, x.out(), gradients)
-        gradients.add((x.norm.weight,), rms_norm_backward_(d_x, d_normed, x.x, x.norm.weight, x.scale))
-        return d_x
-
-    def _add_weight_gradient(
-        self, projection: Projection, d_y: torch.Tensor, x: torch.Tensor, gradients: GradientBuffers
-    ) -> None:
-        gradients.add_matmul(_weights_of(projection), d_y, x, self.matmul)
-        add_adapter_gradients(projection, d_y, x, self.matmul, gradients)
-        biases = _biases_of(projection)
-        if biases and gradients.wants(biases):
-            gradients.add(biases, d_y.sum(0, dtype=torch.promote_types(d_y.dtype, torch.float32)))
+        if gradients.wants(parameters_of(projection)):
+            add_weight_gradient(projection, d_y, x.out(), self.matmul, gradients)
+        return _norm_backward_(x, d_normed, d_x, gradients)
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> Normed:
     return Normed(norm, x, inverse_rms(x, norm.eps))
 
 
+def _norm_backward_(x: Normed, d_y: torch.Tensor, d_x: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
+    """Adds the gradient of the norm's input to `d_x`, given its result's gradient `d_y`; returns `d_x`."""
+    gradients.add((x.norm.weight,), rms_norm_backward_(d_x, d_y, x.x, x.norm.weight, x.scale))
+    return d_x
+
+
 def _parameters_of(weights: DenseLayer) -> list[nn.Parameter]:
-    norms = (weights.input_norm, weights.q_norm, weights.k_norm, weights.post_norm)
+    norms, mixture = (weights.input_norm, weights.q_norm, weights.k_norm, weights.post_norm), weights.mixture
     parameters = [norm.weight for norm in norms if norm is not None]
-    for projection in (weights.qkv, weights.o, weights.gate_up, weights.down):
-        parameters += (*_weights_of(projection), *_biases_of(projection), *adapter_parameters(projection))
+    if mixture is not None:
+        parameters += (mixture.router, mixture.gate_up, mixture.down)
+    products = (weights.gate_up, weights.down) if mixture is None else mixture.projections
+    for projection in (weights.qkv, weights.o, *products):
+        parameters += parameters_of(projection)
     return parameters
-
-
-def _weights_of(projection: Projection) -> tuple[nn.Parameter, ...]:
-    return tuple(cast(nn.Parameter, part.weight) for part in projection.parts)
-
-
-def _biases_of(projection: Projection) -> tuple[nn.Parameter, ...]:
-    return tuple(part.bias for part in projection.parts if part.bias is not None)

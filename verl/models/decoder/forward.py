@@ -1,6 +1,7 @@
-"""The forward of a dense decoder, for training and sampling on every device: one loop over its layers, and one layer.
+"""The forward of a decoder, for training and sampling on every device: one loop over its layers, and one layer.
 
     x -> norm -> q, k, v -> rotary -> attention -> o -> (+ x) = middle -> norm -> gate, up -> swiglu -> down -> (+ middle)
+                                                                         norm -> router -> experts -> sum -> (+ middle)
 
     who                                             sum with x              products                 attention
     training on a CPU  decoder/backward.py          in the product          Matmul                   packed, kept on a tape
@@ -20,8 +21,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Mixture, Norm, Projection
+from verl.models.ops.experts import ExpertChoice, choose_experts, grouped_linear, weighted_sum
 from verl.models.ops.pointwise import Turns, add_norm, rms_norm, swiglu
+from verl.models.parallel.experts import Places
+from verl.models.routing import Routing
 from verl.models.vision import ImageFeatures
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # (x, delta): x + delta, which the next norm computes; None: x
@@ -44,7 +48,10 @@ def embedded(
 class DecoderPass:
     """One forward over tokens that lie back to back.
 
-    Weights are arguments of the layer: their owner passes them, be it a module, a unit of FSDP or an adapter's projection."""
+    Weights are arguments of the layer: their owner passes them, be it a module, a unit of FSDP or an adapter's projection.
+    Routers of experts follow the choices of `routing`, if given, or record theirs there."""
+
+    routing: Routing | None = None
 
     def states(self, decoder: DenseDecoder, x: torch.Tensor, images: ImageFeatures | None = None) -> Sum:
         """The output [tokens, hidden_size] of the last layer."""
@@ -68,9 +75,37 @@ class DecoderPass:
     def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """The part of a layer behind its attention."""
         x, normed = self.normed(x, delta, weights.post_norm)
-        if weights.experts is not None:
-            return x, weights.experts(normed.unsqueeze(0))[0]
+        if weights.mixture is not None:
+            return x, self.mixed(weights.mixture, normed)
         return self.project(x, self.activated(self.linear(normed, weights.gate_up)), weights.down)
+
+    def mixed(self, mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
+        """The output of a mixture of experts, [tokens, hidden_size] as its input."""
+        choice, places = self.routed(mixture, x)
+        out = self.by_experts(mixture, places.to_experts(x), places.ends)
+        y, shared = weighted_sum(places.from_experts(out), choice.weights), mixture.shared
+        if shared is None:
+            return y
+        part = self.linear(self.activated(self.linear(x, shared.gate_up)), shared.down)
+        return y + part * self.linear(x, shared.gate).sigmoid()
+
+    def routed(self, mixture: Mixture, x: torch.Tensor) -> tuple[ExpertChoice, Places]:
+        """The experts of tokens, and the order in which these compute."""
+
+        def follow(experts: torch.Tensor) -> torch.Tensor:
+            return experts if self.routing is None else self.routing.choose(mixture.layer, experts)
+
+        choice = choose_experts(self.router_logits(x, mixture.router), mixture.num_chosen, mixture.normalizes, follow)
+        return choice, Places(choice.experts, len(mixture.router), mixture.group)
+
+    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden_size] -> [tokens, experts]."""
+        return F.linear(x, weight)
+
+    def by_experts(self, mixture: Mixture, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The outputs of experts for `rows`, both [rows, hidden_size] and sorted by expert; see grouped_linear."""
+        gate_up = grouped_linear(rows, mixture.gate_up, ends)
+        return grouped_linear(self.activated(gate_up), mixture.down, ends)
 
     def normed(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + delta, its RMS norm)."""

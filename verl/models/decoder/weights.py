@@ -6,8 +6,7 @@ views, so that one matrix product computes them together. An optimizer that writ
 keeps the arrangement; what replaces storage (`module.to(...)`) breaks it, and `DenseDecoder.of` restores it.
 
 A module is taken only when nothing in it can differ from this plan: exact classes, plain parameters, no hooks. For
-others `of` returns None and the module's own forward is called. Adapters and mixtures of experts are taken for callers
-that compute them.
+others `of` returns None and the module's own forward is called. Adapters are taken for callers that compute them.
 
 If a module is sharded, each layer is a unit (`LayerUnit`), whose weights are whole while its module is called.
 """
@@ -20,13 +19,17 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from verl.model_families import FAMILIES
 from verl.models.lora import LoRALinear
+from verl.models.parallel.experts import DispatchedExperts
+from verl.models.routing import RoutedForward
 from verl.models.vision import language_model_of
 
 _DECODERS = {row.decoder: row for row in FAMILIES.values() if row.decoder}
+_PLAIN_PARTS = (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU, DispatchedExperts)
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,37 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """An expert of all tokens; `gate` [1, hidden] weights it by a sigmoid."""
+
+    gate_up: Projection
+    down: Projection
+    gate: Projection
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts of which each token has the `num_chosen` with the greatest softmax of the router. `group` are the ranks that have
+    some of the experts each."""
+
+    layer: int
+    router: nn.Parameter  # [experts, hidden]
+    gate_up: nn.Parameter  # [experts here, 2 * width, hidden]
+    down: nn.Parameter  # [experts here, hidden, width]
+    num_chosen: int
+    normalizes: bool  # weights of a token's experts, to a sum of 1
+    shared: SharedExpert | None
+    group: dist.ProcessGroup | None
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Products that all tokens have."""
+        return () if self.shared is None else (self.shared.gate_up, self.shared.down, self.shared.gate)
+
+
+@dataclass(frozen=True)
 class DenseLayer:
-    """`experts`, a family's module [1, tokens, hidden] -> the same shape, replaces gate_up and down, which are then empty."""
+    """A `mixture` replaces gate_up and down, which are then empty."""
 
     input_norm: Norm
     qkv: Projection
@@ -73,7 +105,7 @@ class DenseLayer:
     gate_up: Projection
     down: Projection
     sliding_window: int | None
-    experts: nn.Module | None = None
+    mixture: Mixture | None = None
 
     def call(self, computed: ComputedLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         """`computed(number, self, x)`."""
@@ -125,11 +157,10 @@ class DenseDecoder:
     scale: float
 
     @classmethod
-    def of(cls, module: Any, *, adapters: bool = False, experts: bool = False) -> DenseDecoder | None:
+    def of(cls, module: Any, *, adapters: bool = False) -> DenseDecoder | None:
         """The dense reading of `module` (a causal language model, a value model, or a bare decoder), or None when its
-        own forward must be used. Kept from call to call while the module stays as it is. Adapted layers, mixtures of
-        experts and Phi-3 are read for a caller that asks for them. The layers of a module that `make_layer_units` has taken are
-        its LayerUnits."""
+        own forward must be used. Kept from call to call while the module stays as it is. Adapted layers are read for a
+        caller that asks for them. The layers of a module that `make_layer_units` has taken are its LayerUnits."""
         decoder = language_model_of(module) if hasattr(module, "get_decoder") else module
         if decoder in _units:
             return _read(decoder, _units[decoder])
@@ -137,8 +168,6 @@ class DenseDecoder:
             _known.pop(decoder, None)
             return None
         parts = set(decoder.modules())
-        if not experts and not _DECODERS[type(decoder).__name__].trains:
-            return None
         if not adapters and any(type(part) is LoRALinear for part in parts):
             return None
         read = _known.get(decoder)
@@ -149,8 +178,12 @@ class DenseDecoder:
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:
             yield from (layer.qkv, layer.o)
-            if layer.experts is None:
-                yield from (layer.gate_up, layer.down)
+            yield from (layer.gate_up, layer.down) if layer.mixture is None else layer.mixture.projections
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return any(layer.mixture is not None for layer in self.layers)
 
 
 _known: WeakKeyDictionary[nn.Module, DenseDecoder] = WeakKeyDictionary()
@@ -159,10 +192,9 @@ _units: WeakKeyDictionary[nn.Module, list[LayerUnit]] = WeakKeyDictionary()
 
 def make_layer_units(module: Any, shards: Sequence[nn.Module]) -> bool:
     """Whether the layers of `module`, which may lie on the meta device, are LayerUnits from now on: if its decoder is plain and
-    dense, and the modules `shards`, which are sharded by themselves, are its layers."""
+    the modules `shards`, which are sharded by themselves, are its layers."""
     decoder = language_model_of(module)
-    is_dense = _is_plain(decoder, may_be_meta=True) and _DECODERS[type(decoder).__name__].trains
-    if not is_dense or list(shards) != _layers_of(decoder):
+    if not _is_plain(decoder, may_be_meta=True) or list(shards) != _layers_of(decoder):
         return False
     _units[decoder] = [LayerUnit(layer) for layer in shards]
     return True
@@ -180,23 +212,28 @@ def _is_plain(decoder: nn.Module, *, may_be_meta: bool = False) -> bool:
     rotated_share = (getattr(decoder.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     if getattr(decoder.config, "hidden_act", None) != "silu" or rotated_share != 1.0:
         return False
+    if getattr(decoder.config, "router_jitter_noise", 0.0):
+        return False
     for part in decoder.modules():
-        if any(map(_changes_results, part._forward_hooks.values())) or part._forward_pre_hooks or part._backward_hooks:
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values())
+        if any(map(_changes_results, hooks)):
             return False
-        if "forward" in vars(part):
+        if not isinstance(vars(part).get("forward"), RoutedForward | None):
             return False
         is_known = type(part).__module__.startswith("transformers.models.")
         if isinstance(part, nn.Dropout) and part.p == 0:
             continue
-        if not is_known and type(part) not in (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU):
+        if not is_known and type(part) not in _PLAIN_PARTS:
             if type(part).__module__ != "transformers.activations":
                 return False
     return all(type(p) is nn.Parameter and (may_be_meta or not p.is_meta) for p in decoder.parameters())
 
 
 def _changes_results(hook: object) -> bool:
-    """Gradient checkpointing marks the embeddings as requiring gradients by a hook; that changes nothing here."""
-    return getattr(hook, "__name__", "") != "make_inputs_require_grads"
+    """Gradient checkpointing marks the embeddings as requiring gradients by a hook, and routing replay hands choices of experts
+    to modules. The first changes nothing here, and the decoder follows the second."""
+    replays = isinstance(getattr(hook, "__self__", None), RoutedForward)
+    return not replays and getattr(hook, "__name__", "") != "make_inputs_require_grads"
 
 
 @torch.no_grad()
@@ -220,7 +257,7 @@ def _layer(layer: Any, join: Callable[[Sequence[nn.Linear]], Projection]) -> Den
     qkv, gate_up = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
     if hasattr(attention, "qkv_proj"):
         qkv, gate_up = ["qkv_proj"], ["gate_up_proj"]
-    is_mixture = not hasattr(mlp, gate_up[0])
+    mixture = _mixture(mlp, attention.layer_idx, join) if hasattr(mlp, "experts") else None
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return DenseLayer(
         input_norm=_norm(layer.input_layernorm),
@@ -229,10 +266,28 @@ def _layer(layer: Any, join: Callable[[Sequence[nn.Linear]], Projection]) -> Den
         k_norm=_norm(k_norm) if k_norm is not None else None,
         o=join((attention.o_proj,)),
         post_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_NONE if is_mixture else join([getattr(mlp, name) for name in gate_up]),
-        down=_NONE if is_mixture else join((mlp.down_proj,)),
+        gate_up=_NONE if mixture is not None else join([getattr(mlp, name) for name in gate_up]),
+        down=_NONE if mixture is not None else join((mlp.down_proj,)),
         sliding_window=_sliding_window(attention),
-        experts=mlp if is_mixture else None,
+        mixture=mixture,
+    )
+
+
+def _mixture(block: Any, layer: int, join: Callable[[Sequence[nn.Linear]], Projection]) -> Mixture:
+    shared = getattr(block, "shared_expert", None)
+    return Mixture(
+        layer=layer,
+        router=block.gate.weight,
+        gate_up=block.experts.gate_up_proj,
+        down=block.experts.down_proj,
+        num_chosen=block.gate.top_k,
+        normalizes=getattr(block.gate, "norm_topk_prob", True),  # Mixtral always does
+        shared=None
+        if shared is None
+        else SharedExpert(
+            join((shared.gate_proj, shared.up_proj)), join((shared.down_proj,)), join((block.shared_expert_gate,))
+        ),
+        group=getattr(block.experts, "group", None),
     )
 
 

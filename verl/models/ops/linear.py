@@ -109,3 +109,27 @@ class Matmul:
             part = total[start : start + size]
             product = _product(a[start : start + size], b, total.dtype)
             part.copy_(product) if overwrite else part.add_(product)
+
+    def grouped(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x [rows, inputs], sorted by expert, -> [rows, outputs]: the rows of expert e end before `ends[e]`, and `weight` is
+        [experts, outputs, inputs]."""
+        out = x.new_empty(len(x), weight.shape[1])
+        for expert, rows in enumerate(_rows(ends)):
+            if rows.start < rows.stop:
+                out[rows] = self.linear(x[rows], weight[expert])
+        return out
+
+    def add_grouped(
+        self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, *, overwrite: bool
+    ) -> None:
+        """`add_outer` of the rows of each expert, as `grouped` has them, to its part of total [experts, outputs, inputs]."""
+        for part, rows in zip(total, _rows(ends), strict=True):
+            if rows.start < rows.stop:
+                self.add_outer(part, a[rows], b[rows], overwrite=overwrite)
+            elif overwrite:
+                part.zero_()
+
+
+def _rows(ends: torch.Tensor) -> list[slice]:
+    stops = ends.tolist()
+    return [slice(first, stop) for first, stop in zip([0, *stops], stops, strict=False)]

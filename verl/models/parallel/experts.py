@@ -16,7 +16,84 @@ from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
 from verl.model_families import families_with
+from verl.models.hf_module import AutogradContext
+from verl.models.ops.experts import grouped_linear, weighted_sum
 from verl.models.parallel.collectives import exchange_rows, leave_group, own_range
+
+
+class Places:
+    """The order in which experts compute the choices of tokens: rows sorted by expert, on the ranks of `group` that have the
+    experts, if given. `ends` int32 [experts here]: the rows of each end before these."""
+
+    def __init__(self, experts: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None = None):
+        """Of the `experts` [tokens, k] that tokens chose."""
+        by_expert, self._copies = experts.flatten().sort(stable=True), experts.shape[1]
+        self._order, self._back = by_expert.indices, _inverse(by_expert.indices)
+        every = torch.arange(num_experts, device=experts.device)
+        self.ends = torch.searchsorted(by_expert.values, every, right=True, out_int32=True)
+        self._exchange: _Exchange | None = None
+        if group is not None and group.size() > 1:
+            self._exchange = _Exchange(self.ends, group)
+            self.ends = self._exchange.ends
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, ...], or [tokens * k, ...] of choices, -> [rows, ...]; differentiable."""
+        copies = self._copies if len(x) < len(self._order) else 1
+        rows: torch.Tensor = _Sorted.apply(x, self._order // copies, self._back, copies)
+        return rows if self._exchange is None else self._exchange.sent(rows)
+
+    def from_experts(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of `to_experts` -> [tokens * k, ...]; differentiable."""
+        if self._exchange is not None:
+            rows = self._exchange.returned(rows)
+        out: torch.Tensor = _Sorted.apply(rows, self._back, self._order, 1)
+        return out
+
+
+class _Exchange:
+    """Rows on their way to the ranks that have their experts. `ends` int32 [experts here]."""
+
+    def __init__(self, ends: torch.Tensor, group: dist.ProcessGroup):
+        counts = ends.diff(prepend=ends.new_zeros(1)).long()
+        arriving = torch.empty_like(counts)  # [from rank, expert here]
+        dist.all_to_all_single(arriving, counts, group=group)
+        arriving = arriving.view(group.size(), -1)
+        self._sent = counts.view(group.size(), -1).sum(1).tolist()
+        self._received = arriving.sum(1).tolist()
+        self._group, experts = group, torch.arange(arriving.shape[1], device=ends.device)
+        self._order = experts.repeat(group.size()).repeat_interleave(arriving.flatten()).sort(stable=True).indices
+        self._back, self.ends = _inverse(self._order), arriving.sum(0).cumsum(0).int()
+
+    def sent(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = exchange_rows(rows, self._received, self._sent, self._group)
+        out: torch.Tensor = _Sorted.apply(rows, self._order, self._back, 1)
+        return out
+
+    def returned(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = _Sorted.apply(rows, self._back, self._order, 1)
+        return exchange_rows(rows, self._sent, self._received, self._group)
+
+
+class _Sorted(torch.autograd.Function):
+    """x[index], where each row of x occurs `copies` times; `back` leads from a copy to its place."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, x: torch.Tensor, index: torch.Tensor, back: torch.Tensor, copies: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        d_x = grads[0][back]
+        return d_x if ctx.copies == 1 else d_x.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _OwnExperts(nn.Module):
@@ -47,30 +124,10 @@ class DispatchedExperts(_OwnExperts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], experts and their weights [tokens, k] -> [tokens, hidden]."""
-        num_chosen = top_k_index.shape[1]
-        by_expert = top_k_index.flatten().sort(stable=True)
-        counts = torch.bincount(by_expert.values, minlength=self.num_local * self.group.size())
-        arriving = torch.empty_like(counts)  # [from rank, my expert]
-        dist.all_to_all_single(arriving, counts, group=self.group)
-        arriving = arriving.view(self.group.size(), self.num_local)
-        sent, received = counts.view(-1, self.num_local).sum(1).tolist(), arriving.sum(1).tolist()
-        token = by_expert.indices // num_chosen
-        inputs = exchange_rows(hidden_states[token], received, sent, self.group)
-        outputs = exchange_rows(self._apply_experts(inputs, arriving), sent, received, self.group)
-        weighted = outputs * top_k_weights.flatten()[by_expert.indices].unsqueeze(1)
-        return torch.zeros_like(hidden_states).index_add(0, token, weighted.to(hidden_states.dtype))
-
-    def _apply_experts(self, inputs: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """inputs [received, hidden], ordered by (rank, expert); outputs in that order."""
-        experts = torch.arange(self.num_local, device=inputs.device).repeat(len(arriving))
-        expert_of = experts.repeat_interleave(arriving.flatten())
-        order = expert_of.sort(stable=True).indices
-        parts = []
-        # every expert takes part, with no tokens too: then each parameter has a gradient on every rank
-        for expert, rows in enumerate(order.split(arriving.sum(0).tolist())):
-            parts.append(self.computed(expert, inputs[rows]))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return torch.cat(parts)[back]
+        places = Places(top_k_index, self.num_local * self.group.size(), self.group)
+        gate, up = grouped_linear(places.to_experts(hidden_states), self.gate_up_proj, places.ends).chunk(2, dim=-1)
+        rows = grouped_linear(self.act_fn(gate) * up, self.down_proj, places.ends)
+        return weighted_sum(places.from_experts(rows), top_k_weights)
 
 
 class SummedExperts(_OwnExperts):

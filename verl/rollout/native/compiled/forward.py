@@ -129,6 +129,7 @@ class CpuForward:
             all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
             and tensors[0].dtype in (torch.float32, torch.bfloat16)
             and len(decoder.layers) > 0
+            and not decoder.has_experts
             and len({layer.down.weight.shape for layer in decoder.layers}) == 1
             and decoder.head_dim <= MAX_HEAD_DIM
             and decoder.head_dim % 2 == 0

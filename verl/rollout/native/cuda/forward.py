@@ -17,6 +17,7 @@ from verl.models.decoder.weights import DenseDecoder, DenseLayer, Projection
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
 from verl.models.ops.decoding import HeadNorms
+from verl.models.ops.experts import is_grouped
 from verl.models.ops.linear import wide_product
 from verl.models.vision import ImageFeatures
 
@@ -127,9 +128,8 @@ class _DevicePass(DecoderPass):
 
 
 def readable(module: HFModule) -> DenseDecoder | None:
-    """The decoder of `module` as StraightForward reads it. The family's own module computes experts, in one grouped product; by
-    another implementation the host may wait for the experts that tokens chose."""
-    decoder = DenseDecoder.of(module, adapters=True, experts=True)
-    if decoder is not None and any(layer.experts is not None for layer in decoder.layers):
-        return decoder if module.config._experts_implementation == "grouped_mm" else None
-    return decoder
+    """The decoder of `module` as StraightForward reads it. If a kernel does not group the products of experts, the host would
+    wait for the experts that tokens chose."""
+    decoder = DenseDecoder.of(module, adapters=True)
+    mixtures = [] if decoder is None else [layer.mixture for layer in decoder.layers if layer.mixture is not None]
+    return decoder if all(is_grouped(mixture.gate_up) for mixture in mixtures) else None

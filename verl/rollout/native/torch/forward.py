@@ -16,7 +16,7 @@ from torch import nn
 from verl.models.adapter_weights import LowRank
 from verl.models.attention import Scoring
 from verl.models.decoder.forward import DecoderPass, Sum, embedded, turned_heads
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.decoder.weights import DenseDecoder, DenseLayer, Mixture, Norm, Projection
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
@@ -81,14 +81,17 @@ class DenseForward:
         x = embedded(decoder, ids, images)
         cos, sin = decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2))
         run = _HostPass(decoder, self._products, layout, Turns(cos[0], sin[0]), keep)
+        keep = keep if run.narrows is None else None  # else the last layer leaves other tokens out
         for adapter, rows in () if adapters is None else adapters.groups():
             run.adapters.append((self._adapters.of(adapter), rows.to(x.device)))
         x, _ = run.states(decoder, x, images)
+        x = x if keep is None else x.index_select(0, keep)
         return run.linear(_normed(x, decoder.final_norm), self._head)
 
 
 class _HostPass(DecoderPass):
-    """Sums with the residual are made in place. The last layer computes only the tokens `keep` behind its attention."""
+    """Sums with the residual are made in place. The last layer computes only the tokens `keep` behind its attention, unless
+    experts of all tokens are recorded."""
 
     def __init__(
         self,
@@ -99,7 +102,8 @@ class _HostPass(DecoderPass):
         keep: torch.Tensor | None,
     ):
         self._decoder, self._products, self._layout, self._turns, self._keep = decoder, products, layout, turns, keep
-        self._narrows = None if keep is None else decoder.layers[-1].o
+        self.routing, self._matmul = layout.routing, Matmul(decoder.embed.dtype, decoder.embed.device, False)
+        self.narrows = None if keep is None or layout.routing is not None else decoder.layers[-1].o
         self.adapters: list[tuple[list[tuple[Product, Product] | None], torch.Tensor]] = []  # each with its tokens
 
     def normed(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,11 +122,25 @@ class _HostPass(DecoderPass):
 
     def project(self, x: torch.Tensor, inputs: torch.Tensor, projection: Projection) -> Sum:
         """See DecoderPass."""
-        if projection is self._narrows and (keep := self._keep) is not None:
+        if projection is self.narrows and (keep := self._keep) is not None:
             x, inputs = x.index_select(0, keep), inputs.index_select(0, keep)
             among = [(products, torch.isin(keep, rows).nonzero()[:, 0]) for products, rows in self.adapters]
             self.adapters = [(products, rows) for products, rows in among if len(rows)]
         return x.add_(self.linear(inputs, projection)), None
+
+    def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
+        """See DecoderPass."""
+        x, delta = super().feed_forward(weights, x, delta)
+        return x if delta is None else x.add_(delta), None
+
+    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        return self._matmul.linear(x, weight)
+
+    def by_experts(self, mixture: Mixture, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass."""
+        gate_up = self._matmul.grouped(rows, mixture.gate_up, ends)
+        return self._matmul.grouped(self.activated(gate_up), mixture.down, ends)
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
@@ -137,7 +155,7 @@ class _HostPass(DecoderPass):
 
     def deepened(self, images: ImageFeatures, number: int, x: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
-        if self._keep is not None and number == len(self._decoder.layers) - 1:
+        if self._keep is not None and self.narrows is not None and number == len(self._decoder.layers) - 1:
             images = images.among(self._keep)
         return images.deepened(number, x)
 
