@@ -91,23 +91,8 @@ ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
         ),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, "16 replicas of native on 2 devices each"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, "a divided model decodes without CUDA graphs"),
-        ({"actor_rollout_ref.actor.fsdp_config.tensor_parallel_size": 2}, "own modules compute the layers in training"),
-        (
-            {
-                "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size": 2,
-                "actor_rollout_ref.model.enable_gradient_checkpointing": "selective",
-            },
-            "selective recomputes whole layers with tensor_parallel_size=2",
-        ),
-        (
-            {
-                "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size": 2,
-                "actor_rollout_ref.model.enable_activation_offload": True,
-            },
-            "enable_activation_offload moves nothing with tensor_parallel_size=2",
-        ),
     ],
-    ids=["vllm async", "vllm sync", "sglang", "native", "native on GPUs", "divided training", "selective", "offload"],
+    ids=["vllm async", "vllm sync", "sglang", "native", "native on GPUs"],
 )
 def test_a_layout_of_other_machines_is_shown_without_them(changes, sentence, verl, overrides, task):
     code, said = verl("train", "--dry-run", *overrides({**NODES, **changes}))

@@ -100,12 +100,15 @@ def check_calls_of_modules(folder):
     """Calls of modules of transformers and torch in a forward and a step, by family: of all within the decoder but its layers,
     which FSDP surrounds with hooks, and the rotary embedding. With the layers of a CPU, and of a GPU."""
     counts, batch = {}, make_batch(0, (3, 1, 4, 2))
-    divisions = [{}] if dist.get_world_size() == 1 else [{}, {"ulysses_sequence_parallel_size": 2}]
-    for family in [name for name, row in FAMILIES.items() if row.decoder and row.tiny is not None]:
-        for division, lora, run in itertools.product(divisions, (0, 4), (with_autograd, lambda function: function())):
-            count = run(lambda: _num_calls(folder, family, batch, lora, **division))  # noqa: B023
-            counts[f"{family} {division} {lora} {run is with_autograd}"] = count
-    return {"dense": counts, "gemma": _num_calls(folder, "gemma", batch)}
+    for family, row in [(name, row) for name, row in FAMILIES.items() if row.decoder and row.tiny is not None]:
+        divisions = {"none": True, "ulysses_sequence": True, "tensor": row.tensor, "expert": row.experts}
+        for division in [name for name, computes in divisions.items() if computes]:
+            sizes = {} if division == "none" else {f"{division}_parallel_size": 2}
+            for lora, run in itertools.product((0, 4), (with_autograd, lambda function: function())):
+                if division == "none" or dist.get_world_size() > 1:
+                    count = run(lambda: _num_calls(folder, family, batch, lora, **sizes))  # noqa: B023
+                    counts[f"{family} {division} {lora} {run is with_autograd}"] = count
+    return {"decoders": counts, "gemma": _num_calls(folder, "gemma", batch)}
 
 
 def _num_calls(folder, family, batch, lora=0, **division):
@@ -444,6 +447,21 @@ def check_experts_deepseek(folder):
 
 # a sliding window and soft caps inside the divided attention
 check_sequence_gemma = comparison((4,), "gemma2", model={"vocab_size": 265}, ulysses_sequence_parallel_size=2)
+check_tensor_layers_of_a_gpu = on(2)(
+    lambda folder: with_autograd(
+        lambda: compare(
+            model_folder(folder, "llama", attention_bias=True, mlp_bias=True), lora=4, tensor_parallel_size=2
+        )
+    )
+)
+check_tensor_biases = comparison(
+    (2,), "llama", model={"attention_bias": True, "mlp_bias": True}, tensor_parallel_size=2, checkpointing=True
+)
+check_divided_experts_of_a_gpu = on(2)(
+    lambda folder: with_autograd(
+        lambda: compare(model_folder(folder, "qwen3_moe"), checkpointing=True, expert_parallel_size=2)
+    )
+)
 check_experts_mixtral = comparison((2,), "mixtral", expert_parallel_size=2, checkpointing=True)
 check_tensor_fsdp = comparison((4,), "qwen3", model={"tie_word_embeddings": False}, tensor_parallel_size=2)
 # four ranks and two key-value heads

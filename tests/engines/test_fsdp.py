@@ -60,13 +60,13 @@ def test_four_ranks_equal_one_device(four, check):
     assert_equal_in_float64(four[check])
 
 
-@pytest.mark.parametrize(("ranks", "divisions"), [("one", 1), ("two", 2)])
-def test_dense_families_call_no_module_of_transformers(request, ranks, divisions):
+@pytest.mark.parametrize(("ranks", "num_divided"), [("one", 0), ("two", 8 + 6 + 2)])
+def test_families_with_a_decoder_call_no_module_of_transformers(request, ranks, num_divided):
     counts = request.getfixturevalue(ranks)["check_calls_of_modules"]
     assert counts["gemma"] > 0, "which has its own norms"
-    assert counts["dense"] == dict.fromkeys(counts["dense"], 0)
-    assert len(counts["dense"]) == 32 * divisions, (
-        "eight families, with adapters and without, each with the layers of a CPU and of a GPU, tokens divided or not"
+    assert counts["decoders"] == dict.fromkeys(counts["decoders"], 0)
+    assert len(counts["decoders"]) == 4 * (8 + num_divided), (
+        "eight families, and those that divide tokens, tensors or experts: with adapters or not, on a CPU or a GPU"
     )
 
 

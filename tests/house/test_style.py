@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_672,
+    "core": 73_251,
     "compat": 7_802,
     "page": 3_760,
     "planner": 2_755,
@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 6_722,
     "agents": 5_802,
     "tasks": 1_001,
-    "tests": 85_209,
+    "tests": 85_255,
     "benchmarks": 6_066,
 }
 MAX_MEAN_FUNCTION_LINES = 12

@@ -90,7 +90,7 @@ def test_fused_decoder_passes_in_chunks(folders, monkeypatch):
     monkeypatch.setattr(TrainingPass, "_with_saved", watched)
     unchunked, gradients, _ = outputs_and_gradients(module, None)
     assert saved
-    assert all(tensors.gate_up is not None for tensors in saved)
+    assert all(tensors.feed.gate_up is not None for tensors in saved)
     saved.clear()
     packed = pack_rows(make_columns(*random_rows(0, [3, 1, 2])), chunk_tokens=5)
     module.zero_grad()
@@ -98,7 +98,7 @@ def test_fused_decoder_passes_in_chunks(folders, monkeypatch):
     weights = torch.linspace(-1, 1, out["log_probs"].numel()).view(packed.shape)
     (out["log_probs"] * weights + 0.1 * out["entropy"]).sum().backward()
     assert saved
-    assert all(tensors.gate_up is None for tensors in saved)
+    assert all(tensors.feed.gate_up is None for tensors in saved)
     for name in OUTPUTS:
         torch.testing.assert_close(out[name], unchunked[name], rtol=1e-5, atol=1e-6)
     for name, p in module.named_parameters():

@@ -293,7 +293,7 @@ def test_a_padding_token_that_stands_in_a_row_learns(pair):
     assert_same_gradients(gradients_of(module), gradients_of(other))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-one-kv-head"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-one-kv-head", "qwen2_moe"])
 def test_float32_is_close_to_the_module(pair, name):
     module, other = pair(name, dtype=torch.float32)
     widen_norms(other)

@@ -66,11 +66,10 @@ def shard_model(
     groups_of_layers = _groups_of_layers([part for part in _layers(module, config) if not is_experts(part)], config)
     on_host = CPUOffloadPolicy(pin_memory=pins and torch.cuda.is_available())
     shard = partial(_shard, fill=fill, config=config, offload=on_host if config.offload_policy else OffloadPolicy())
+    parts = [part for unit in groups_of_layers for part in unit]
+    model.in_units = make_units(module, parts, device, compute_dtype)
     for part in [p for p in module.modules() if groups.expert is not None and is_experts(p)]:
         shard([part], groups.experts_mesh, compute_dtype)
-    if groups.tensor.size() == 1 and groups.expert is None:
-        parts = [part for unit in groups_of_layers for part in unit]
-        model.in_units = make_units(module, parts, device, compute_dtype)
     for unit in groups_of_layers:
         shard(unit, groups.params_mesh, compute_dtype)
     if isinstance(module, ScalarHeadModel):  # its head keeps a wider dtype

@@ -44,16 +44,12 @@ def check_layout(subject: Subject) -> Iterator[Line]:
         return
     if specs.main is not None:
         yield passed(f"sharding: {specs.main.describe_sharding(devices)}")
-        sizes = ("tensor_parallel_size", "expert_parallel_size")
-        dividing = [f"{name}={size}" for name in sizes if (size := getattr(specs.main.engine, name)) > 1]
-        if devices > 1 and specs.main.settings is None and dividing:
-            keys = ", ".join(dividing)
-            yield info(f"the family's own modules compute the layers in training, not verl's fused ones: {keys}")
-        by_others = dividing if specs.main.settings is None else [f"strategy={specs.main.strategy}"]
-        if by_others and specs.main.model.recompute == "selective":
-            yield info(f"enable_gradient_checkpointing=selective recomputes whole layers with {', '.join(by_others)}")
-        if by_others and specs.main.model.enable_activation_offload:
-            yield info(f"enable_activation_offload moves nothing with {', '.join(by_others)}")
+        if specs.main.settings is not None:  # an engine with layers of its own
+            strategy, model = f"strategy={specs.main.strategy}", specs.main.model
+            if model.recompute == "selective":
+                yield info(f"enable_gradient_checkpointing=selective recomputes whole layers with {strategy}")
+            if model.enable_activation_offload:
+                yield info(f"enable_activation_offload moves nothing with {strategy}")
     yield passed(plan.describe())
     if plan.sizes.tensor > 1 and engine_facts(plan.engine).is_in_run and subject.config.trainer.device != "cpu":
         yield info(

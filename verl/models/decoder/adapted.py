@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -31,17 +32,26 @@ def linear(
     x: torch.Tensor, projection: Projection, matmul: Matmul, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [tokens, inputs] -> [tokens, outputs], with `residual` added."""
-    pair = _joined(projection)
-    if pair is None:
+    pair, group = _joined(projection), projection.outputs_group
+    if pair is None and group is None:
         return matmul.linear(x, projection.weight, projection.bias, residual)
-    y = matmul.linear(x, projection.weight, projection.bias).add_(matmul.linear(matmul.linear(x, pair.down), pair.up))
+    y = matmul.linear(x, projection.weight, projection.bias if group is None else None)
+    if pair is not None:
+        y.add_(matmul.linear(matmul.linear(x, pair.down), pair.up))
+    if group is not None:
+        dist.all_reduce(y, group=group)
+        y = y if projection.bias is None else y.add_(projection.bias)
     return y if residual is None else y.add_(residual)
 
 
 def input_gradient(d_y: torch.Tensor, projection: Projection, matmul: Matmul) -> torch.Tensor:
     """The gradient of `x` in `linear`, from the gradient of its result."""
     d_x, pair = matmul.input_gradient(d_y, projection.weight), _joined(projection)
-    return d_x if pair is None else d_x.add_(matmul.input_gradient(matmul.input_gradient(d_y, pair.up), pair.down))
+    if pair is not None:
+        d_x.add_(matmul.input_gradient(matmul.input_gradient(d_y, pair.up), pair.down))
+    if projection.inputs_group is not None:
+        dist.all_reduce(d_x, group=projection.inputs_group)
+    return d_x
 
 
 def add_adapter_gradients(

@@ -20,6 +20,7 @@ from verl.models.hf_module import AutogradContext
 from verl.models.memory import Recompute
 from verl.models.ops.pointwise import rms_norm, rotated
 from verl.models.packing import PackedBatch
+from verl.models.parallel.collectives import enter_group, leave_group
 from verl.models.vision import ImageFeatures
 
 
@@ -64,8 +65,12 @@ class _AutogradPass(DecoderPass):
         return out
 
     def _summed(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        x, delta = super().layer(number, layer.gathered(), x, None)
-        return x if delta is None else x + delta
+        if layer.feed is None:
+            return _sum(*super().layer(number, layer.gathered(), x, None))
+        return layer.feed.call(self._fed, number, _sum(*self.attention(number, layer.gathered(), x, None)))
+
+    def _fed(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        return _sum(*self.feed_forward(layer.gathered(), x, None))
 
     def normed(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderPass."""
@@ -84,14 +89,13 @@ class _AutogradPass(DecoderPass):
         size = self.layout.chunk_tokens
         if size is None or size >= len(x) or weights.mixture is not None:
             return super().feed_forward(weights, x, delta)
-        run, x = partial(self._chunk, weights), x if delta is None else x + delta
+        run, x = partial(self._chunk, weights), _sum(x, delta)
         if torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([run(part) for part in x.split(size)]), None
 
     def _chunk(self, weights: DenseLayer, x: torch.Tensor) -> torch.Tensor:
-        x, delta = super().feed_forward(weights, x, None)
-        return x if delta is None else x + delta
+        return _sum(*super().feed_forward(weights, x, None))
 
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
@@ -111,7 +115,13 @@ class _AutogradPass(DecoderPass):
         """See DecoderPass."""
         recipe, self._next = self._next, None
         with self._keeping(*([recipe] if recipe is not None and recipe[0] is x else [])):
-            return adapted(self._product(x, projection), x, projection)
+            if projection.inputs_group is not None:
+                x = enter_group(x, projection.inputs_group)
+            y = adapted(self._product(x, projection), x, projection)
+        if projection.outputs_group is None:
+            return y
+        y = leave_group(y, projection.outputs_group)
+        return y if projection.bias is None else y + projection.parts[0].bias
 
     def _keeping(self, *recipes: tuple[torch.Tensor, Recipe]) -> AbstractContextManager[None]:
         return computed_again(*recipes) if recipes and self.recompute == "selective" else nullcontext()
@@ -123,7 +133,12 @@ class _AutogradPass(DecoderPass):
             out: torch.Tensor = _Copied.apply(x, projection, *weights, *biases)
             return out
         weight = _Joined.apply(projection.weight, *weights)
-        return F.linear(x, weight, None if projection.bias is None else _Joined.apply(projection.bias, *biases))
+        has_bias = projection.bias is not None and projection.outputs_group is None  # else it is added to the sum
+        return F.linear(x, weight, _Joined.apply(projection.bias, *biases) if has_bias else None)
+
+
+def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    return x if delta is None else x + delta
 
 
 class _Joined(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import nn
 from verl.models.attention import Scoring
 from verl.models.decoder.adapted import add_weight_gradient, input_gradient, linear, parameters_of
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded, turned_heads
+from verl.models.decoder.halves import Halves, Normed, Saved, SavedAttention, SavedFeed, parameters_of_halves
 from verl.models.decoder.mixture import SavedMixture, mixture_backward
 from verl.models.decoder.reuse import RecordedBatch, is_equal
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Mixture, Norm, Projection
@@ -31,7 +32,6 @@ from verl.models.ops.pointwise import (
     inverse_rms,
     rms_norm_backward_,
     rotate_,
-    scaled_norm,
     swiglu_backward_,
 )
 from verl.models.packed import Attended, HeadViews
@@ -91,28 +91,6 @@ class _Part(torch.autograd.Function):
 Backward = Callable[[torch.Tensor, GradientBuffers], torch.Tensor | None]
 
 
-class Normed(NamedTuple):
-    """A norm, its input, and the inverse RMS of the input."""
-
-    norm: Norm
-    x: torch.Tensor
-    scale: torch.Tensor
-
-    def out(self) -> torch.Tensor:
-        return scaled_norm(self.x, self.norm.weight, self.scale)
-
-
-class Saved(NamedTuple):
-    """Activations of one layer, all [tokens, ...], in the order of the forward."""
-
-    x: Normed
-    qkv: torch.Tensor  # rotated, unless the heads are normed: then as projected
-    heads: HeadViews | None  # None: computed again
-    attended: Attended
-    middle: Normed
-    gate_up: torch.Tensor | SavedMixture | None  # None: computed in chunks, and so again
-
-
 class TrainingPass(DecoderPass):
     """A forward over a packed batch, with a backward."""
 
@@ -170,40 +148,53 @@ class TrainingPass(DecoderPass):
             gradients.add((norm.weight,), d_weight)
             return d_last
 
-        return _normed(last, norm).out(), backward
+        return Normed.of(last, norm).out(), backward
 
     def layer(self, number: int, weights: Layer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """See DecoderPass."""
         return weights.call(self._layer, number, x), None
 
     def _layer(self, number: int, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        if layer.feed is None:
+            return self._part(number, layer, x, "both")
+        return layer.feed.call(partial(self._part, halves="feed"), number, self._part(number, layer, x, "attention"))
+
+    def _part(self, number: int, layer: Layer, x: torch.Tensor, halves: Halves) -> torch.Tensor:
         weights = layer.gathered()
-        trained = [p for p in _parameters_of(weights) if p.requires_grad]
+        trained = [p for p in parameters_of_halves(weights, halves) if p.requires_grad]
         if not torch.is_grad_enabled() or not (trained or x.requires_grad):
-            return x if self.recorded is not None else super().layer(number, weights, x, None)[0]
+            return x if self.recorded is not None else self._halves(number, weights, x, halves)
 
         def forward(x: torch.Tensor) -> tuple[torch.Tensor, Backward]:
-            out, saved = self._forward_of_layer(number, weights, x)
-            return out, partial(self._backward_of_layer, number, layer, [saved])
+            out, saved = self._forward_of_part(number, weights, x, halves)
+            return out, partial(self._backward_of_part, number, layer, halves, [saved])
 
         return self._differentiated(forward, x, trained)
 
-    def _forward_of_layer(
-        self, number: int, weights: DenseLayer, x: torch.Tensor
+    def _halves(self, number: int, weights: DenseLayer, x: torch.Tensor, halves: Halves) -> torch.Tensor:
+        if halves != "feed":
+            x, _ = self.attention(number, weights, x, None)
+        return x if halves == "attention" else self.feed_forward(weights, x, None)[0]
+
+    def _forward_of_part(
+        self, number: int, weights: DenseLayer, x: torch.Tensor, halves: Halves
     ) -> tuple[torch.Tensor, Saved | torch.Tensor | None]:
         """The output, and what is kept: only the input if the layer is computed again."""
         if self.recorded is not None:  # any output will do
             return x, None
         if self.recompute == "full":
-            return super().layer(number, weights, x, None)[0], x
-        (out, _), saved = self._with_saved(number, weights, x)
-        recomputes = self.recompute == "selective" and weights.q_norm is not None and saved.attended.lse is not None
-        return out, saved._replace(heads=None) if recomputes else saved
+            return self._halves(number, weights, x, halves), x
+        out, saved = self._with_saved(number, weights, x, halves)
+        attention = saved.attention
+        if self.recompute == "selective" and attention is not None and attention.attended.lse is not None:
+            attention = attention if weights.q_norm is None else attention._replace(heads=None)
+        return out, saved._replace(attention=attention)
 
-    def _backward_of_layer(
+    def _backward_of_part(
         self,
         number: int,
         layer: Layer,
+        halves: Halves,
         activations: list[Saved | torch.Tensor | None],
         d_out: torch.Tensor,
         gradients: GradientBuffers,
@@ -213,16 +204,21 @@ class TrainingPass(DecoderPass):
         if saved is None:
             saved = self._recorded(number, weights)
         elif isinstance(saved, torch.Tensor):
-            _, saved = self._with_saved(number, weights, saved)
+            _, saved = self._with_saved(number, weights, saved, halves)
         return self._layer_backward(weights, saved, d_out, gradients)
 
-    def _with_saved(self, number: int, weights: DenseLayer, x: torch.Tensor) -> tuple[Sum, Saved]:
+    def _with_saved(
+        self, number: int, weights: DenseLayer, x: torch.Tensor, halves: Halves
+    ) -> tuple[torch.Tensor, Saved]:
         tape: list[Any] = []
         self._tape = tape
-        out = super().layer(number, weights, x, None)
+        out = self._halves(number, weights, x, halves)
         self._tape = None
-        last = tape[5] if weights.mixture is None else SavedMixture(*tape[5:])
-        return out, Saved._make([*tape[:5], last])
+        attention = None if halves == "feed" else SavedAttention(*(tape.pop(0) for _ in SavedAttention._fields))
+        if halves == "attention":
+            return out, Saved(attention, None)
+        middle, *inner = tape
+        return out, Saved(attention, SavedFeed(middle, inner[0] if weights.mixture is None else SavedMixture(*inner)))
 
     def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """See DecoderPass; in chunks if the layout says so. Mixtures stay undivided."""
@@ -235,12 +231,12 @@ class TrainingPass(DecoderPass):
         tape, self._tape = self._tape, None
         parts = [DecoderPass.feed_forward(self, weights, part, None)[0] for part in x.split(size)]
         if tape is not None:
-            tape += [_normed(x, weights.post_norm), None]
+            tape += [Normed.of(x, weights.post_norm), None]
         return torch.cat(parts), None
 
     def normed(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderPass."""
-        normed = _normed(x, norm)
+        normed = Normed.of(x, norm)
         self._keep(normed)
         return x, normed.out()
 
@@ -283,22 +279,32 @@ class TrainingPass(DecoderPass):
 
     def _heads(self, weights: DenseLayer, qkv: torch.Tensor) -> HeadViews:
         """Inputs of attention, rotated: views of `qkv`, or if the heads are normed first, new queries and keys."""
-        q, k, v = turned_heads(self.decoder, weights, qkv, self.turns, lambda x, norm: _normed(x, norm).out(), rotate_)
+        q, k, v = turned_heads(
+            self.decoder, weights, qkv, self.turns, lambda x, norm: Normed.of(x, norm).out(), rotate_
+        )
         return HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
 
     def _recorded(self, number: int, weights: DenseLayer) -> Saved:
         assert self.recorded is not None
         x, qkv, out, middle, gate_up, lse = self.recorded.layer(number)  # copies, which are overwritten
         heads, attended = self._heads(weights, qkv), Attended(out, lse.t().unsqueeze(0))
-        normed = _normed(x, weights.input_norm), _normed(middle, weights.post_norm)
-        return Saved(normed[0], qkv, heads, attended, normed[1], gate_up)
+        normed = Normed.of(x, weights.input_norm), Normed.of(middle, weights.post_norm)
+        return Saved(SavedAttention(normed[0], qkv, heads, attended), SavedFeed(normed[1], gate_up))
 
     def _layer_backward(
         self, weights: DenseLayer, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers
     ) -> torch.Tensor:
-        """The gradient of the layer's input, given the output's gradient, which is overwritten."""
+        """The gradient of the input of halves of a layer, given the output's gradient, which is overwritten."""
+        if saved.feed is not None:
+            d_out = self._feed_forward_backward_(weights, saved.feed, d_out, gradients)
+        return (
+            d_out if saved.attention is None else self._attention_backward(weights, saved.attention, d_out, gradients)
+        )
+
+    def _attention_backward(
+        self, weights: DenseLayer, saved: SavedAttention, d_middle: torch.Tensor, gradients: GradientBuffers
+    ) -> torch.Tensor:
         matmul, decoder = self.matmul, self.decoder
-        d_middle = self._feed_forward_backward_(weights, saved, d_out, gradients)
         d_o = matmul.operand(d_middle)
         d_attended = input_gradient(d_o, weights.o, matmul)
         add_weight_gradient(weights.o, d_o, saved.attended.out, matmul, gradients)
@@ -310,14 +316,14 @@ class TrainingPass(DecoderPass):
         return self._norm_and_projection_backward(saved.x, weights.qkv, d_qkv, d_middle, gradients)
 
     def _feed_forward_backward_(
-        self, weights: DenseLayer, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers
+        self, weights: DenseLayer, saved: SavedFeed, d_out: torch.Tensor, gradients: GradientBuffers
     ) -> torch.Tensor:
         """Turns `d_out` into the gradient of `middle`, in chunks if the forward went in chunks."""
         if isinstance(saved.gate_up, SavedMixture):
             assert weights.mixture is not None
             x = saved.middle.out()
             d_normed = mixture_backward(weights.mixture, saved.gate_up, x, d_out, self.matmul, gradients)
-            return _norm_backward_(saved.middle, d_normed, d_out, gradients)
+            return saved.middle.backward_(d_normed, d_out, gradients)
         matmul, chunk = self.matmul, self.layout.chunk_tokens if saved.gate_up is None else None
         size = chunk or len(d_out)
         for start in range(0, len(d_out), size):
@@ -334,7 +340,7 @@ class TrainingPass(DecoderPass):
         return d_out
 
     def _heads_backward_(
-        self, weights: DenseLayer, saved: Saved, d_qkv: torch.Tensor, gradients: GradientBuffers
+        self, weights: DenseLayer, saved: SavedAttention, d_qkv: torch.Tensor, gradients: GradientBuffers
     ) -> None:
         """Turns the gradient of the attention's input into the gradient of the projection's output, in place."""
         decoder, num_turned = self.decoder, self.decoder.num_heads + self.decoder.num_kv_heads
@@ -359,25 +365,4 @@ class TrainingPass(DecoderPass):
         d_normed = input_gradient(d_y, projection, self.matmul)
         if gradients.wants(parameters_of(projection)):
             add_weight_gradient(projection, d_y, x.out(), self.matmul, gradients)
-        return _norm_backward_(x, d_normed, d_x, gradients)
-
-
-def _normed(x: torch.Tensor, norm: Norm) -> Normed:
-    return Normed(norm, x, inverse_rms(x, norm.eps))
-
-
-def _norm_backward_(x: Normed, d_y: torch.Tensor, d_x: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
-    """Adds the gradient of the norm's input to `d_x`, given its result's gradient `d_y`; returns `d_x`."""
-    gradients.add((x.norm.weight,), rms_norm_backward_(d_x, d_y, x.x, x.norm.weight, x.scale))
-    return d_x
-
-
-def _parameters_of(weights: DenseLayer) -> list[nn.Parameter]:
-    norms, mixture = (weights.input_norm, weights.q_norm, weights.k_norm, weights.post_norm), weights.mixture
-    parameters = [norm.weight for norm in norms if norm is not None]
-    if mixture is not None:
-        parameters += (mixture.router, mixture.gate_up, mixture.down)
-    products = (weights.gate_up, weights.down) if mixture is None else mixture.projections
-    for projection in (weights.qkv, weights.o, *products):
-        parameters += parameters_of(projection)
-    return parameters
+        return x.backward_(d_normed, d_x, gradients)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from verl.models.decoder.weights import DenseDecoder, DenseLayer, Mixture, Norm, Projection
 from verl.models.ops.experts import ExpertChoice, choose_experts, grouped_linear, weighted_sum
 from verl.models.ops.pointwise import Turns, add_norm, rms_norm, swiglu
+from verl.models.parallel.collectives import leave_group
 from verl.models.parallel.experts import Places
 from verl.models.routing import Routing
 from verl.models.vision import ImageFeatures
@@ -39,7 +40,12 @@ def embedded(
     lookup: Callable[..., torch.Tensor] = F.embedding,
 ) -> torch.Tensor:
     """The input [tokens, hidden_size] of the first layer, for token ids [tokens]."""
-    x = lookup(ids, decoder.embed, decoder.padding_idx)
+    if decoder.vocabulary is None:
+        x = lookup(ids, decoder.embed, decoder.padding_idx)
+    else:
+        ids, elsewhere = decoder.vocabulary.here(ids)
+        x = lookup(ids, decoder.embed, decoder.padding_idx).masked_fill(elsewhere.unsqueeze(1), 0.0)
+        x = leave_group(x, decoder.vocabulary.group)
     if noise is not None:
         x = x + noise.to(x)
     return x if images is None else images.embedded(x)
@@ -68,12 +74,15 @@ class DecoderPass:
 
     def layer(self, number: int, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """The output of a layer for its input x + delta, all [tokens, hidden_size]."""
+        return self.feed_forward(weights, *self.attention(number, weights, x, delta))
+
+    def attention(self, number: int, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
+        """The first half of a layer."""
         x, normed = self.normed(x, delta, weights.input_norm)
-        attended = self.attend(number, weights, self.linear(normed, weights.qkv))
-        return self.feed_forward(weights, *self.project(x, attended, weights.o))
+        return self.project(x, self.attend(number, weights, self.linear(normed, weights.qkv)), weights.o)
 
     def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
-        """The part of a layer behind its attention."""
+        """The second half of a layer."""
         x, normed = self.normed(x, delta, weights.post_norm)
         if weights.mixture is not None:
             return x, self.mixed(weights.mixture, normed)

@@ -25,6 +25,7 @@ from torch import nn
 from verl.model_families import FAMILIES
 from verl.models.lora import LoRALinear
 from verl.models.parallel.experts import DispatchedExperts
+from verl.models.parallel.tensor import Cut, Exchange, cut_of
 from verl.models.routing import RoutedForward
 from verl.models.vision import language_model_of
 
@@ -35,11 +36,22 @@ _PLAIN_PARTS = (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU, Dis
 @dataclass(frozen=True)
 class Projection:
     """One or several nn.Linear that read the same input: `weight` [outputs, inputs] and `bias` [outputs] hold them back
-    to back; `parts` are the modules, in order, whose parameters are views of them."""
+    to back; `parts` are the modules, in order, whose parameters are views of them. A `cut` weight is this rank's part."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     parts: tuple[nn.Linear, ...]
+    cut: Cut | None = None
+
+    @property
+    def inputs_group(self) -> dist.ProcessGroup | None:
+        """The ranks whose gradients of the inputs are added up, since each has some of the outputs."""
+        return self.cut.group if self.cut is not None and self.cut.dim == 0 else None
+
+    @property
+    def outputs_group(self) -> dist.ProcessGroup | None:
+        """The ranks whose products are added up before the bias, since each has some of the inputs."""
+        return self.cut.group if self.cut is not None and self.cut.dim == 1 else None
 
     @property
     def is_joined(self) -> bool:
@@ -87,6 +99,11 @@ class Mixture:
     group: dist.ProcessGroup | None
 
     @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those outside of `projections`."""
+        return self.router, self.gate_up, self.down
+
+    @property
     def projections(self) -> tuple[Projection, ...]:
         """Products that all tokens have."""
         return () if self.shared is None else (self.shared.gate_up, self.shared.down, self.shared.gate)
@@ -106,6 +123,7 @@ class DenseLayer:
     down: Projection
     sliding_window: int | None
     mixture: Mixture | None = None
+    feed: None = None  # see LayerUnit
 
     def call(self, computed: ComputedLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         """`computed(number, self, x)`."""
@@ -118,11 +136,15 @@ class DenseLayer:
 
 class LayerUnit:
     """A layer whose weights are whole during a call of its module and during the backward of that call: hooks of the module
-    gather and free them, as FSDP2's do."""
+    gather and free them, as FSDP2's do. `feed` is None, or the unit of experts that are gathered by themselves, with whose
+    call the second half of the layer is computed."""
 
-    def __init__(self, module: nn.Module):
-        self.module = module
-        module.forward = self._forward  # hooks stay around it
+    def __init__(self, layer: nn.Module, experts: nn.Module | None = None):
+        """The unit of a layer, or of its `experts`."""
+        self.layer, self.module = layer, experts or layer
+        self.module.forward = self._forward  # hooks stay around it
+        divided = next((part for part in layer.modules() if isinstance(part, DispatchedExperts)), None)
+        self.feed = LayerUnit(layer, divided) if experts is None and divided is not None else None
 
     def call(self, computed: ComputedLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         """`computed(number, self, x)`, inside a call of the module."""
@@ -134,7 +156,7 @@ class LayerUnit:
 
     def gathered(self) -> DenseLayer:
         """The weights, now that they are whole; joined projections are copies."""
-        return _layer(self.module, _copied)
+        return _layer(self.layer, _copied)
 
 
 Layer = DenseLayer | LayerUnit
@@ -148,6 +170,7 @@ class DenseDecoder:
 
     embed: nn.Parameter  # [vocabulary, hidden]
     padding_idx: int | None  # whose embedding gets no gradient
+    vocabulary: Cut | None  # of the embedding
     layers: tuple[DenseLayer, ...]
     final_norm: Norm
     rotary: nn.Module
@@ -230,23 +253,28 @@ def _is_plain(decoder: nn.Module, *, may_be_meta: bool = False) -> bool:
 
 
 def _changes_results(hook: object) -> bool:
-    """Gradient checkpointing marks the embeddings as requiring gradients by a hook, and routing replay hands choices of experts
-    to modules. The first changes nothing here, and the decoder follows the second."""
-    replays = isinstance(getattr(hook, "__self__", None), RoutedForward)
-    return not replays and getattr(hook, "__name__", "") != "make_inputs_require_grads"
+    """Gradient checkpointing marks the embeddings as requiring gradients, which changes nothing here. Routing replay hands
+    choices of experts to modules, and tensor parallelism adds up results of modules: the decoder does both by itself."""
+    owner = getattr(hook, "__self__", hook)
+    return (
+        not isinstance(owner, RoutedForward | Exchange) and getattr(hook, "__name__", "") != "make_inputs_require_grads"
+    )
 
 
 @torch.no_grad()
 def _read(decoder: Any, layers: Sequence[Any]) -> DenseDecoder:
     config, attention = decoder.config, decoder.layers[0].self_attn
+    cut = cut_of(attention.o_proj)
+    num_ranks = 1 if cut is None else cut.group.size()
     return DenseDecoder(
         embed=decoder.embed_tokens.weight,
         padding_idx=decoder.embed_tokens.padding_idx,
+        vocabulary=cut_of(decoder.embed_tokens),
         layers=tuple(layers),
         final_norm=_norm(decoder.norm),
         rotary=decoder.rotary_emb,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_heads=config.num_attention_heads // num_ranks,
+        num_kv_heads=config.num_key_value_heads // num_ranks,
         head_dim=attention.head_dim,
         scale=float(attention.scaling),
     )
@@ -317,7 +345,7 @@ def _projection(parts: Sequence[nn.Linear], join: Callable[[list[nn.Parameter]],
     biases = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "either all projections of an input have a bias or none has"
     weight = join([cast(nn.Parameter, part.weight) for part in parts])
-    return Projection(weight, join(biases) if biases else None, tuple(parts))
+    return Projection(weight, join(biases) if biases else None, tuple(parts), cut_of(parts[0]))
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -8,7 +8,9 @@ sums per layer in each direction, at the entrance and the exit of attention and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,29 @@ from verl.models.parallel.collectives import enter_group, leave_group, own_range
 from verl.parallel.slices import COLUMN, ROW
 
 _HEAD_NORMS = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The weight of a module is divided along `dim`, of length `total`, over the ranks of `group`."""
+
+    dim: int
+    total: int
+    group: dist.ProcessGroup
+
+    def here(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices of this rank's part, for indices along `dim`, and which of them are elsewhere; those are 0."""
+        first, count = own_range(self.total, self.group)
+        elsewhere = (index < first) | (index >= first + count)
+        return (index - first).masked_fill(elsewhere, 0), elsewhere
+
+
+_cuts: WeakKeyDictionary[nn.Module, Cut] = WeakKeyDictionary()
+
+
+def cut_of(part: nn.Module) -> Cut | None:
+    """The division of a module's weight; None if it is whole."""
+    return _cuts.get(part)
 
 
 class Division:
@@ -79,6 +104,7 @@ def _divide_linear(part: nn.Linear, name: str, dim: int, group: dist.ProcessGrou
     _cut(part, "weight", name, dim, group, division)
     if part.bias is not None and dim == 0:
         _cut(part, "bias", name, 0, group, division)
+    part.out_features, part.in_features = part.weight.shape
     if isinstance(part, LoRALinear):
         _cut(part, "lora_B" if dim == 0 else "lora_A", name, dim, group, division)
         division.partial.add(f"{name}.lora_A" if dim == 0 else f"{name}.lora_B")
@@ -90,12 +116,11 @@ def _divide_vocabulary(module: Any, names: dict[nn.Module, str], group: dist.Pro
     embedding = module.get_decoder().get_input_embeddings()
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     is_tied = head is not None and head.weight is embedding.weight
-    first, count = own_range(embedding.num_embeddings, group)
     _cut(embedding, "weight", names[embedding], 0, group, division)
+    lookup = _Lookup(_cuts[embedding])
     if embedding.padding_idx is not None:
-        local = embedding.padding_idx - first
-        embedding.padding_idx = local if 0 <= local < count else None
-    lookup = _Lookup(first, count, group)
+        padding, is_elsewhere = lookup.cut.here(torch.tensor(embedding.padding_idx))
+        embedding.padding_idx = None if is_elsewhere else int(padding)
     embedding.register_forward_pre_hook(lookup.before)
     embedding.register_forward_hook(lookup.after)
     if head is None:
@@ -111,16 +136,21 @@ def _divide_vocabulary(module: Any, names: dict[nn.Module, str], group: dist.Pro
 def _cut(part: nn.Module, leaf: str, name: str, dim: int, group: dist.ProcessGroup, division: Division) -> None:
     parameter = getattr(part, leaf)
     division.dims[f"{name}.{leaf}"] = dim
+    _cuts[part] = Cut(dim, parameter.shape[dim], group)
     first, count = own_range(parameter.shape[dim], group)
     shard = parameter.detach().narrow(dim, first, count).contiguous()
     setattr(part, leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
-class _Entrance:
-    """Before attention and MLP: the gradients of their shared input are summed once for all projections."""
+class Exchange:
+    """A hook that adds up what modules compute in parts; verl.models.decoder does so by itself."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
+
+
+class _Entrance(Exchange):
+    """Before attention and MLP: the gradients of their shared input are summed once for all projections."""
 
     def __call__(self, module: HFModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
@@ -128,11 +158,8 @@ class _Entrance:
         return args, {**kwargs, "hidden_states": enter_group(kwargs["hidden_states"], self.group)}
 
 
-class _Exit:
+class _Exit(Exchange):
     """After a projection that was divided by input columns: the parts are summed. A bias is complete, and counts once."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
 
     def __call__(self, module: nn.Linear, args: tuple[object, ...], out: torch.Tensor) -> torch.Tensor:
         if module.bias is None:
@@ -140,17 +167,16 @@ class _Exit:
         return leave_group(out - module.bias, self.group) + module.bias
 
 
-class _Lookup:
+class _Lookup(Exchange):
     """Hooks of the embedding: tokens of other ranks look up row 0. The sum over the ranks replaces it."""
 
-    def __init__(self, first: int, count: int, group: dist.ProcessGroup):
-        self.first, self.count, self.group = first, count, group
-        self.elsewhere = torch.empty(0)
+    def __init__(self, cut: Cut):
+        super().__init__(cut.group)
+        self.cut, self.elsewhere = cut, torch.empty(0)
 
     def before(self, module: nn.Embedding, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
-        ids = args[0] - self.first
-        self.elsewhere = (ids < 0) | (ids >= self.count)
-        return (ids.masked_fill(self.elsewhere, 0),)
+        ids, self.elsewhere = self.cut.here(args[0])
+        return (ids,)
 
     def after(self, module: nn.Embedding, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
         return leave_group(out.masked_fill(self.elsewhere.unsqueeze(-1), 0.0), self.group)

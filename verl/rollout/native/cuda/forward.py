@@ -81,7 +81,7 @@ class StraightForward:
         """Whether this model can be computed here."""
         decoder = readable(module)
         head = module.get_output_embeddings()
-        if decoder is None or type(head) is not torch.nn.Linear or head.bias is not None:
+        if decoder is None or type(head) is not torch.nn.Linear or head.bias is not None or head._forward_hooks:
             return False
         return (
             head_transform(module.config) == {"softcap": None, "logit_scale": 1.0}
