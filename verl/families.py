@@ -159,6 +159,7 @@ class EngineFacts:
     records_stopped_experts: bool = _can("returns the experts of a sample that a stop string ends")
     pages_by_key: bool = _can("has a KV cache that kv_cache_config divides into pages")
     takes_buckets: bool = _can("takes new weights in buckets of memory")
+    takes_adapters: bool = _can("computes with LoRA adapters that an update sends without the weights")
     drafts: bool = _can("verifies drafts of several tokens in a step")
     drafts_history: bool = _can("drafts from earlier responses")
     prefills_by_key: bool = _can("has switches for prompts in chunks and for prefix caching")
@@ -198,8 +199,8 @@ ROLLOUT_ENGINES = Registry(
         ),
         "http": _row("verl.rollout.http.engine:HTTPRollout", "holds_weights asks_service reads_images takes_buckets"),
         "sglang": _row(
-            "verl.rollout.http.engine:SGLangRollout",
-            "holds_weights starts_process asks_service divides_model reads_images takes_buckets",
+            "verl.rollout.http.sglang:SGLangRollout",
+            "holds_weights starts_process asks_service divides_model reads_images takes_buckets takes_adapters",
         ),
     },
     base="verl.rollout.api:RolloutEngine",

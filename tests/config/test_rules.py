@@ -153,6 +153,8 @@ error    ROLLOUT.keep_partial_kv_cache  ROLLOUT.prefetch_num=1  ROLLOUT.partial_
 error    ROLLOUT.keep_partial_kv_cache  ROLLOUT.prefetch_num=1  ROLLOUT.partial_rollout=True
         ROLLOUT.keep_partial_kv_cache=True  ROLLOUT.enable_rollout_routing_replay=True
 error    MODEL.quantization  MODEL.quantization=nf4
+error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True
+error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True  MODEL.lora_rank=4  MODEL.use_dora=True
 error    MODEL.lora_adapter_path  MODEL.lora_adapter_path=/nowhere
 error    critic.model.lora_adapter_path  critic.model.lora_adapter_path=/nowhere
 error    reward.reward_model.model_path  reward.reward_model.enable=True

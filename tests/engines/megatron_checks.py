@@ -20,7 +20,7 @@ from tests.engines.tiny import make_engine
 from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.extras import EXPERTS
 from verl.data_proto.merge import object_array
-from verl.engines.api import MicroBatching, TrainEngine, whole
+from verl.engines.api import MicroBatching, TrainEngine, gather_adapters, whole
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.engines.megatron.engine import MegatronEngine
@@ -272,7 +272,7 @@ def check_declared_weights(folder):
             expert_tensor_parallel=many.section.expert_tensor_size(),
         )
         before, wrong = {name: t.clone() for name, t in many.gather_weights()}, 0
-        sent = {name: whole(t) for name, t in own_names(many.state().adapter.tensors).items()} if many.spec else before
+        sent = own_names(dict(gather_adapters(many))) if many.spec else before
         for tensor in decoder_tensors(declared.shapes, num_kv_heads=declared.num_kv_heads, **counts):
             part = layout.part(tensor, dist.get_rank())
             assert (part is None) == (tensor.name not in held), tensor.name

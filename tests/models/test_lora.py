@@ -8,9 +8,18 @@ import torch
 from tests.engines.test_contract import make_batch, policy_loss
 from tests.engines.tiny import make_engine
 from verl.config import ModelConfig
-from verl.engines.api import MicroBatching, whole
+from verl.engines.api import MicroBatching, gather_adapters, whole
 from verl.errors import CheckpointError, ConfigError, ModelError
-from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, LoRALinear, LoRASpec, adapters_off, add_adapters, lora_layers
+from verl.models.lora import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoRALinear,
+    LoRASpec,
+    adapters_off,
+    add_adapters,
+    lora_layers,
+    own_names,
+)  # fmt: skip
 from verl.models.tiny import make_tiny_model
 
 peft = pytest.importorskip("peft")
@@ -120,6 +129,17 @@ def test_the_merged_model_is_the_adapted_one(plain, folder, kind):
     batch = make_batch(5)
     a, b = (e.forward(batch, ("log_probs",), ALL)["log_probs"] for e in (trained, merged))
     assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_gathered_adapters_make_the_trained_model_of_the_base(plain, folder):
+    trained = train(engine(folder))
+    adapters, base = own_names(dict(gather_adapters(trained))), dict(plain.named_parameters())
+    layers = {name.rpartition(".")[0] for name in adapters}
+    assert adapters.keys() == {f"{layer}.{part}" for layer in layers for part in ("lora_A", "lora_B")}
+    for name, tensor in trained.gather_weights():
+        layer = name.removesuffix(".weight")
+        update = 2 * adapters[f"{layer}.lora_B"] @ adapters[f"{layer}.lora_A"] if layer in layers else 0
+        assert torch.allclose(tensor, base[name] + update, atol=1e-7), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

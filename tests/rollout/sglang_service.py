@@ -9,6 +9,9 @@ SamplingParams.
 import json
 import math
 from functools import partial
+from pathlib import Path
+
+from safetensors.torch import load_file
 
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ModelError
@@ -30,6 +33,7 @@ class SimulatedSGLang:
         self.eos_token_ids, self.most_new, self.original = eos_token_ids, most_new, original
         self.version, self.num_updates, self.receive = "default", 0, receive
         self.is_updating = self.is_paused = False
+        self.adapters, self.adapter_config = {}, None
         self.answers = {
             "/health": {},
             "/model_info": lambda body: self.info(),
@@ -40,6 +44,8 @@ class SimulatedSGLang:
             "/begin_weight_update": partial(self.open_session, True),
             "/end_weight_update": partial(self.open_session, False),
             "/update_weights_from_ipc": self.receive_weights,
+            "/load_lora_adapter": self.load_adapter,
+            "/unload_lora_adapter": self.unload_adapter,
             "/pause_generation": partial(self.pause, True),
             "/continue_generation": partial(self.pause, False),
             "/flush_cache": (200, "Cache flushed.\n"),
@@ -47,7 +53,7 @@ class SimulatedSGLang:
 
     def restart(self):
         """Another process answers at the address, with the weights of the model's files."""
-        self.version, self.is_updating, self.is_paused = "default", False, False
+        self.version, self.is_updating, self.is_paused, self.adapters = "default", False, False, {}
 
     def open_session(self, opens, body):
         if opens == self.is_updating:
@@ -67,6 +73,18 @@ class SimulatedSGLang:
             return (400, json.dumps({"success": False, "message": str(error)}))
         self.version = body["weight_version"] or self.version
         return {"success": True, "message": ""}
+
+    def load_adapter(self, body):
+        """Read at once, and kept under a name that no other one has."""
+        assert body["lora_name"] not in self.adapters
+        folder = Path(body["lora_path"])
+        self.adapters[body["lora_name"]] = load_file(folder / "adapter_model.safetensors")
+        self.adapter_config = json.loads((folder / "adapter_config.json").read_text())
+        return {"success": True, "error_message": ""}
+
+    def unload_adapter(self, body):
+        del self.adapters[body["lora_name"]]
+        return {"success": True, "error_message": ""}
 
     def pause(self, pauses, body):
         self.is_paused = pauses
@@ -88,6 +106,8 @@ class SimulatedSGLang:
 
     def generate(self, body):
         assert not self.is_paused, "the server would never answer"
+        if body.get("lora_path") not in (None, *self.adapters):
+            return (400, f"LoRA adapter '{body['lora_path']}' is not loaded")
         ids, sampling = body["input_ids"], body["sampling_params"]
         if len(ids) >= self.context_length - RESERVED:
             return (

@@ -1,19 +1,26 @@
 """verl's part of a server of SGLang: its sampler uses our keys, its receiver takes whole and right weights or none."""
 
+import copy
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.rollout.conftest import make_prompts
+from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.service import running
 from tests.rollout.sglang_modules import FOREIGN_TOKEN, FusedModel, import_inside
 from tests.rollout.sglang_service import SimulatedSGLang
-from tests.rollout.simulated import send
+from tests.rollout.simulated import send, weight_transfer
 from tests.rollout.test_vllm import weights_of
+from verl.config import ModelConfig, RolloutConfig
+from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, ModelError
+from verl.models.lora import LoRASpec, add_adapters, is_adapter, peft_names
+from verl.rollout.api import ENGINES
+from verl.rollout.http.server import arguments
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 from verl.rollout.vllm.sample import draw_arguments
@@ -199,6 +206,52 @@ def test_messages_of_others_are_left_to_sglang(inside):
         "IPC weight update failed"
     )
     assert receive(updater, SimpleNamespace(zmq_handles={"verl": "no JSON"}))[0] is False
+
+
+def test_adapters_travel_without_weights(connect, load, tokenizer, tmp_path):
+    """As peft has them; the last ones are used and the ones before are gone, as is their folder."""
+    spec = LoRASpec(4, 16.0, ("q_proj", "down_proj"), rslora=True)
+    module = copy.deepcopy(load("llama"))
+    layers = add_adapters(module, spec, torch.float32)
+    adapters = peft_names({name: p.detach() for name, p in module.named_parameters() if is_adapter(name)})
+    model = ModelConfig(
+        path="a/model", lora_rank=4, lora_alpha=16, use_rslora=True, target_modules=["q_proj", "down_proj"]
+    )
+    server = SimulatedSGLang("a/model", lambda ids, position, params: (7, -0.5), VOCABULARY)
+    config = RolloutConfig(name="sglang", adapters_by_name=True, max_num_seqs=4)
+    with running(server.answers) as service:
+        settings = ServiceConfig(url=service.url, weights_dir=str(tmp_path), timeout_s=5.0)
+        engine = ENGINES.get("sglang")(
+            load("llama"), tokenizer, replace(config, service=settings), eos_token_ids=[EOS],
+            transfer=replace(weight_transfer("a/model"), model=model),
+        )  # fmt: skip
+        for version in (1, 2):
+            engine.load(iter(adapters.items()))
+            engine.publish(version)
+            (sample, *_) = engine.generate(make_prompts([3]), SamplingParams(max_new_tokens=2), step=0)
+            assert sample.weight_version == version
+        names = [body.get("lora_path") for body in service.bodies("/generate")]
+        with pytest.raises(ModelError, match=r"missing parameter base_model\.model\.model\.layers\.1"):
+            engine.load(iter(list(adapters.items())[:-1]))
+    assert names[0] is None, "the check at the start"
+    assert len({*names}) == 3
+    (held,) = server.adapters.values()
+    assert held.keys() == adapters.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in adapters.items())
+    assert server.adapter_config["lora_alpha"] / server.adapter_config["r"] == spec.scale
+    assert server.adapter_config["target_modules"] == layers
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_of_the_run_is_started_for_its_adapters(load):
+    config = RolloutConfig(prompt_length=20, response_length=12, adapters_by_name=True)
+    transfer = weight_transfer("a/model")
+    transfer = replace(transfer, model=ModelConfig(path="a/model", lora_rank=4, target_modules=["q_proj", "up_proj"]))
+    said = " ".join(arguments(config, transfer, load("llama"), 8123))
+    for part in ("--enable-lora", "--max-lora-rank 4", "--lora-target-modules q_proj up_proj", "--lora-backend torch"):
+        assert part in said
+    on_gpu = replace(transfer, device=torch.device("cuda"))
+    assert "--lora-backend" not in arguments(config, on_gpu, load("llama"), 8123), "SGLang chooses it"
 
 
 def test_a_server_without_verl_inside_gets_files(connect, load, tmp_path, monkeypatch):

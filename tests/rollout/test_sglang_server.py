@@ -25,8 +25,8 @@ from verl.errors import MissingExtraError, ModelError, WorkerLostError
 from verl.parallel.child_processes import __file__ as ANCESTRY
 from verl.rollout.api import ENGINES
 from verl.rollout.http import client
-from verl.rollout.http.engine import SGLangRollout
 from verl.rollout.http.server import _folder_in_memory, arguments
+from verl.rollout.http.sglang import SGLangRollout
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMS = SamplingParams(n=2, max_new_tokens=2)

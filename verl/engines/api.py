@@ -256,6 +256,14 @@ def whole(tensor: torch.Tensor | Deferred) -> torch.Tensor:
     return tensor.build() if isinstance(tensor, Deferred) else tensor
 
 
+def gather_adapters(engine: TrainEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """(peft's name, full tensor), the masters of all adapters, for a rollout engine that computes with them. Collective, as
+    `TrainEngine.gather_weights` is."""
+    adapter = engine.state().adapter
+    assert adapter is not None
+    return ((name, whole(tensor)) for name, tensor in adapter.tensors.items())
+
+
 @dataclass(frozen=True)
 class AdapterState:
     """LoRA adapters under peft's names, and their adapter_config.json."""

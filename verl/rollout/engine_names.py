@@ -60,13 +60,15 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
                 "sglang.srt.arg_groups.fields:*.",
                 "model_path tokenizer_path trust_remote_code json_model_override_args host port device dtype tp_size "
                 "ep_size mem_fraction_static context_length max_running_requests random_seed disable_radix_cache "
-                "disable_decode_cuda_graph disable_prefill_cuda_graph enable_memory_saver log_level sampling_backend",
+                "disable_decode_cuda_graph disable_prefill_cuda_graph enable_memory_saver log_level sampling_backend "
+                "enable_lora max_lora_rank lora_target_modules max_loras_per_batch lora_strict_loading lora_backend",
             ),
             *_members(
                 "sglang.srt.entrypoints:",
                 "/health /model_info /server_info /generate /update_weights_from_disk /update_weight_version "
                 "/begin_weight_update /update_weights_from_ipc /end_weight_update /pause_generation /continue_generation "
-                "/abort_request /flush_cache /release_memory_occupation /resume_memory_occupation",
+                "/abort_request /flush_cache /release_memory_occupation /resume_memory_occupation "
+                "/load_lora_adapter /unload_lora_adapter",
             ),
             *_members("sglang.srt.layers.sampler:", "Sampler.forward register_sampler_backend"),
             *_members(

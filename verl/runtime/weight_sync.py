@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config import ModelConfig, full_key
-from verl.engines.api import TrainEngine
+from verl.engines.api import TrainEngine, gather_adapters
 from verl.engines.loading import build_module
 from verl.errors import ConfigError
 from verl.families import engine_facts
@@ -234,7 +234,10 @@ class RankWeightSync:
             if self.engine is not None and self.rollout is not None and self.rollout.replica is not None:
                 lend_records(self.rollout.replica.module, self.engine.module)
         elif self.delivery is not None and weights is None:
-            gathered = () if self.engine is None else self.engine.gather_weights()
+            by_name, engine = self.context.rollout.section.adapters_by_name, self.engine
+            gathered: Weights = ()
+            if engine is not None:
+                gathered = gather_adapters(engine) if by_name else engine.gather_weights()
             weights = self._delivered(self.delivery, gathered)
         if self.rollout is not None:
             self.rollout.set_weights(version, weights)
@@ -243,7 +246,8 @@ class RankWeightSync:
 
     def _delivered(self, delivery: Delivery, gathered: Weights) -> Weights | None:
         """The weights for the engine of this rank; None if the rank has taken part already."""
-        if not engine_facts(self.context.rollout.section.name).takes_buckets:
+        rollout = self.context.rollout.section
+        if rollout.adapters_by_name or not engine_facts(rollout.name).takes_buckets:
             return delivery.tensors(gathered)
         if self.rollout is not None and self.context.engine_plan.runs_engine(self.context.rank):
             return gathered

@@ -1,11 +1,14 @@
 """Read by each Python process that has this folder on its PYTHONPATH: SGLang can be imported without a GPU's packages.
 
 SGLang imports packages of kernels and pictures even if nothing of them runs. An absent one of ABSENT becomes
-a module with every name, and no name does anything.
+a module with every name, and no name does anything. Its LoRA asks for pinned memory, which needs a GPU's driver: it gets
+usual memory.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 
@@ -54,3 +57,15 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(Absent())
+
+
+def unpinned(make):
+    return functools.wraps(make)(lambda *args, pin_memory=False, **more: make(*args, **more))
+
+
+if "VERL_OWN_SGLANG" in os.environ:  # in the server, not in the run that starts it
+    import torch
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *device: tensor

@@ -41,6 +41,16 @@ def _check_model(path: str, model: ModelConfig, root: PPOConfig) -> Iterator[Pro
             f"{key}={model.lora_adapter_path} is no folder with adapters (adapter_config.json with a rank r). Correct it, "
             "or remove it to train without them.",
         )
+    rollout = value_at(root, f"{path.removesuffix('.model')}.rollout")
+    if getattr(rollout, "adapters_by_name", False):
+        key = f"{path.removesuffix('.model')}.rollout.adapters_by_name"
+        if model.lora_rank <= 0:
+            yield error(key, f"{key}=True sends adapters, and there are none. Set {path}.lora_rank, or remove it.")
+        elif unread := [name for name in ("use_dora", "modules_to_save", "quantization") if getattr(model, name)]:
+            yield error(
+                key,
+                f"{key}=True is for plain adapters on the weights of the model's files. Remove it or {path}.{unread[0]}.",
+            )
     if model.quantization and read:
         key, fault = f"{path}.quantization", None
         if model.lora_rank <= 0:

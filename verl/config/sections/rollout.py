@@ -341,6 +341,12 @@ class RolloutConfig(Section):
     service: ServiceConfig = section(
         ServiceConfig, "a service that generates (name=http or sglang)", when="asks_service", strict=OURS
     )
+    adapters_by_name: bool = ours(
+        False,
+        "updates of LoRA training send SGLang only the adapters, as files under a name; else they are merged into the weights, "
+        "which all travel",
+        when="takes_adapters",
+    )
     nnodes: int = used(0, "nodes only for rollout; 0: it shares the training devices", ge=0, le=10_000)
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True, ge=0, le=1024)
     tensor_model_parallel_size: int = used(

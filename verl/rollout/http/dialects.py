@@ -30,6 +30,8 @@ MESSAGE, OWN_SERVER = (
     "VERL_OWN_SGLANG",
 )  # an entry of zmq_handles and an environment variable that in_sglang.py reads
 _BEGIN, _END = "/begin_weight_update", "/end_weight_update"  # of SGLang
+_PAUSE: tuple[str, dict[str, object]] = ("/pause_generation", {"mode": "abort"})
+_CONTINUE = "/continue_generation"
 _UNFINISHED = "unfinished"  # version of weights between begin and end of an update
 _SEED_MASK = (1 << 31) - 1
 _SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets its own seed
@@ -226,6 +228,7 @@ class SGLang:
     def __init__(self) -> None:
         self._info = "/model_info"
         self._has_receiver = False
+        self._adapter: str | None = None  # its name; None: the model without one
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         if not client.get(self._info, may_lack=True).value:
@@ -236,7 +239,7 @@ class SGLang:
             raise ConfigError(
                 f"The service at {client.url} serves {served}, but this run trains {name or path}; start it with that model."
             )
-        client.command("/continue_generation", {}, may_lack=True)  # after a run that ended within an update
+        client.command(_CONTINUE, {}, may_lack=True)  # after a run that ended within an update
         require_log_probs(self, client, vocab_size, "without SGLANG_RETURN_ORIGINAL_LOGPROB")
 
     def longest(self, client: Client) -> tuple[int | None, str]:
@@ -267,6 +270,8 @@ class SGLang:
             raise ModelError("Videos cannot be sent to SGLang in this version. Leave out rows and tools with videos.")
         if request.files.contents:
             body["image_data"] = [url for _, url in request.urls]
+        if self._adapter is not None:
+            body["lora_path"] = self._adapter
         answer = client.post("/generate", body, num_tokens=request.num_tokens)
         num_read = None if request.files.contents else answer.get(int, "meta_info", "prompt_tokens")
         require_prompt(answer, num_read in (None, len(request.token_ids)), request)
@@ -286,14 +291,24 @@ class SGLang:
     def update(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
         """See Dialect. Nothing is sampled from the beginning of an update to its success: the server stays paused after an
         error."""
-        client.command("/pause_generation", {"mode": "abort"}, may_lack=True)
+        client.command(*_PAUSE, may_lack=True)
         if self._has_receiver:
             self._load(client, buckets, reader)
         else:
             for description in buckets:
                 body = {"model_path": description["folder"], "flush_cache": True}
                 self._post(client, "/update_weights_from_disk", body)
-        client.command("/continue_generation", {}, may_lack=True)
+        client.command(_CONTINUE, {}, may_lack=True)
+
+    def load_adapter(self, client: Client, name: str, folder: Path) -> None:
+        """Let the service read an adapter, which samples use from now on; the one before is dropped. Raises ModelError."""
+        client.command(*_PAUSE, may_lack=True)
+        self._post(client, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        if self._adapter is not None:
+            self._post(client, "/unload_lora_adapter", {"lora_name": self._adapter})
+        self._adapter = name
+        client.command("/flush_cache", {})
+        client.command(_CONTINUE, {}, may_lack=True)
 
     def _load(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
         try:

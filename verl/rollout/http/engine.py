@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import queue
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from verl.config import RolloutConfig, full_key
+from verl.config import full_key
 from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
-from verl.errors import ConfigError, MissingExtraError, ModelError, RefusedError, UnreachableError, WorkerLostError
+from verl.errors import ConfigError, ModelError, RefusedError
 from verl.families import ROLLOUT_ENGINES
 from verl.parallel.framing import most_connections
 from verl.registry import load_object
@@ -28,15 +27,13 @@ from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect, require_tempered
-from verl.rollout.http.server import SGLangServer, require_space
+from verl.rollout.http.server import require_space
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
 from verl.rollout.vllm.settings import longest_sequence
 from verl.rollout.vllm.weights import LINK_READER, Description
 from verl.rollout.weight_version import OwnWeights, checked_buckets
 
 _URL = "http://127.0.0.1:8000"  # the address of vLLM's server by default
-_MEMORY = ("kv_cache", "weights")  # of SGLang, by its names
-_IDLE_S = 30  # for its server to end what was dropped
 
 log = logging.getLogger(__name__)
 
@@ -311,85 +308,3 @@ def _first_end(token_ids: list[int], searched: int, rules: StopRules) -> int | N
     response = np.asarray(token_ids)
     ends = (end for end in range(searched + 1, len(response) + 1) if rules.ends_string(response[:end]))
     return next(ends, None)
-
-
-@dataclass(eq=False)
-class SGLangRollout(HTTPRollout):
-    """A service of SGLang (`rollout.name=sglang`), or without `service.url` a server that is started only for this engine.
-    Raises the errors of SGLangServer and HTTPRollout, and WorkerLostError when that server dies."""
-
-    facts = ROLLOUT_ENGINES.facts["sglang"]
-    api = "sglang"
-
-    @classmethod
-    def require_package(cls, config: RolloutConfig, key: str = "rollout.name") -> None:
-        """See RolloutEngine."""
-        if config.service.url is None and importlib.util.find_spec("sglang") is None:
-            fix = f"set {full_key('rollout.service.url')} to a server of SGLang that is running"
-            raise MissingExtraError(f"{full_key(key)}=sglang", "sglang", "sglang", fix)
-
-    def __post_init__(self) -> None:
-        self.server: SGLangServer | None = None
-        if self.config.service.url is None:
-            self.server = SGLangServer(self.config, self.transfer, self.module)
-            service = replace(self.config.service, url=self.server.url, weights_dir=self.server.weights_dir)
-            self.config = replace(self.config, service=service)
-        try:
-            super().__post_init__()
-        except BaseException:
-            self.close()
-            raise
-        self._asleep: set[str] = set()  # parts of the server's memory that are freed
-
-    def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
-        self.require_whole()
-        self._wake(*_MEMORY)
-        return super().open(params, step=step, keep=keep)
-
-    def load(self, weights: Weights) -> None:
-        self._wake("weights")  # the KV cache would lie in memory that the update may need
-        super().load(weights)
-
-    def release(self) -> None:
-        """See RolloutEngine. A server that was started here frees its memory of the GPU, unless it is still busy with
-        samples that were dropped. Weights that no update replaces stay on the GPU."""
-        if self.server is None or not self.server.frees_memory or self._asleep:
-            return
-        parts = _MEMORY if self.syncs else ("kv_cache",)
-        with self.watched():
-            self.client.post("/abort_request", {"abort_all": True})
-            try:
-                self.client.command(f"/flush_cache?timeout={_IDLE_S}", {})  # refused until nothing runs
-            except ModelError as error:
-                log.warning("SGLang's server keeps its GPU memory during this training step: %s", error)
-                return
-            if self.syncs:
-                self.discard()
-            self.client.post("/release_memory_occupation", {"tags": parts})
-        self._asleep = set(parts)
-
-    def _wake(self, *parts: str) -> None:
-        if tags := sorted(self._asleep.intersection(parts)):
-            with self.watched():
-                self.client.post("/resume_memory_occupation", {"tags": tags})
-            self._asleep.difference_update(tags)
-
-    def close(self) -> None:
-        """End the server, if it was started here."""
-        super().close()
-        if self.server is not None:
-            self.server.close()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Raises WorkerLostError instead of UnreachableError when the server has ended."""
-        try:
-            yield
-        except UnreachableError as error:
-            ending = self.server.ending() if self.server is not None else ""
-            if not ending or self.server is None:
-                raise
-            raise WorkerLostError(
-                f"SGLang's server (pid {self.server.pid}) {ending}. Start the run again, which resumes from the last "
-                "checkpoint."
-            ) from error

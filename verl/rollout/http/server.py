@@ -10,18 +10,21 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
-from verl.config import RolloutConfig, full_key
+from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.errors import ConfigError, DeadlineError, ModelError, UnreachableError
 from verl.models.hf_module import HFModule
+from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, LoRASpec, adapted_layers, peft_names
 from verl.parallel.child_processes import python_command
 from verl.parallel.collectives import free_port
-from verl.rollout.api import WeightTransfer
+from verl.rollout.api import Weights, WeightTransfer
 from verl.rollout.engine_names import SERVICE, require_names
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import CONTEXT_MARGIN, OWN_SERVER
 from verl.rollout.process import Child
 from verl.rollout.vllm.settings import longest_sequence
+from verl.rollout.weight_version import complete
 
 _POLL_S = 0.5
 _HEALTH_S = 10.0  # for one answer about its health
@@ -104,6 +107,45 @@ def _folder_in_memory(skeleton: HFModule, dtype: torch.dtype) -> str | None:
     return _SHARED_MEMORY if has_room else None
 
 
+class NamedAdapters:
+    """The LoRA adapters of `model` as SGLang loads them. `skeleton` is the model on the meta device. Raises ConfigError for
+    adapters that do not fit it."""
+
+    def __init__(self, model: ModelConfig, skeleton: HFModule):
+        spec = LoRASpec.of(model)
+        assert spec is not None
+        self.layers, self.rank = adapted_layers(skeleton, spec), spec.rank
+        # SGLang scales by alpha / r
+        self._config = {
+            **spec.to_json(model.path, self.layers),
+            "lora_alpha": spec.scale * spec.rank,
+            "use_rslora": False,
+        }
+        sizes = {name: skeleton.get_parameter(f"{name}.weight").shape for name in self.layers}
+        shapes = {f"{name}.lora_A": torch.Size((spec.rank, size[1])) for name, size in sizes.items()}
+        shapes |= {f"{name}.lora_B": torch.Size((size[0], spec.rank)) for name, size in sizes.items()}
+        self._shapes: dict[str, torch.Size] = peft_names(shapes)
+
+    def options(self, device: torch.device) -> dict[str, object]:
+        """Arguments of sglang.launch_server."""
+        return {
+            "enable_lora": True,
+            "max_lora_rank": self.rank,
+            "lora_target_modules": sorted({name.rpartition(".")[2] for name in self.layers}),
+            "max_loras_per_batch": 2,  # the other one is the model without adapters, as checks of the server ask it
+            "lora_strict_loading": True,
+            "lora_backend": "torch_native" if device.type == "cpu" else None,
+        }
+
+    def write(self, folder: Path, weights: Weights) -> None:
+        """Write `weights` under peft's names to a new folder. Raises ModelError when one is missing."""
+        numbers = {name: number for number, name in enumerate(self._shapes)}
+        tensors = {n: t.detach().cpu().contiguous() for n, t in complete(weights, self._shapes, numbers)}
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / WEIGHTS_FILE)
+        (folder / CONFIG_FILE).write_text(json.dumps(self._config), encoding="utf-8")
+
+
 def require_space(folder: Path, skeleton: HFModule, dtype: torch.dtype) -> None:
     """Raise ConfigError when `folder` has no room for the weights."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
@@ -119,7 +161,7 @@ def _num_bytes(skeleton: HFModule, dtype: torch.dtype) -> int:
     return sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
 
 
-def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object, port: int) -> list[str]:
+def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: HFModule, port: int) -> list[str]:
     """The arguments of sglang.launch_server. Entries of rollout.engine_kwargs.sglang override them."""
     model = transfer.model
     sleeps = config.free_cache_engine and transfer.device.type == "cuda"
@@ -145,6 +187,7 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object,
         "disable_prefill_cuda_graph": config.enforce_eager,
         "enable_memory_saver": sleeps,
         "log_level": "warning",
+        **(NamedAdapters(model, skeleton).options(transfer.device) if config.adapters_by_name else {}),
     }
     words: list[str] = []
     for name, value in {**defaults, **config.engine_kwargs.sglang}.items():
