@@ -107,6 +107,49 @@ def test_greedy_samples_are_the_native_ones_before_and_after_updates(engine, fol
         assert {c.weight_version for c in completions} == {version}
 
 
+SAMPLED = (
+    SamplingParams(n=4, temperature=1.0, max_new_tokens=16),
+    SamplingParams(n=4, temperature=0.7, top_k=20, top_p=0.9, max_new_tokens=16, seed=3),
+    SamplingParams(n=2, temperature=1.0, min_p=0.02, max_new_tokens=12),
+)
+
+
+@pytest.mark.parametrize("params", SAMPLED)
+def test_samples_are_the_native_ones(engine, folder, params):
+    """On logits that differ in their last bits, by the same uniforms."""
+    prompts = make_prompts([3, 9, 17, 5])
+    expected = native(changed(folder, 2), engine).generate(prompts, params, step=7)
+    assert gap(engine.generate(prompts, params, step=7), expected) < 2e-5
+
+
+def test_memory_is_freed_and_comes_back(engine, folder, monkeypatch):
+    """The order of the calls, which SGLang checks; on a CPU it frees nothing."""
+    module, prompts = changed(folder, 2), make_prompts([3, 9])
+    expected = native(module, engine).generate(prompts, GREEDY, step=0)
+    monkeypatch.setattr(engine.server, "frees_memory", True)
+    for syncs in (False, True):
+        engine.syncs = syncs
+        engine.release()
+        if syncs:
+            send(engine, module, 2)
+        assert gap(engine.generate(prompts, GREEDY, step=0), expected) < 1e-5
+
+
+def test_a_model_divided_over_two_processes(folder, monkeypatch):
+    for name, value in {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}.items():
+        monkeypatch.setenv(name, value)
+    rollout = "actor_rollout_ref.rollout"
+    divided = make(folder, f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.max_model_len={LONGEST}")
+    try:
+        module, prompts = changed(folder, 1), make_prompts([3, 9, 17, 5])
+        send(divided, module, 1)
+        for params in (GREEDY, *SAMPLED):
+            expected = native(module, divided).generate(prompts, params, step=1)
+            assert gap(divided.generate(prompts, params, step=1), expected) < 2e-5
+    finally:
+        divided.close()
+
+
 def test_samples_end_at_stop_tokens(engine, folder):
     """At the stop tokens of a request too, with ignore_eos and without, if the end-of-sequence token is sampled too."""
     module, prompts = changed(folder, 2), make_prompts([3, 9, 17])
@@ -166,15 +209,24 @@ def test_another_run_on_the_same_server(engine, folder, tmp_path):
     assert gap(other.generate(prompts, GREEDY, step=0), native(module, other).generate(prompts, GREEDY, step=0)) < 1e-5
 
 
-def test_a_run_with_a_server_of_its_own(folder, tmp_path):
+LORA = (
+    "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.rollout.adapters_by_name=True",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "way"), [((), "shared memory"), (LORA, "shared memory, adapters as files")])
+def test_a_run_with_a_server_of_its_own(folder, tmp_path, more, way):
     """Two steps of GRPO. A third of the vocabulary ends a sample, so that few have all 24 tokens."""
     stops = f"actor_rollout_ref.rollout.stop_token_ids={list(range(81))}"
     keys = overrides(
-        folder, write_task(tmp_path), *ENGINE_KEYS, stops, "data.max_response_length=24", "trainer.total_training_steps=2",
-        "trainer.save_freq=-1", "trainer.test_freq=-1", f"trainer.default_local_dir={tmp_path / 'run'}",
+        folder, write_task(tmp_path), *ENGINE_KEYS, *more, stops, "data.max_response_length=24",
+        "trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.test_freq=-1",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
     )  # fmt: skip
     command = [sys.executable, "-m", "verl", "train", *keys]
-    ran(*command, env={**os.environ, **ENVIRONMENT}, timeout=900)
+    done = ran(*command, env={**os.environ, **ENVIRONMENT}, timeout=900)
+    assert f"weights: {way}\n" in done.stdout + done.stderr
     rows = read_lines(tmp_path / "run" / "metrics.jsonl")
     trained = [row for row in rows if row["step"] > 0]
     assert len(trained) == 2
