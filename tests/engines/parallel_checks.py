@@ -6,6 +6,7 @@ import glob
 import itertools
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -557,7 +558,7 @@ def check_change_while_training(folder):
     return {"steps": steps, "num_parameters": num_parameters}
 
 
-@on(2, 4)
+@on(2)
 def check_memory_of_the_host(folder):
     """In memory of the host and in messages: bytes that the first of two steps exchanges, and weights after the second."""
     path, micro, num_bytes, trained = model_folder(folder, "llama"), MicroBatching(max_tokens=256), [], []
@@ -575,16 +576,19 @@ def check_memory_of_the_host(folder):
 
 @on(2)
 def check_weights_are_one_copy(folder):
-    """An embedding's last row as the first rank reads it, in both dtypes, when the second rank has written it; and the
-    number of groups that share weights if the second rank has no memory to share."""
+    """An embedding's last row as the first rank reads it, in both dtypes, if the second rank writes it late before a call of
+    the engine and early after it; and the number of groups that share weights if the second rank has no memory to share."""
     path, values = one_layer(folder, "llama"), []
     for dtype in ("float32", "bfloat16"):
-        engine = make(FSDPEngine, path, dtype=dtype)
-        if dist.get_rank() == 1:
-            engine.shards["model.embed_tokens.weight"].computing[-1] = 0.5
+        engine, writes = make(FSDPEngine, path, dtype=dtype), dist.get_rank() == 1
+        row = engine.shards["model.embed_tokens.weight"].computing[-1:] if writes else torch.zeros(1)
+        time.sleep(0.4 * writes)
+        row.fill_(0.5)
         with engine._ready():
             engine.model.unshard()
+            time.sleep(0.2 * (not writes))
             values.append(engine.module.get_input_embeddings().weight[-1].float().mean().item())
+        row.fill_(0.25)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(host_units, "try_segment", lambda num_bytes: None)

@@ -149,12 +149,6 @@ def test_ranks_of_a_host_exchange_only_sums_of_gradients(two):
     assert in_messages > 2 * in_memory
 
 
-@pytest.mark.slow
-def test_four_ranks_of_a_host_exchange_only_sums_of_gradients(four):
-    in_memory, in_messages = four["check_memory_of_the_host"]["bytes"]
-    assert 3 * in_memory < 2 * in_messages
-
-
 def test_ranks_of_a_host_read_one_copy_of_the_weights(two):
     assert two["check_weights_are_one_copy"] == {"values": [0.5, 0.5], "groups": 0}
 

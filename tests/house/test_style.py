@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 6_826,
     "agents": 5_802,
     "tasks": 1_001,
-    "tests": 85_417,
+    "tests": 85_415,
     "benchmarks": 6_066,
 }
 MAX_MEAN_FUNCTION_LINES = 12
