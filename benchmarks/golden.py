@@ -41,7 +41,7 @@ RUNS: Mapping[str, Runtime] = {
     **{name: runtime for name, runtime in RUNTIMES.items() if name.startswith("four-")},
 }
 _NAMES_A_FOLDER = "adapter_config.json"  # of the model under the adapters
-_NOT_OF_THE_WORK = ("timing", "perf/", "memory", "switch_peak", "seconds", "time", "tokens_per", "last_group")
+_NOT_OF_THE_WORK = ("timing", "perf/", "memory", "switch_peak", "sync_s", "seconds", "time", "tokens_per", "last_group")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(task: Task, name: str) -> dict[str, Any]:
     """Metrics by step and checkpoint digests of one run."""
     run, folder = RUNS[name], task.folder / name
-    keys = [key.format(model=task.model) for key in run.keys]
+    keys = [key.replace("{model}", str(task.model)) for key in run.keys]
     command = [sys.executable, *run.launcher, "-m", "verl.trainer.main_ppo", *task.keys, *keys]
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     command.append(f"trainer.default_local_dir={folder}")
