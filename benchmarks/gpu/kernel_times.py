@@ -82,7 +82,12 @@ def _attention(half: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], float]]:
 
 def main() -> None:
     results = Results()
-    bandwidth = sizes.measure_limits(DEVICE, not ON_GPU)["bytes"]
+    limits = sizes.measure_limits(DEVICE, not ON_GPU)
+    bandwidth = limits["bytes"]
+    try:
+        _products_in_fp8(results, limits["flops"])
+    except Exception as error:  # noqa: BLE001 - not on GPUs before Ada, and on few CPUs
+        results.fail("fp8 products", error)
     for name, op, arguments, num_bytes in cases():
         try:
             results.add(f"{name}, by torch", 1000 * _seconds(by_torch(op), arguments), "ms")
@@ -92,6 +97,26 @@ def main() -> None:
                 results.add(f"{name}, share of bandwidth", 100 * num_bytes / spent_s / bandwidth, "%")
         except Exception as error:  # noqa: BLE001 - the other kernels still count
             results.fail(name, error)
+
+
+def _products_in_fp8(results: Results, flops: float) -> None:
+    """Of a 7B model's MLP with one scale a row, and of their rounding: TFLOP/s of both, against the limit in bfloat16."""
+    rows, inputs, outputs = (_TOKENS, 3584, 18944) if ON_GPU else (32, 64, 128)
+    x, weight = (torch.randn(n, inputs, device=DEVICE, dtype=torch.bfloat16) for n in (rows, outputs))
+
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = x.abs().amax(1, keepdim=True).float() / 448  # the largest number of e4m3
+        return (x / scale).to(torch.float8_e4m3fn), scale
+
+    (a, a_scale), (b, b_scale) = rounded(x), rounded(weight)
+    by_rows = partial(torch._scaled_mm, scale_b=b_scale.t(), out_dtype=torch.bfloat16)
+    for name, call in (
+        ("products", lambda: by_rows(a, b.t(), scale_a=a_scale)),
+        ("products with rounding", lambda: by_rows((again := rounded(x))[0], b.t(), scale_a=again[1])),
+    ):
+        rate = 2 * rows * inputs * outputs / _seconds(call, ())
+        results.add(f"fp8 {name}", rate / 1e12, "TFLOP/s")
+        results.add(f"fp8 {name}, times the limit of bfloat16", rate / flops)
 
 
 def _seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:

@@ -55,26 +55,26 @@ def _script(name: str, *arguments: str) -> tuple[str, ...]:
     return (str(Path(__file__).with_name(name)), *arguments)
 
 
-STEPS = (  # expected seconds as an H100 took on 27 November 2026, where it ran the whole step
+STEPS = (  # in order of value; seconds as an H100 took on 27 November 2026 where it ran the step, else estimates
     Step("environment", _script("functions.py", "environment"), 30),
+    Step("training profile", _script("speed.py", "profile"), 75),
+    Step("fsdp of one rank", _script("functions.py", "fsdp"), 30),
+    Step("weights by IPC", _script("speed.py", "weights"), 20),
+    Step("times of kernels", _script("kernel_times.py"), 25),
+    Step("decode sweep", _script("speed.py", "decode"), 120),
+    Step("backend", _script("functions.py", "tests", "tests/rollout/test_device_backend.py"), 30),
+    Step("loop", _script("functions.py", "loop"), 86, 240),
     Step(
         "kernels",
         _script("functions.py", "tests", "tests/models/test_varlen.py", "tests/reshard/test_device_memory.py"),
         21,
     ),
     Step("kernels by Triton", _script("functions.py", "tests", "tests/models/test_kernels.py"), 115),
-    Step("times of kernels", _script("kernel_times.py"), 20),
-    Step("backend", _script("functions.py", "tests", "tests/rollout/test_device_backend.py"), 30),
-    Step("sizes 0.5b", _script("sizes.py", "--size", "0.5b", "--limit-s", "170"), 80),
-    Step("loop", _script("functions.py", "loop"), 86, 240),
-    Step("decode sweep", _script("speed.py", "decode"), 120),
     Step("decode profile", _script("speed.py", "decode-profile"), 45),
-    Step("training profile", _script("speed.py", "profile"), 45),
-    Step("fsdp of one rank", _script("functions.py", "fsdp"), 30),
     Step("service", _script("functions.py", "service"), 30),
-    Step("weights by IPC", _script("speed.py", "weights"), 20),
-    Step("TRL 0.5b", _script("functions.py", "trl", "0.5b"), 120),
     Step("sizes 1.5b", _script("sizes.py", "--size", "1.5b", "--limit-s", "200"), 110),
+    Step("TRL 0.5b", _script("functions.py", "trl", "0.5b"), 120),
+    Step("sizes 0.5b", _script("sizes.py", "--size", "0.5b", "--limit-s", "170"), 80),
 )
 
 

@@ -47,11 +47,17 @@ DEVICE = report_device()
 ON_GPU = DEVICE.type == "cuda"
 HALF = torch.bfloat16 if ON_GPU else torch.float32
 _ROWS = (64, 256, 512) if ON_GPU else (2, 4)
-_SIZES = ("0.5b", "1.5b", "7b") if ON_GPU else ("tiny",)
+_SIZES = ("1.5b", "0.5b", "7b") if ON_GPU else ("tiny",)
 _NO_DEADLINE = float("inf")
 # 14,288 tokens of one micro-batch: at 1.5B, 41 GB of activations
 _TRAINING = sizes.Shape(8, 6, 256, 256, (1,), 32768, 3) if ON_GPU else sizes.QUICK
 _DECODING = sizes.FULL if ON_GPU else sizes.QUICK
+_RECOMPUTED = {  # case -> (recompute, offloads_inputs) of the module
+    "activations kept": ("none", False),
+    "selective checkpointing": ("selective", False),
+    "checkpointing": ("full", False),
+    "checkpointing, inputs on the host": ("full", True),
+}
 _TIME = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
 _KERNELS = 8  # slowest kernels among the numbers; the log has more
 
@@ -224,10 +230,11 @@ def profile(chosen: tuple[str, ...], results: Results) -> None:
         columns = sizes.columns_of(prompts, [(i // shape.samples, row) for i, row in enumerate(ids)])
         advantages = torch.randn(shape.rows, 1).expand(-1, shape.response_tokens).contiguous()
         work = partial(sizes.accumulate, bench, columns, advantages)
-        bench.section(f"{size}, activations kept", partial(_profile, bench, f"{size}, activations kept", work))
-        bench.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        bench.module.train()
-        bench.section(f"{size}, checkpointing", partial(_profile, bench, f"{size}, checkpointing", work))
+        for case, (bench.module.recompute, bench.module.offloads_inputs) in _RECOMPUTED.items():
+            if case != "activations kept":
+                bench.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                bench.module.train()
+            bench.section(f"{size}, {case}", partial(_profile, bench, f"{size}, {case}", work))
         bench.module.gradient_checkpointing_disable()
         step = sizes.median_s(partial(optimizer.step, 1e-6), DEVICE, 3)
         bench.note(f"{size}, optimizer step", 1000 * step, "ms")
