@@ -20,6 +20,9 @@ from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError, FolderLostError, InterruptedRun
 from verl.manifest import MANIFEST, find_damage, record_of, write_manifest
 from verl.programs.ppo_program import PPOProgram
+from verl.rollout.native.compiled.library import kernels
+from verl.rollout.native.draft_texts import Guess, TextIndex
+from verl.rollout.native.drafts import StepCosts
 from verl.run.loop import Loop, StopRequested, StopSignal
 from verl.tracking.ledger.reader import Ledger
 
@@ -54,6 +57,19 @@ def test_stopped_and_resumed_run_equals_the_unbroken_one(tiny_run, unbroken, in_
     resumed = tiny_run(*SETTINGS, saving, folder="broken")
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed) == weights(unbroken)
+
+
+@pytest.mark.skipif(kernels() is None, reason="the decoding kernels are not compiled for this processor")
+def test_a_resumed_run_with_drafts_equals_the_unbroken_one_without(tiny_run, unbroken, monkeypatch):
+    monkeypatch.setattr(StepCosts, "of", lambda self, num_tokens: 1.0)  # all drafts are tried
+    monkeypatch.setattr(TextIndex, "guess", lambda self, name, end: Guess(end[-1], 4, 1.0))
+    settings = (*SETTINGS, "actor_rollout_ref.rollout.max_num_seqs=2")
+    settings = (*settings, "actor_rollout_ref.rollout.speculative.methods=[ngram,history]")
+    tiny_run(*settings, "trainer.total_training_steps=2", folder="broken")
+    resumed = tiny_run(*settings, folder="broken")
+    assert weights(resumed) == weights(unbroken)
+    metrics = [json.loads(line) for line in (resumed.folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get("rollout/num_drafts", 0) for row in metrics) > 0
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, slow(False)])
