@@ -43,24 +43,12 @@ class VerlChild:
         self.side = RLTrainer(load_config(overrides, config_name=config)).__enter__()
         return {"package": verl.__path__[0]}
 
-    def build_ranks(
-        self,
-        config: str | None,
-        overrides: list[str],
-        program: str,
-        work: dict[str, Any] | None = None,
-        folder: str = "",
-    ) -> None:
-        """A run of a shipped config as a rank of several, or of a workload, with a count of the bytes that it sends."""
+    def build_ranks(self, config: str | None, overrides: list[str], program: str) -> None:
+        """A run of a shipped config (None: of defaults) as a rank of several, with a count of the bytes that it sends."""
         from verl.config import SCHEMAS, load_config
         from verl.parallel.traffic import TRAFFIC
         from verl.run.host import SteppedRun
 
-        if work is not None:
-            from verl_side import overrides_of, write_prompts
-
-            write_prompts(Workload.from_json(work), Path(folder))
-            overrides = overrides_of(Workload.from_json(work), Path(folder), overrides)
         loaded = load_config(overrides, config_name=config, schema=SCHEMAS[program])
         self.side, add = SteppedRun(loaded, program), TRAFFIC.add
         TRAFFIC.add = lambda seconds, num_bytes: (self.sent.append(num_bytes), add(seconds, num_bytes))[1]

@@ -151,13 +151,17 @@ def main(argv: list[str] | None = None) -> Report:
 
 def against_trl(options: argparse.Namespace) -> Report:
     """Two processes of ours and of TRL."""
+    from verl_side import overrides_of, write_prompts
+
     work = make_workload(options_of(["--dtype", options.dtype]), options.rounds + 2)
 
     def start(name: str, folder: Path) -> Ranks:
         if name == TRL:
             return Ranks.of_trl(2, folder, options.trl, work.to_json(), work.num_sequences)
-        run = {"config": None, "program": "ppo", "work": work.to_json(), "folder": str(folder / "work")}
-        return Ranks(name, 2, folder, options.rounds, "build_ranks", options.set, **run)
+        write_prompts(work, folder / "work")
+        overrides = overrides_of(work, folder / "work", ["trainer.total_training_steps=", *options.set])
+        overrides.remove("trainer.total_training_steps=")  # Ranks has it
+        return Ranks(name, 2, folder, options.rounds, "build_ranks", overrides, config=None, program="ppo")
 
     report = Report(f"A step of GRPO in {options.dtype}, TRL as {options.trl}")
     return compare(options, report, start, (SIDES[0], TRL), ("step_s", "processor_s"))

@@ -22,7 +22,7 @@ MAX_LINES = {
     "agents": 5_802,
     "tasks": 1_001,
     "tests": 85_431,
-    "benchmarks": 6_098,
+    "benchmarks": 6_090,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
