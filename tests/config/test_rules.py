@@ -155,6 +155,8 @@ error    ROLLOUT.keep_partial_kv_cache  ROLLOUT.prefetch_num=1  ROLLOUT.partial_
 error    MODEL.quantization  MODEL.quantization=nf4
 error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True
 error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True  MODEL.lora_rank=4  MODEL.use_dora=True
+error    ROLLOUT.speculative.methods  ROLLOUT.name=hf  ROLLOUT.speculative.methods=[ngram]
+warning  ROLLOUT.speculative.methods  ROLLOUT.name=vllm  ROLLOUT.speculative.methods=[ngram]
 error    MODEL.lora_adapter_path  MODEL.lora_adapter_path=/nowhere
 error    critic.model.lora_adapter_path  critic.model.lora_adapter_path=/nowhere
 error    reward.reward_model.model_path  reward.reward_model.enable=True

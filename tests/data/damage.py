@@ -1,6 +1,5 @@
 """Data files on disks, in copies and by hand: bytes changed, cut or added, and names that are no files."""
 
-import functools
 import gzip
 import json
 import random
@@ -69,4 +68,6 @@ def outcome(rng: random.Random, folder, tokenizer) -> tuple[str, str]:
     return kind.__name__, "accepted, valid"
 
 
-cases = functools.partial(mutations.cases, outcome=outcome)
+def cases(rng, count, folder):
+    """Outcomes of `count` mutated rows in damaged files."""
+    return mutations.outcomes(outcome, rng, count, folder)

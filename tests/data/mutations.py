@@ -241,8 +241,13 @@ def outcome(rng, folder, tokenizer) -> tuple[str, str]:
     return kind, "accepted, valid"
 
 
-def cases(rng, count, folder, outcome=outcome):
-    """`outcome` of `count` mutated rows."""
+def outcomes(outcome_of, rng, count, folder):
+    """`outcome_of` each of `count` mutated rows."""
     tokenizer = make_tokenizer()
     for _ in range(count):
-        yield outcome(rng, folder, tokenizer)
+        yield outcome_of(rng, folder, tokenizer)
+
+
+def cases(rng, count, folder):
+    """Outcomes of `count` mutated rows."""
+    return outcomes(outcome, rng, count, folder)

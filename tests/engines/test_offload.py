@@ -16,7 +16,7 @@ def test_a_state_is_loaded_where_the_optimizer_steps(monkeypatch):
     engine = object.__new__(FSDPEngine)
     engine.device, engine.optimizer = device, SimpleNamespace(move_state=lambda to: calls.append(("moments", to.type)))
     engine.config = SimpleNamespace(offload_policy=False, param_offload=True, optimizer_offload=True)
-    engine.shards = {}
+    engine.shards, engine.num_lr_steps = {}, 0
     monkeypatch.setattr(fsdp, "move_module", lambda _, to: calls.append(("parameters", torch.device(to).type)))
     engine.model = None
     engine._trained = SimpleNamespace(load=lambda state: calls.append(("load", state.what)))

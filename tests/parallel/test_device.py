@@ -68,7 +68,9 @@ def test_the_device_of_any_runtime_is_made_the_current_one(monkeypatch, name, ma
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(rank_workers, "_with_device_names", lambda context, comm: context)
     monkeypatch.setattr(rank_workers.RankWorkers, "_build", lambda self, context: None)
-    rank_workers.RankWorkers(SimpleNamespace(device=torch.device(name)), None)
+    monkeypatch.setattr(rank_workers, "set_queues", lambda specs, num_devices: None)
+    context = SimpleNamespace(device=torch.device(name), specs=None, placement=SimpleNamespace(num_devices=1))
+    rank_workers.RankWorkers(context, None)
     assert calls == made_current
 
 

@@ -28,7 +28,7 @@ from verl.rollout.vllm.core import Core, request_arguments
 from verl.rollout.vllm.sample import BatchSampler, SlotSampler, draw_arguments
 from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weight_check import HeldWeights, _explained
-from verl.rollout.vllm.weights import READERS, WeightReceiver, _tied
+from verl.rollout.vllm.weights import LINK_READER, READERS, WeightReceiver, _tied
 
 pytestmark = pytest.mark.seed("B5")
 
@@ -451,4 +451,4 @@ def test_a_message_runs_no_code_of_its_sender(tmp_path):
 
 def test_the_readers_are_those_that_runs_name():
     _, copy = transfer_of_run()
-    assert set(READERS) == {copy.reader, copy.folder_reader}
+    assert set(READERS) == {copy.reader, LINK_READER, copy.folder_reader}

@@ -93,7 +93,9 @@ def test_an_engine_that_cannot_open_it_gets_the_hosts_memory(make, load, driver,
 
 def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
     """Its handles go to the driver as they come; any client of a service could invent them."""
-    _, copy = transfer_of_run("actor_rollout_ref.actor.fsdp_config.dtype=float32", device="cuda:0")
+    _, copy = transfer_of_run(
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32", device="cuda:0"
+    )
     assert set(OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
     message = json.dumps({"reader": copy.reader, "bucket": {"entries": [], "number": 1, "devices": []}})
     with pytest.raises(ModelError, match="'verl.reshard.device_memory:read_device_bucket' is not a reader"):

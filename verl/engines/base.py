@@ -229,7 +229,7 @@ class TrainedEngine(ABC):
         """See TrainEngine. Empty parts stay as they are. Every rank reads full tensors and keeps its part, so any number of
         ranks will do. Raises CheckpointError when names or shapes are not this model's."""
         self._trained.load(state)
-        self.num_lr_steps = state.extra.get("num_lr_steps", self.num_lr_steps)
+        self.num_lr_steps = state.extra["num_lr_steps"] if state.extra else self.num_lr_steps
 
     # -- the device layout -----------------------------------------------------------------------------------------------
 

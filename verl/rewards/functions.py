@@ -379,7 +379,7 @@ def results_of(
     try:
         returned = finished(function(**arguments))
     except (AttributeError, TypeError) as error:
-        if "list" in str(error) and isinstance(completions[0], list):
+        if isinstance(completions[0], list) and ("list" in str(error) or type(completions[0]).__name__ in str(error)):
             hint = "a prompt of messages has completions of messages, so read the text as completion[0]['content']"
             error.args = (f"{error}; {hint}",)
         raise

@@ -379,7 +379,7 @@ RULES = (
     check_batches,
     check_reward_debug,
     check_lengths,
-    check_sampling,
+    check_estimator,
     check_drafts,
     check_rejection,
     check_online,
