@@ -72,7 +72,7 @@ def test_families_with_a_decoder_call_no_module_of_transformers(request, ranks, 
 
 def test_groups_of_equal_ranks_are_one(two):
     counts = two["check_groups"]
-    assert counts in [{"groups": [[0], [0, 1]], "threads": n, "num_engines": 3} for n in (2, 0)]  # PyTorch 2.9 names none
+    assert counts in [{"groups": [[0], [0, 1]], "threads": n, "num_engines": 3} for n in (2, 0)]  # 0 in PyTorch 2.9
 
 
 def test_a_rank_without_a_row_to_compute_stays_in_step(two):
