@@ -17,6 +17,7 @@ from verl.engines.api import require_library
 from verl.errors import DistributionError, MissingExtraError
 from verl.families import ROLLOUT_ENGINES, TRAINING_ENGINES
 from verl.programs.ppo_data import known_loops
+from verl.rewards.scorers.route import find_scorer
 from verl.runtime.api import _make
 from verl.tracking.trained import TrainedRun
 
@@ -40,7 +41,7 @@ def test_the_longest_name_decides():
 
 @pytest.mark.parametrize(
     ("verb", "part"),
-    [("plan", "planner"), ("view", "page"), ("serve", "tinker"), ("import-check", "compat")],
+    [("plan", "planner"), ("view", "page"), ("serve", "tinker"), ("import-check", "compat"), ("data", "tasks")],
 )
 def test_a_verb_of_a_part_that_is_missing(core_alone, capsys, verb, part):
     assert main([verb, "--help"]) == MissingExtraError.exit_code
@@ -51,9 +52,12 @@ def test_a_verb_of_a_part_that_is_missing(core_alone, capsys, verb, part):
     assert line.endswith(f"run: pip install ./packages/verl-{part}")
 
 
-def test_a_task_of_verl_data(core_alone, capsys):
-    assert main(["data", "char_count", "--output", "x"]) == MissingExtraError.exit_code
-    assert "The module verl.data.prepare is part of verl-tasks" in capsys.readouterr().err
+def test_a_scorer_of_a_known_data_source(core_alone):
+    with pytest.raises(
+        DistributionError, match="^The built-in scorer 'openai/gsm8k' is part of verl-tasks, which is not installed"
+    ):
+        find_scorer("openai/gsm8k")
+    assert find_scorer("mine") is None
 
 
 def test_a_run_with_agents(core_alone):

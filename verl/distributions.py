@@ -36,10 +36,21 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.engines.deepspeed",
         "verl.rollout.vllm",
         "verl.rollout.http",
+        "verl.rollout.process",
+        "verl.reshard.link",
         *(f"verl.runtime.ray{name}" for name in ("", "_cluster", "_node", "_process", "_request", "_scaling")),
     ),
-    "verl-agents": ("verl.agents", "verl.tools"),
-    "verl-tasks": ("verl.data.tasks", "verl.data.prepare", "verl.agents.games", "verl.agents.tools.calculator"),
+    "verl-agents": ("verl.agents", "verl.tools", "verl.rewards.programs"),
+    "verl-tasks": (
+        "verl.data.tasks",
+        "verl.data.prepare",
+        "verl.programs.label",
+        "verl.cli.data",
+        "verl.agents.games",
+        "verl.agents.tools.calculator",
+        *(f"verl.rewards.scorers.{name}" for name in ("code", "exact_match", "gsm8k", "reasoning_gym")),
+        *(f"verl.rewards.scorers.math_{name}" for name in ("answers", "forms")),
+    ),
 }
 
 

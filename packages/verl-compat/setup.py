@@ -4,4 +4,4 @@ import runpy
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-runpy.run_path(str(FOLDER.parents[1] / "setup.py"))["setup_part"](FOLDER, "verl-agents", "verl-clusters")
+runpy.run_path(str(FOLDER.parents[1] / "setup.py"))["setup_part"](FOLDER, "verl-agents", "verl-clusters", "verl-tasks")

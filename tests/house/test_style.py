@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 73_282,
+    "core": 71_749,
     "compat": 7_802,
     "page": 3_760,
     "planner": 2_755,
     "tinker": 3_526,
-    "clusters": 6_826,
-    "agents": 5_802,
-    "tasks": 1_001,
-    "tests": 85_444,
+    "clusters": 7_095,
+    "agents": 5_955,
+    "tasks": 2_121,
+    "tests": 85_448,
     "benchmarks": 6_090,
 }
 MAX_MEAN_FUNCTION_LINES = 12

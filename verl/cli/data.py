@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import cast
 
 from verl.cli.parser import Parser
-from verl.distributions import load_part
 from verl.families import DEFAULT_ROLLOUT, engines_with
 
 _ABOUT = (
@@ -27,13 +25,13 @@ def run_data(argv: list[str]) -> int:
         return 0
     if argv[:1] == ["verifiers"]:
         options = _environment_parser().parse_args(argv[1:])
-        print(
-            "\n".join(
-                load_part("verl.agents.verifiers").prepare(options.name, options.output, options.train, options.test)
-            )
-        )
+        from verl.agents.verifiers import prepare
+
+        print("\n".join(prepare(options.name, options.output, options.train, options.test)))
         return 0
-    return cast("int", load_part("verl.data.prepare").main(argv))
+    from verl.data.prepare import main
+
+    return main(argv)
 
 
 def _environment_parser() -> argparse.ArgumentParser:
