@@ -97,13 +97,35 @@ def test_bytes_that_are_no_message_and_bombs_are_refused():
     for body in (b"\xff" * 50, b"{}"):
         with pytest.raises(RefusedRequest, match="protobuf"):
             codec.training_message(body)
-    with pytest.raises(RefusedRequest, match="MiB"):
-        codec.decompressed(zstandard.compress(bytes(codec.MAX_BYTES + 1)), "zstd")
-    with pytest.raises(RefusedRequest, match="not zstd"):
-        codec.decompressed(b"abc", "zstd")
-    with pytest.raises(RefusedRequest, match="not supported"):
-        codec.decompressed(b"abc", "br")
-    assert codec.decompressed(zstandard.compress(b"abc"), "zstd") == b"abc"
+    bomb = zstandard.compress(bytes(codec.MAX_BYTES + 1))
+    for packed, encoding, sentence in (
+        (bomb, "zstd", "MiB"),
+        (b"abc", "zstd", "not zstd"),
+        (b"abc", "br", "not supported"),
+    ):
+        assert sentence in codec.decompressed(packed, encoding)[1].sentence
+    assert codec.decompressed(zstandard.compress(b"abc"), "zstd") == (b"abc", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        (b'{"model_id": "m", "seq_id": 12, "rate": NaN}', ("m", 12)),
+        (b'{"seq_id": "12", "model_id": "m", "path": "a', ("m", 12)),
+        (b'{"a": {"seq_id": 3}, "model_id": "m"}', None),
+        (b'{"model_id": "m", "seq_id": 12', None),  # perhaps of 123
+        (b'{"model_id": "m", "seq_id": 1.5}', None),
+        (b'{"seq_id": 12, "model_id": "m', None),
+        (b"\n\x01m\x10\xac\x02\x1a\xff", ("m", 300)),
+        (b"\n\x01m\x10\xac", None),
+        (b"\n\x01\xff\x10\x01", None),
+        (b"[12]", None),
+        (b"", None),
+        (b"\n", None),
+    ],
+)
+def test_the_number_of_a_damaged_request_is_read_if_it_is_certain(body, number):
+    assert codec.number_of(body) == number
 
 
 def test_results_are_read_by_the_sdk():

@@ -1,6 +1,7 @@
 """Any sequence of requests leaves the service answering and the other tenant unharmed. More: benchmarks/fuzz.py service."""
 
 import asyncio
+import json
 import math
 import random
 import sqlite3
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+import zstandard
 
 pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
@@ -16,9 +18,8 @@ from tinker.proto import tinker_public_pb2 as wire  # noqa: E402
 
 from tests.tinker.data import datum  # noqa: E402
 from tests.tinker.requests import KEYS, Caller, lives, make_service  # noqa: E402
-from tests.tinker.test_tenants import rows, sample  # noqa: E402
-from verl.tinker import checkpoints, model_routes  # noqa: E402
-from verl.tinker.app import application  # noqa: E402
+from tests.tinker.test_tenants import PROTOBUF, rows, sample  # noqa: E402
+from verl.tinker import app, checkpoints, codec, computer, model_routes, routes  # noqa: E402
 from verl.tinker.journal import RequestJournal, trouble  # noqa: E402
 from verl.tinker.records import RefusedRequest  # noqa: E402
 from verl.tinker.tenants import Tenants  # noqa: E402
@@ -31,11 +32,13 @@ def test_any_sequence_of_requests(bench, tmp_path, seed):
 
 
 def in_process(bench, folder, act):
-    """The result of `act(service, ada, bob)` on a new service without a socket."""
+    """The result of `act(service, ada, bob)` on a service without a socket, after what its folder has."""
 
     async def run():
         service = make_service(bench, folder)
-        transport = httpx.ASGITransport(application(service), raise_app_exceptions=False)
+        served = app.application(service)
+        transport = httpx.ASGITransport(served, raise_app_exceptions=False)
+        await service.recover(served.state.handlers)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
                 return await act(service, *[await Caller(service, http, name).open() for name in KEYS])
@@ -93,21 +96,128 @@ def test_a_request_that_fails_in_a_batch_fails_alone(bench, tmp_path, around):
     in_process(bench, tmp_path, act)
 
 
-@pytest.mark.parametrize(
-    ("route", "more", "status"),
-    [
-        ("optim_step", {"adam_params": {"learning_rate": math.nan}}, 400),
-        ("save_weights_external", {"path": "a"}, 404),
-        ("training_runs/M/checkpoints/weights/a/publish", {}, 404),
-    ],
-)
-def test_a_request_refused_before_it_is_queued_uses_its_number(bench, tmp_path, route, more, status):
+def numbered(model, seq_id=1, **more):
+    return json.dumps({"model_id": model, "seq_id": seq_id, **more}).encode()
+
+
+def packed(model, damage):
+    content = zstandard.compress(rows(model, 1, [datum(seed, 500) for seed in range(100)]), level=1)
+    return damage(content)
+
+
+REFUSED_EARLY = {  # route, body of a model, headers, status
+    "value": ("optim_step", lambda m: numbered(m, adam_params={"learning_rate": math.nan}), {}, 400),
+    "route": ("save_weights_external", lambda m: numbered(m, path="a"), {}, 404),
+    "path": ("training_runs/M/checkpoints/weights/a/odd", numbered, {}, 404),
+    "cut": ("optim_step", lambda m: numbered(m, adam_params={"beta1": 0.9})[:-9], {}, 400),
+    "text": ("optim_step", lambda m: numbered(m)[:-1] + b', "a": "\xff"}', {}, 400),
+    "deep": ("optim_step", lambda m: numbered(m)[:-1] + b', "a": ' + b"[" * 9999, {}, 400),
+    "protobuf": ("forward_backward", lambda m: rows(m, 1)[:-5], {}, 400),
+    "cut zstd": ("forward_backward", lambda m: packed(m, lambda c: c[: len(c) // 2]), {"content-encoding": "zstd"}, 400),
+    "bad zstd": ("forward_backward", lambda m: packed(m, lambda c: c[:-9] + b"x" * 9), {"content-encoding": "zstd"}, 400),
+    "large": ("forward_backward", lambda m: rows(m, 1, [datum(0, 500)] * 20), {}, 413),
+    "bomb": ("forward_backward", lambda m: zstandard.compress(rows(m, 1) + bytes(1 << 20)), {"content-encoding": "zstd"}, 400),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_EARLY)
+def test_a_request_refused_before_it_is_queued_uses_its_number(bench, tmp_path, name, monkeypatch):
+    route, body, headers, status = REFUSED_EARLY[name]
+    if name in ("large", "bomb"):
+        for module in (app, codec):
+            monkeypatch.setattr(module, "MAX_BYTES", 100_000)
+
     async def act(service, ada, bob):
-        answer = await ada.post(route, {"model_id": ada.model, "seq_id": 1, **more})
-        assert answer.status_code == status
-        stolen = await bob.post(route, {"model_id": ada.model, "seq_id": 2, **more})
+        answer = await ada.post(route, body(ada.model), **headers)
+        assert answer.status_code == status, answer.text
+        stolen = await bob.post(route, body(ada.model).replace(b'"seq_id": 1', b'"seq_id": 2'), **headers)
         assert stolen.status_code in (status, 404)
         ada.seq_id = 2
+        await ada.step()
+
+    in_process(bench, tmp_path, act)
+
+
+def test_a_request_that_never_comes_is_named_and_its_number_used(bench, tmp_path, monkeypatch):
+    """After a kill too. What waited fails, so no half of a batch trains; a late request is refused."""
+    monkeypatch.setattr(routes, "POLL_S", 0.02)
+
+    async def act(service, ada, bob):
+        waiting = [
+            await ada.post("forward_backward", rows(ada.model, 2, [datum(0, 5)])),
+            await ada.post("optim_step", numbered(ada.model, 4, adam_params={})),
+        ]
+        polled = await ada.poll(waiting[0])
+        assert (polled.status_code, "Request 1 of" in polled.json()["queue_state_reason"]) == (408, True)
+        assert (await ada.post("optim_step", numbered(ada.model, 1 << 40, adam_params={}))).status_code == 400
+        monkeypatch.setattr(routes, "HOLE_S", 0)
+        for answer in waiting:
+            assert "Request 1 of this model never came" in (await ada.result(answer))["error"]
+        late = await ada.post("forward_backward", rows(ada.model, 1, [datum(0, 5)]))
+        assert (late.status_code, "came too late" in late.text) == (400, True)
+        service.journal.flush()
+        return ada
+
+    async def goes_on(service, other, _):
+        order = service.models[ada.model].order
+        assert (order.next_seq, order.missing) == (5, "")
+        ada.service, ada.http, ada.seq_id = service, other.http, 5
+        await ada.step()
+
+    ada = in_process(bench, tmp_path, act)
+    in_process(bench, tmp_path, goes_on)
+
+
+def test_a_request_whose_body_is_on_its_way_is_waited_for(bench, tmp_path, monkeypatch):
+    """A slow body is no hole, and one that is cut uses no number: the SDK sends it again."""
+    monkeypatch.setattr(routes, "POLL_S", 0.02)
+    monkeypatch.setattr(routes, "HOLE_S", 0)
+
+    async def act(service, ada, bob):
+        content = rows(ada.model, 1, [datum(0, 5)])
+        assert await ada.lose("forward_backward", content) == 499
+        body = numbered(ada.model, 2, adam_params={})
+
+        async def slowly():
+            yield content[:20]
+            states.append((await ada.post("optim_step", body)).json())
+            states.append((await ada.post("retrieve_future", states[0])).json())
+            yield content[20:]
+
+        states = []
+        headers = {"x-api-key": KEYS["ada"], "content-type": PROTOBUF}
+        answer = await ada.http.post("/api/v1/forward_backward", content=slowly(), headers=headers)
+        assert states[1]["type"] == "try_again"
+        await ada.result(answer)
+        assert "metrics" in (await ada.post("retrieve_future", states[0])).json()
+
+    in_process(bench, tmp_path, act)
+
+
+@pytest.mark.parametrize("place", ["forget", "save_state", "answer"])
+def test_a_fault_behind_a_request_stops_no_other(bench, tmp_path, monkeypatch, place):
+    """In the clean-up after a failed pass, in a state on the disk, and in the form of an answer."""
+
+    def fails(*_, **__):
+        raise AssertionError
+
+    async def act(service, ada, bob):
+        with monkeypatch.context() as patch:
+            body = {"model_id": ada.model, "seq_id": 1, "adam_params": {}}
+            if place == "forget":
+                patch.setattr(service.models[ada.model].run, "discard", fails)
+            elif place == "answer":
+                patch.setattr(model_routes, "training_result", fails)
+                await ada.result(await ada.post("forward_backward", rows(ada.model, 1, [datum(0, 5)])))
+                body["seq_id"] = 2
+            else:
+                patch.setattr(computer, "STATE_S", 0)
+                patch.setattr(computer, "STATE_SHARE", 0)
+                patch.setattr(service.checkpoints, "save_state", fails)
+            await ada.result(await ada.post("optim_step", body))
+        await bob.step()
+        assert service.lost is None
+        ada.seq_id = body["seq_id"] + 1
         await ada.step()
 
     in_process(bench, tmp_path, act)
@@ -240,6 +350,8 @@ def test_what_is_read_is_answered_while_the_disk_is_full(bench, tmp_path):
         assert created.status_code == 503
         for route in ("status", "healthz", "metrics", "training_runs"):
             assert (await ada.post(route, b"", "GET")).status_code == 200, route
+        for route, body in (("get_info", {"model_id": ada.model}), ("session_heartbeat", {"session_id": ada.session})):
+            assert (await ada.post(route, body)).status_code == 200, route
         service.journal._file.execute("PRAGMA query_only = 0")
 
     in_process(bench, tmp_path, act)

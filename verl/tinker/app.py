@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from tinker import types
 
 from verl.page.server import STATIC, is_own_name
-from verl.tinker.codec import MAX_BYTES, decompressed
+from verl.tinker.codec import MAX_BYTES, TOO_LARGE, decompressed
 from verl.tinker.journal import trouble
 from verl.tinker.model_routes import ModelRoutes
 from verl.tinker.queues import RequestFuture
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 30.0
 _PAGE = "page"  # the route that a browser opens
+_READS = {  # posts that write nothing, so they are answered while the disk is full
+    "client/config", "client/dynamic_config", "telemetry", "session_heartbeat", "get_info", "weights_info", "retrieve_future",
+}  # fmt: skip
 
 Handler = Callable[[ClientCall], Awaitable[object]]
 
@@ -64,7 +67,7 @@ def application(service: Service) -> Starlette:
         ("asample", post, routes.sample), ("retrieve_future", post, routes.retrieve_future),
     ]  # fmt: skip
     handlers = {path: handler for path, _, handler in table}
-    return Starlette(
+    served = Starlette(
         routes=[
             Route(f"/api/v1/{path}", partial(_answer, service, path, handler), methods=methods)
             for path, methods, handler in table
@@ -77,8 +80,10 @@ def application(service: Service) -> Starlette:
         ]
         + [Route("/", partial(_answer, service, _PAGE, states.page)), Mount("/static", StaticFiles(directory=STATIC))],
         exception_handlers={HTTPException: _http_error},
-        lifespan=lambda app: _lifespan(service, handlers),
+        lifespan=lambda served: _lifespan(service, served.state.handlers),
     )
+    served.state.handlers = handlers
+    return served
 
 
 @contextlib.asynccontextmanager
@@ -99,18 +104,21 @@ async def _lifespan(service: Service, handlers: Mapping[str, Handler]) -> AsyncI
 
 
 async def _answer(service: Service, route: str, handler: Handler, request: Request) -> Response:
-    """Check key and size, read the body, call the handler, and write the journal; a RefusedRequest becomes its status."""
+    """Check key and size, read the body, call the handler, and write the journal; a RefusedRequest becomes its status. Unless
+    the client is told to repeat a request, its number is used, whatever becomes of it: later ones would wait for it."""
+    call: ClientCall | None = None
     try:
         try:
-            call = await _call(service, route, request)
-            try:
-                result = await handler(call)
-            except RefusedRequest as error:
-                if error.retry_after_s is None:
-                    service.use_number(call)
-                raise
+            call, refusal = await _call(service, route, request)
+            if refusal is not None:
+                raise refusal
+            result = await handler(call)
+        except Exception as error:
+            if call is not None and not (isinstance(error, RefusedRequest) and error.retry_after_s is not None):
+                service.use_number(call)
+            raise
         finally:
-            if service.journal.is_behind and request.method != "GET" and route != "retrieve_future":
+            if service.journal.is_behind and request.method != "GET" and route not in _READS:
                 await asyncio.to_thread(service.journal.flush)
     except RefusedRequest as error:
         headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
@@ -136,11 +144,15 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
     return Response(result.model_dump_json(exclude_none=True), media_type="application/json")
 
 
-async def _call(service: Service, route: str, request: Request) -> ClientCall:
+async def _call(service: Service, route: str, request: Request) -> tuple[ClientCall, RefusedRequest | None]:
+    """The request, and why it is refused, if its body is too large or damaged: it has the beginning of the body then."""
     tenant = Tenant() if route == "healthz" else _tenant(service, request)
-    body = decompressed(await _body(request), request.headers.get("content-encoding", ""))
+    with service.arriving(tenant):
+        raw, refusal = await _body(request)
+    body, unread = decompressed(raw, request.headers.get("content-encoding", ""))
     digest = hashlib.sha256(body).hexdigest()
-    return ClientCall(route, body, tenant, digest, request.path_params, request.query_params, method=request.method)
+    parameters = (request.path_params, request.query_params)
+    return ClientCall(route, body, tenant, digest, *parameters, method=request.method), refusal or unread
 
 
 def _tenant(service: Service, request: Request) -> Tenant:
@@ -167,19 +179,17 @@ def _is_foreign(request: Request) -> bool:
     return not is_own or site not in (None, "same-origin", "none")
 
 
-async def _body(request: Request) -> bytes:
-    """The body; a body that is too large is refused before it is read."""
-    sentence = f"The body has more than {MAX_BYTES >> 20} MiB. Send fewer rows in a request."
+async def _body(request: Request) -> tuple[bytes, RefusedRequest | None]:
+    """The body, or the beginning of a body that is too large, and the refusal."""
     length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > MAX_BYTES:
-        raise RefusedRequest(sentence, 413)
-    parts, size = [], 0
+    fits = length.isdigit() and int(length) <= MAX_BYTES
+    parts, size, most = [], 0, MAX_BYTES if fits else 0
     async for part in request.stream():
-        size += len(part)
-        if size > MAX_BYTES:
-            raise RefusedRequest(sentence, 413)
         parts.append(part)
-    return b"".join(parts)
+        size += len(part)
+        if size > most:
+            break
+    return b"".join(parts), None if fits and size <= most else RefusedRequest(TOO_LARGE, 413)
 
 
 async def _nowhere(call: ClientCall) -> object:

@@ -5,13 +5,17 @@ Numbers of the protobuf messages are little-endian arrays in bytes fields.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
+import pydantic
+import pydantic_core
 import zstandard
 from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
@@ -30,26 +34,57 @@ from verl.tinker.sum_losses import SUM_LOSSES
 
 PROTOBUF = "application/x-protobuf"
 MAX_BYTES = 64 << 20  # of a request, decompressed
+TOO_LARGE = f"The body has more than {MAX_BYTES >> 20} MiB. Send fewer rows in a request."
+_PART_BYTES, _HEAD = 1 << 16, 256  # read at a time; characters of a damaged body that are looked at
 _MAX_SAMPLES, _MAX_TOP = 1024, 100
 _MAX_TEMPERATURE = 1e6  # beyond, float32 cannot divide by it
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4", wire.DTYPE_BFLOAT16: "<u2"}
 
 
-def decompressed(body: bytes, encoding: str) -> bytes:
-    """The body of a request without its Content-Encoding. Raises RefusedRequest for an encoding other than zstd, and beyond
-    MAX_BYTES."""
+def decompressed(body: bytes, encoding: str) -> tuple[bytes, RefusedRequest | None]:
+    """The body of a request without its Content-Encoding, and why it is refused: an encoding other than zstd, damage, or more
+    than MAX_BYTES. Then the bytes are its beginning, as far as it can be read."""
     if not encoding:
-        return body
+        return body, None
     if encoding != "zstd":
-        raise RefusedRequest(f"Content-Encoding {encoding!r} is not supported; send zstd or none.")
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            plain = reader.read(MAX_BYTES + 1)
-    except zstandard.ZstdError as error:
-        raise RefusedRequest(f"The body is not zstd: {error}.") from error
-    if len(plain) > MAX_BYTES:
-        raise RefusedRequest(f"The body has more than {MAX_BYTES >> 20} MiB. Send fewer rows in a request.")
-    return bytes(plain)
+        return b"", RefusedRequest(f"Content-Encoding {encoding!r} is not supported; send zstd or none.")
+    plain = bytearray()
+    with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+        try:
+            while part := reader.read(min(_PART_BYTES, MAX_BYTES + 1 - len(plain))):
+                plain += part
+        except zstandard.ZstdError as error:
+            return bytes(plain), RefusedRequest(f"The body is not zstd: {error}.")
+    return bytes(plain), RefusedRequest(TOO_LARGE) if len(plain) > MAX_BYTES else None
+
+
+class _Numbered(pydantic.BaseModel):
+    model_id: str
+    seq_id: int
+
+
+def number_of(body: bytes) -> tuple[str, int] | None:
+    """The model and the number that a request names, in JSON or protobuf that may be damaged behind them; None if they cannot
+    be read."""
+    text = body.decode(errors="replace")
+    cut = text.rstrip("0123456789")  # digits at the end may be half a number
+    readers: list[Callable[[], Any]] = [
+        partial(pydantic_core.from_json, part, allow_partial=True) for part in (cut, cut[:_HEAD])
+    ]
+    if body.startswith(b"\n"):  # the tag of the first field in protobuf
+        readers = [partial(_protobuf_numbers, body)]
+    for read in readers:
+        with contextlib.suppress(Exception):  # what is not read here is refused elsewhere, with the reason
+            numbered = _Numbered.model_validate(read(), from_attributes=True)
+            return numbered.model_id, numbered.seq_id
+    return None
+
+
+def _protobuf_numbers(body: bytes) -> wire.ForwardBackwardRequest:
+    """The first two fields of a message."""
+    start = 3 + body[1]  # a tag, a length below 128, the model, a tag
+    end = next(at for at in range(start, start + 10) if body[at] < 0x80)
+    return training_message(body[: end + 1])
 
 
 def training_message(body: bytes) -> wire.ForwardBackwardRequest:

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 
-from verl.errors import DeadlineError, ModelError, VerlError, WorkerLostError, os_error_of
+from verl.errors import DeadlineError, VerlError, WorkerLostError, os_error_of
 from verl.tinker.checkpoints import Checkpoints, Snapshots
 from verl.tinker.codec import PROTOBUF, sample_result
 from verl.tinker.journal import RequestJournal, trouble
@@ -59,10 +59,16 @@ class Computer:
         try:
             while (taken := self.lanes.take()) is not None:
                 lane, jobs = taken
-                if isinstance(lane, SampleLane):
-                    self._sample(jobs)
-                else:
-                    self._step(lane, jobs[0], jobs[0].work)
+                try:
+                    if isinstance(lane, SampleLane):
+                        self._sample(jobs)
+                    else:
+                        self._step(lane, jobs[0], jobs[0].work)
+                except _LOST:
+                    raise
+                except Exception as error:  # noqa: BLE001  (of these requests; the next ones do not wait for it)
+                    for job in jobs:
+                        self._give(job, _failed(error), runs_again=False)
         except Exception as error:  # noqa: BLE001  (without this thread requests wait for ever)
             self._on_lost(error)
 
@@ -123,7 +129,9 @@ class Computer:
         try:
             adapter = model.bench.state(model.model_id, optimizer=True)
             self.checkpoints.save_state(model.model_id, seq_id, adapter)
-        except (OSError, ModelError, RefusedRequest) as error:
+        except _LOST:
+            raise
+        except Exception as error:  # noqa: BLE001  (the request is answered already)
             log.warning("The state of %s is not saved, so a kill would repeat more of it: %s", model.model_id, error)
             return
         self._state_took_s, model.state_seq = time.perf_counter() - start, seq_id

@@ -21,6 +21,7 @@ from verl.tinker.records import RefusedRequest
 
 SLICE_TOKENS = 8192  # of training between two looks at who is next
 BATCH_TOKENS = 65536  # prompts and longest samples of one batch
+_MOST_AHEAD = 1 << 16  # numbers between a request and the next one in order
 _GATHER_S, _MOST_GATHER_S = 0.02, 0.3  # how long a batch of samples waits for the next request, and for all
 
 
@@ -162,9 +163,11 @@ class Lanes:
 
 @dataclass
 class Ordered:
-    """The requests of one model by seq_id. The number of a refused request counts as used."""
+    """The requests of one model by seq_id. The number of a refused request counts as used. `moved_at` is the time when the
+    last one came, monotonic."""
 
     next_seq: int = 1
+    moved_at: float = field(default_factory=time.monotonic)
     _waiting: dict[int, QueuedJob | None] = field(default_factory=dict)
 
     @property
@@ -174,17 +177,26 @@ class Ordered:
             f"Request {self.next_seq} of this model has not come, and later ones wait for it." if self._waiting else ""
         )
 
+    def holes(self) -> list[int]:
+        """The numbers that requests wait for."""
+        return [n for n in range(self.next_seq, max(self._waiting, default=0)) if n not in self._waiting]
+
+    def waiting(self) -> list[QueuedJob]:
+        return [job for job in self._waiting.values() if job is not None]
+
     def require_free(self, seq_id: int | None) -> int:
         """The number. Raises RefusedRequest for one that was used, or is none."""
         if seq_id is None or seq_id < 1:
             raise RefusedRequest("A request of a model needs a seq_id from 1 on.")
         if seq_id < self.next_seq or seq_id in self._waiting:
-            raise RefusedRequest(f"seq_id {seq_id} was used by an earlier request of this model.")
+            raise RefusedRequest(f"seq_id {seq_id} was used by an earlier request of this model, or came too late.")
+        if seq_id >= self.next_seq + _MOST_AHEAD:
+            raise RefusedRequest(f"seq_id {seq_id} is too far ahead; the next of this model is {self.next_seq}.")
         return seq_id
 
     def add(self, seq_id: int, job: QueuedJob | None) -> list[QueuedJob]:
         """Take a request, None for one that was refused; returns the jobs that can run now, in order."""
-        self._waiting[seq_id] = job
+        self._waiting[seq_id], self.moved_at = job, time.monotonic()
         released: list[QueuedJob] = []
         while self.next_seq in self._waiting:
             released += filter(None, [self._waiting.pop(self.next_seq)])

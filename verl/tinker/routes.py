@@ -25,6 +25,8 @@ from verl.tinker.tenants import Tenant
 
 Row = TypeVar("Row")
 POLL_S = 25.0  # of the 45 s that the client waits
+HOLE_S = 45.0  # without a request of a model whose next one has not come; the SDK repeats one after 30 s at most
+_FAILS_S = 10.0  # for the answer of a request that has failed
 _LISTED = 20  # runs and checkpoints of a page, unless the client asks for another number
 
 
@@ -171,9 +173,11 @@ class Routes:
         message = call.read(types.FutureRetrieveRequest)
         future = self.service.future(call, message.request_id)
         answer = await future.wait(POLL_S)
+        model = self.service.models.get(future.owner)
+        if answer is None and model is not None and self.service.close_hole(model, HOLE_S):
+            answer = await future.wait(_FAILS_S)
         if answer is None:
             pending = {"type": "try_again", "request_id": message.request_id, "queue_state": "active"}
-            model = self.service.models.get(future.owner)
             if paused := self.service.paused or (model.order.missing if model else ""):
                 pending |= {"queue_state": "paused_capacity", "queue_state_reason": paused}
             return JSONResponse(pending, 408)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from verl.tinker.checkpoints import Checkpoints, SavedAdapter, Snapshots
+from verl.tinker.codec import number_of
 from verl.tinker.computer import Computer
 from verl.tinker.journal import REFUSED, AcceptedRequest, RequestJournal
 from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, SampleLane, WireAnswer
@@ -51,6 +52,7 @@ class Service:
         self.models: dict[str, ServedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
         self.futures: dict[str, RequestFuture] = {}
+        self._arriving: Counter[str] = Counter()  # bodies of tenants
         self.lost: Exception | None = None
         self.on_lost: Callable[[], object] = lambda: None
         self._lanes = Lanes()
@@ -211,36 +213,54 @@ class Service:
     def queue(
         self, call: ClientCall, model: ServedModel, seq_id: int | None, prepare: Callable[[], Work]
     ) -> RequestFuture:
-        """Queue a request of a model under its number. `prepare` checks it, and returns what to compute; when it raises, the
-        number is used all the same."""
+        """Queue a request of a model under its number. `prepare` checks it, and returns what to compute."""
         earlier = self._earlier(call, model.model_id, seq_id)
         if earlier is not None:
             return earlier
         seq_id = model.order.require_free(seq_id)
-        try:
-            work = prepare()
-            self._admit(call, work.tokens, is_next=seq_id == model.order.next_seq)
-        except Exception as error:  # a number that is not used would hold up every later one
-            if not isinstance(error, RefusedRequest) or error.retry_after_s is None:
-                self._refuse(call, model, seq_id)
-            raise
+        work = prepare()
+        self._admit(call, work.tokens, is_next=seq_id == model.order.next_seq)
         future = self._future(call, model.model_id, model.session_id, seq_id, work.tokens)
         self._release(model, seq_id, self._job(seq_id, future, work))
         return future
 
     def use_number(self, call: ClientCall) -> None:
-        """Use the number of a request of a model that was refused before it came to `queue`, if its body can be read: later
-        requests of the model would wait for it."""
-        with contextlib.suppress(ValueError, RecursionError, RefusedRequest):
-            body = json.loads(call.body)
-            model_id, seq_id = (body.get(name) for name in ("model_id", "seq_id")) if isinstance(body, dict) else (0, 0)
-            model = self.models.get(model_id) if isinstance(model_id, str) else None
-            if model is not None and call.tenant.sees(model.tenant.name) and type(seq_id) is int and seq_id < 1 << 63:
-                self._refuse(call, model, model.order.require_free(seq_id))
+        """Use the number of a request of a model that is refused, if both can be read: later ones would wait for it."""
+        model_id, seq_id = number_of(call.body) or ("", 0)
+        model = self.models.get(model_id)
+        if model is not None and call.tenant.sees(model.tenant.name):
+            with contextlib.suppress(RefusedRequest):  # it is used already
+                self._refuse(model, model.order.require_free(seq_id), call.digest)
 
-    def _refuse(self, call: ClientCall, model: ServedModel, seq_id: int) -> None:
-        self._accept(call, model.model_id, model.session_id, seq_id, REFUSED)
+    def _refuse(self, model: ServedModel, seq_id: int, digest: str = "") -> None:
+        request_id, owner = self._request_id(model.model_id, seq_id), model.model_id
+        entry = AcceptedRequest(request_id, model.session_id, owner, seq_id, REFUSED, model.tenant.name, digest, None)
+        self.journal.accept(entry)
         self._release(model, seq_id, None)
+
+    @contextlib.contextmanager
+    def arriving(self, tenant: Tenant) -> Iterator[None]:
+        """Inside, the body of a request of `tenant` is on its way: it may be the one that others wait for."""
+        self._arriving[tenant.name] += 1
+        try:
+            yield
+        finally:
+            self._arriving[tenant.name] -= 1
+
+    def close_hole(self, model: ServedModel, after_s: float) -> bool:
+        """Fail the requests of a model that wait for one that has not come for `after_s` seconds, and use its number."""
+        now, is_coming = time.monotonic(), self._arriving[model.tenant.name] > 0
+        if is_coming:
+            model.order.moved_at = now
+        if is_coming or not model.order.missing or now - model.order.moved_at < after_s:
+            return False
+        missing, first = model.order.holes(), model.order.next_seq
+        reason = f"Request {first} of this model never came, so this one, which waited for it, was not computed. Send it again."
+        for job in model.order.waiting():
+            job.work.steps = failing(reason)
+        for seq_id in missing:
+            self._refuse(model, seq_id)
+        return True
 
     def queue_sample(
         self, call: ClientCall, sampler: ServedSampler, seq_id: int | None, request: SamplingRequest
@@ -295,16 +315,13 @@ class Service:
         request_id = self._request_id(owner, seq_id)
         future = RequestFuture(request_id, call.digest, owner, self.sessions[session_id].tenant.name, tokens)
         if call.stored is None:
-            self._accept(call, owner, session_id, seq_id, call.route)
+            tenant, body = future.tenant, call.body
+            entry = AcceptedRequest(request_id, session_id, owner, seq_id, call.route, tenant, call.digest, body)
+            self.journal.accept(entry)
         elif call.stored.answer is not None:
             future.set(WireAnswer(call.stored.answer, call.stored.media_type or ""))
         self.futures[request_id] = future
         return future
-
-    def _accept(self, call: ClientCall, owner: str, session_id: str, seq_id: int, route: str) -> None:
-        request_id, tenant = self._request_id(owner, seq_id), self.sessions[session_id].tenant.name
-        body = None if route == REFUSED else call.body
-        self.journal.accept(AcceptedRequest(request_id, session_id, owner, seq_id, route, tenant, call.digest, body))
 
     @staticmethod
     def _request_id(owner: str, seq_id: int | None) -> str:
@@ -334,8 +351,10 @@ class Service:
                     self._restore(call, request)
             except RefusedRequest as error:
                 log.warning("A request of %s is not repeated: %s", request.owner, error.sentence)
+                self.use_number(call)
             except Exception:  # of one tenant; the next ones do not wait for it
                 log.exception("A request of %s is not repeated.", request.owner)
+                self.use_number(call)
         for model_id in set(self.checkpoints.models()) - set(self.models):
             self.checkpoints.drop_states(model_id)
 
