@@ -17,11 +17,11 @@ MAX_LINES = {
     "compat": 7_802,
     "page": 3_760,
     "planner": 2_755,
-    "tinker": 3_526,
+    "tinker": 3_614,
     "clusters": 7_095,
     "agents": 5_955,
     "tasks": 2_121,
-    "tests": 85_448,
+    "tests": 85_608,
     "benchmarks": 6_090,
 }
 MAX_MEAN_FUNCTION_LINES = 12
