@@ -162,6 +162,9 @@ class EngineFacts:
     takes_adapters: bool = _can("computes with LoRA adapters that an update sends without the weights")
     drafts: bool = _can("verifies drafts of several tokens in a step")
     drafts_history: bool = _can("drafts from earlier responses")
+    quantizes_int8: bool = _can("computes with int8 weights")
+    quantizes_fp8: bool = _can("computes with fp8 weights")
+    quantizes_cache: bool = _can("has a KV cache of fp8 numbers")
     prefills_by_key: bool = _can("has switches for prompts in chunks and for prefix caching")
 
     @property
@@ -189,18 +192,19 @@ ROLLOUT_ENGINES = Registry(
         "native": _row(
             "verl.rollout.native.engine:NativeRollout",
             "divides_model scales reads_images verifies_invariance keeps_partial_kv reuses_activations samples_adapters "
-            "records_experts records_stopped_experts pages_by_key drafts drafts_history",
+            "records_experts records_stopped_experts pages_by_key drafts drafts_history quantizes_int8 quantizes_fp8",
         ),
         "hf": _row("verl.rollout.hf:HFRollout", "scales reads_images"),
         "vllm": _row(
             "verl.rollout.vllm.engine:VLLMRollout",
             "holds_weights starts_process joins_ranks divides_model restarts reads_images records_experts takes_buckets "
-            "prefills_by_key drafts",
+            "prefills_by_key drafts quantizes_fp8 quantizes_cache",
         ),
         "http": _row("verl.rollout.http.engine:HTTPRollout", "holds_weights asks_service reads_images takes_buckets"),
         "sglang": _row(
             "verl.rollout.http.sglang:SGLangRollout",
-            "holds_weights starts_process asks_service divides_model reads_images takes_buckets takes_adapters",
+            "holds_weights starts_process asks_service divides_model reads_images takes_buckets takes_adapters "
+            "quantizes_cache",
         ),
     },
     base="verl.rollout.api:RolloutEngine",

@@ -26,6 +26,7 @@ EXPECTED = {
     "reference_kl": ((k3(-1.0) + k3(1.5)) / 3, (k3(-1.0) / 2, k3(1.5))),
     "ratio": (math.exp(1.5), (math.exp(1.0), math.exp(1.5))),
     "entropy": ((1 + 2 + 0.5) / 3, (1.5, 0.5)),
+    "sampler_kl": ((k3(1.0) + k3(-1.5)) / 3, (k3(1.0) / 2, k3(-1.5))),
     "mismatch": (math.exp(-0.5) - math.exp(-2), (math.exp(-1) - math.exp(-2), math.exp(-0.5) - math.exp(-2))),
 }
 

@@ -199,7 +199,7 @@ REFUSED = {
     "npu": ("trainer.device=npu", r"kind of device is not available.*trainer.device=auto.*engine_fallback=fsdp"),
     "qat": (f"{ACTOR}.fsdp_config.qat.enable=True", "Quantisation-aware training is not available"),
     "mtp": (f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_train=True", "Multi-token prediction is not available"),
-    "fp8 rollout": (f"{ROLLOUT}.quantization=fp8", "Rollout with quantised weights is not available"),
+    "torchao rollout": (f"{ROLLOUT}.quantization=torchao", "weights quantised by torchao is not available"),
     "fp8 training": (f"model_engine=megatron {LAYERS}.fp8=e4m3", "training in FP8 is not available"),
     "Megatron-FSDP": (
         f"model_engine=megatron {MEGATRON}.use_megatron_fsdp=True",

@@ -175,6 +175,12 @@ error    GUARDS.policy_kl.action  GUARDS.policy_kl.action=rollback  GUARDS.polic
 error    GUARDS.reference_kl.action  GUARDS.reference_kl.action=rollback  GUARDS.reference_kl.limit=2  trainer.save_freq=-1
 error    GUARDS.ratio.action  GUARDS.ratio.action=rollback  GUARDS.ratio.limit=2  trainer.save_freq=-1
 error    GUARDS.entropy.action  GUARDS.entropy.action=rollback  GUARDS.entropy.limit=2  trainer.save_freq=-1
+error    ROLLOUT.quantization  ROLLOUT.name=vllm  ROLLOUT.quantization=int8
+error    ROLLOUT.quantization  ROLLOUT.name=hf  ROLLOUT.quantization=fp8
+error    ROLLOUT.quantization  ROLLOUT.quantization=int8  ROLLOUT.prepack_weights=False
+error    ROLLOUT.quantization  ROLLOUT.name=sglang  ROLLOUT.service.url=http://host:1  ROLLOUT.quantization=fp8
+error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=fp8
+error    GUARDS.sampler_kl.action  GUARDS.sampler_kl.action=rollback  GUARDS.sampler_kl.limit=2  trainer.save_freq=-1
 error    GUARDS.mismatch.action  GUARDS.mismatch.action=rollback  GUARDS.mismatch.limit=2  trainer.save_freq=-1
 error    GUARDS.nonfinite.action  GUARDS.nonfinite.action=rollback  trainer.save_freq=1  ROLLOUT.prefetch_num=1
 error    GUARDS.ratio.limit  GUARDS.ratio.limit=0.5

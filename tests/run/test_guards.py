@@ -168,12 +168,20 @@ CASES = {
     "policy_kl": ("policy_kl", 0.005, lambda b, a: after(a, b.program, "collect", shift_samplers),
                   r"KL to the old policy .*mini-batch 1 .*sample 3: "),
     "ratio": ("ratio", 2.0, lambda b, a: after(a, b.program, "collect", shift_samplers), "ratio .* is 2.7"),
+    "sampler_kl": ("sampler_kl", 0.005, lambda b, a: after(a, b.program, "collect", shift_samplers),
+                   "KL of the sampler to the policy is .*beyond trainer.guards.sampler_kl.limit=0.005"),
     "mismatch": ("mismatch", 0.001, lambda b, a: after(a, b.program, "collect", shift_samplers), "sampler's probability"),
     "reference_kl": ("reference_kl", 0.4, lambda b, a: after_reference(a, move_reference),
                      r"KL to the reference policy .*in the batch, 1 sample \(prompt \d+ sample 3: "),
     "entropy": ("entropy", 100.0, None, "entropy is .*beyond trainer.guards.entropy.limit=100"),
 }  # fmt: skip
-ALL_MINI_BATCHES = {"policy_kl", "ratio", "mismatch", "log-prob"}  # only the mini-batch with the sample shows these
+ALL_MINI_BATCHES = {
+    "policy_kl",
+    "ratio",
+    "sampler_kl",
+    "mismatch",
+    "log-prob",
+}  # only the mini-batch with the sample shows these
 
 
 def guards_with(guard, limit, action):

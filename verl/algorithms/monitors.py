@@ -5,6 +5,7 @@
     reference_kl   KL(policy || reference policy), nats per token, k3
     ratio          largest probability ratio of a token between policy and old policy, or its inverse
     entropy        mean entropy of the next-token distribution, nats; the limit is the lowest
+    sampler_kl     KL(sampler || policy), nats per token, k3
     mismatch       largest |p - p_sampler| of a sampled token
 
 `nonfinite`, NaN or infinity in any input of a step, has no limit.
@@ -59,6 +60,9 @@ MONITORS: dict[str, Monitor] = {
     ),
     "ratio": Monitor("largest probability ratio to the old policy", ("log_prob", "old"), _ratio, over="max"),
     "entropy": Monitor("entropy", ("entropy",), lambda entropy: entropy, lowest=True),
+    "sampler_kl": Monitor(
+        "KL of the sampler to the policy", ("sampler", "log_prob"), lambda sampler, now: kl_penalty(sampler, now, "k3")
+    ),
     "mismatch": Monitor(
         "largest difference between trainer's and sampler's probability",
         ("log_prob", "sampler"),

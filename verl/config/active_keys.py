@@ -36,6 +36,8 @@ def reuse_obstacle(rollout: RolloutConfig) -> str | None:
         return "actor_rollout_ref.rollout.reuse_activations_gb=0"
     if rollout.prefetch_num:
         return "samples are made ahead of their update"
+    if rollout.quantization:
+        return f"the sampler computes in {rollout.quantization}"
     if rollout.kv_cache_config.enable_paged_attention:
         return "the KV cache is paged"
     return None

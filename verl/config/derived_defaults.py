@@ -260,7 +260,7 @@ def _plugins(values: Mapping[str, object], model: str) -> Derived:
 
 
 def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
-    """Depth of prefetching, and the correction that the age of samples asks for."""
+    """Depth of prefetching, and the correction that the age of samples or a sampler in fewer bits asks for."""
     derived: Derived = {}
     key, mode = f"{_ROLLOUT}.prefetch_num", values["trainer.v1.trainer_mode"]
     number = values[key]
@@ -268,7 +268,20 @@ def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
         source = f"trainer.v1.{mode}.num_warmup_batches"
         number = values[source]
         derived[key] = (number, f"follows {source}")
-    correction = "algorithm.rollout_correction"
-    if isinstance(number, int) and number > 0 and not any(k.startswith(correction) for k in set_keys):
+    correction, guard, quantized = (
+        "algorithm.rollout_correction",
+        "trainer.guards.sampler_kl",
+        f"{_ROLLOUT}.quantization",
+    )
+    is_set = any(k.startswith(correction) for k in set_keys)
+    if isinstance(number, int) and number > 0 and not is_set:
         derived[f"{correction}.rollout_is"] = ("token", f"follows {key}")
+    if values[quantized] and not is_set:
+        rule = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.1_10.0"}
+        derived |= {f"{correction}.{name}": (value, f"follows {quantized}") for name, value in rule.items()}
+    if values[quantized] and not any(k.startswith(guard) for k in set_keys):
+        derived |= {
+            f"{guard}.limit": (0.1, f"follows {quantized}"),
+            f"{guard}.action": ("stop", f"follows {quantized}"),
+        }
     return derived

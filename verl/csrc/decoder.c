@@ -47,6 +47,45 @@
 #define HAS_PAIRS 0
 #include "decoder_kernels.h"
 
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define ISA int8_avx512_vnni
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
+#define WIDTH 16
+#define HAS_DOT 1
+#include "int8_kernels.h"
+
+#define ISA int8_avx_vnni
+#define TARGET __attribute__((target("avx2,fma,avxvnni")))
+#define WIDTH 8
+#define HAS_DOT 1
+#include "int8_kernels.h"
+#define HAVE_VNNI 1
+#endif
+
+#define ISA int8_avx512
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl")))
+#define WIDTH 16
+#define HAS_DOT 0
+#include "int8_kernels.h"
+
+#define ISA int8_avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define WIDTH 8
+#define HAS_DOT 0
+#include "int8_kernels.h"
+
+/* The int8 kernels beside `k`, with panels of as many outputs */
+static const struct int8_kernels *int8_of(const struct kernels *k)
+{
+    const int wide = k->width == 16;
+#ifdef HAVE_VNNI
+    __builtin_cpu_init();
+    if (wide ? __builtin_cpu_supports("avx512vnni") : __builtin_cpu_supports("avxvnni"))
+        return wide ? &kernels_int8_avx512_vnni : &kernels_int8_avx_vnni;
+#endif
+    return wide ? &kernels_int8_avx512 : &kernels_int8_avx2;
+}
+
 /* The kernels of instruction set `name`, or the fastest for NULL; NULL where the processor lacks them. */
 const struct kernels *kernels_for(const char *name)
 {
@@ -76,14 +115,15 @@ int kernels_panel(const struct kernels *k) { return k->panel; }
 
 struct forward {
     const struct kernels *kernels;
+    const struct int8_kernels *int8;
     const struct model *model;
     const struct step *step;
     int kind;
     int64_t x_stride, qkv_stride, gate_stride; /* floats */
-    int64_t a_stride, att_stride, h_stride;    /* bytes */
+    int64_t a_stride, att_stride, h_stride, level_stride; /* bytes */
     int64_t scratch_bytes, scores_stride, low_stride; /* low_stride: floats */
-    float *x, *qkv, *gate_up, *low;
-    char *q, *att, *a, *h, *scratch;
+    float *x, *qkv, *gate_up, *low, *level_scales;
+    char *q, *att, *a, *h, *levels, *scratch; /* levels: of the operand of the next int8 product */
 };
 
 /* Where the next buffer of a workspace starts, behind one that ends at `end` */
@@ -105,7 +145,7 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     const int64_t tokens = round_up(s->tokens, 8) + 8, chunk = tokens < CHUNK + 8 ? tokens : CHUNK + 8, dim = padded_head(m);
     const int64_t queries = s->max_tile * (m->heads / m->kv_heads);
     int64_t used = 0;
-    f->kernels = k, f->model = m, f->step = s;
+    f->kernels = k, f->int8 = int8_of(k), f->model = m, f->step = s;
     f->kind = (int)m->kind;
     f->x_stride = round_up(m->hidden, k->panel);
     f->qkv_stride = round_up((m->heads + 2 * m->kv_heads) * m->head_dim, k->panel);
@@ -115,6 +155,7 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     f->h_stride = row_bytes(m->inner, f->kind);
     f->scores_stride = round_up(s->max_seen, BLOCK) + 3 * BLOCK;
     f->low_stride = round_up(s->max_rank, k->panel);
+    f->level_stride = m->int8 ? (f->h_stride > f->att_stride ? f->h_stride : f->att_stride) + f->a_stride : 0;
 #define TAKE(field, bytes) f->field = (void *)(work + used), used = fence(work, used + round_up(bytes, 64))
     TAKE(x, tokens * f->x_stride * 4);
     TAKE(q, tokens * m->heads * dim * item(f->kind));
@@ -124,6 +165,8 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     TAKE(gate_up, chunk * 2 * f->gate_stride * 4);
     TAKE(h, chunk * f->h_stride);
     TAKE(low, chunk * f->low_stride * 4);
+    TAKE(levels, chunk * f->level_stride);
+    TAKE(level_scales, m->int8 ? chunk * 4 : 0);
     f->scratch_bytes = round_up(queries * (f->scores_stride + 2 * dim) * 4, 64) + 64;
     TAKE(scratch, s->threads * f->scratch_bytes);
 #undef TAKE
@@ -133,12 +176,20 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
 static void multiply(const struct forward *f, const struct team *team, int thread, struct gemm g, int64_t inputs, int64_t outputs)
 {
     const struct model *m = f->model;
-    g.kind = f->kind;
+    const int int8 = g.kind == INT8;
+    g.kind = int8 ? INT8 : f->kind;
     g.block = inputs == m->hidden ? m->hidden_block : inputs == m->heads * m->head_dim ? m->heads_block : inputs == m->inner ? m->inner_block : 0;
-    g.steps = g.kind == FLOATS ? inputs : (inputs + 1) / 2;
+    g.steps = int8 ? (inputs + f->int8->group - 1) / f->int8->group : g.kind == FLOATS ? inputs : (inputs + 1) / 2;
     g.panels = round_up(outputs, f->kernels->panel) / f->kernels->panel;
     int64_t units = g.panels * ((g.rows + f->kernels->tile_rows - 1) / f->kernels->tile_rows);
-    f->kernels->gemm(&g, units * thread / team->size, units * (thread + 1) / team->size);
+    (int8 ? f->int8->gemm : f->kernels->gemm)(&g, units * thread / team->size, units * (thread + 1) / team->size);
+}
+
+/* This thread's share of the rows that an int8 product reads */
+static void quantize(const struct forward *f, const struct team *team, int thread, const char *a, int64_t a_stride, int64_t inputs, int64_t rows)
+{
+    for (int64_t r = rows * thread / team->size; f->model->int8 && r < rows * (thread + 1) / team->size; r++)
+        f->int8->quantize(f->levels + r * f->level_stride, f->level_scales + r, a + r * a_stride, inputs, f->kind == PAIRS);
 }
 
 /* The rows of a run among those of a product that begins at token `first`: their number, from row *begin on */
@@ -184,7 +235,12 @@ static void narrow(const struct forward *f, const struct team *team, int thread,
 static void multiply_adapted(const struct forward *f, struct team *team, int thread, struct gemm g, int64_t first, int64_t number, const int64_t *ends,
                              int64_t inputs, int64_t outputs)
 {
-    multiply(f, team, thread, g, inputs, outputs);
+    struct gemm base = g;
+    if (f->model->int8 && number < 4 * f->model->layers) {
+        base.kind = INT8, base.bf16 = (int)f->model->bf16;
+        base.a = f->levels, base.a_stride = f->level_stride, base.a_scale = f->level_scales;
+    }
+    multiply(f, team, thread, base, inputs, outputs);
     if (!f->step->num_runs)
         return;
     low_rank_products(f, team, thread, &g, first, number, ends, inputs, outputs, 0);
@@ -202,6 +258,7 @@ static void normalise(const struct forward *f, const struct team *team, int thre
     for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++)
         f->kernels->rms_norm(f->a + r * f->a_stride, f->x + (first + r) * f->x_stride, m->hidden, round_up(m->hidden, 2),
                              (struct norm){weight, eps}, (int)m->bf16, f->kind);
+    quantize(f, team, thread, f->a, f->a_stride, m->hidden, rows);
 }
 
 /* Record a row of a token, [width] floats at column `column` of [columns], in `to`, a part of the record */
@@ -287,6 +344,10 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
     for (int64_t first = 0; first < tokens; first += CHUNK) {
         int64_t rows = tokens - first < CHUNK ? tokens - first : CHUNK;
         float *x = f->x + first * f->x_stride;
+        if (m->int8) {
+            quantize(f, team, thread, f->att + first * f->att_stride, f->att_stride, m->heads * m->head_dim, rows);
+            barrier(team);
+        }
         struct gemm o = {.add = 1, .a = f->att + first * f->att_stride, .a_stride = f->att_stride, .b = w->o, .bias = w->o_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
         multiply_adapted(f, team, thread, o, first, 4 * layer + 1, ends, m->heads * m->head_dim, m->hidden);
         barrier(team);
@@ -305,6 +366,7 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
             }
             f->kernels->swiglu(f->h + r * f->h_stride, gate, gate + f->gate_stride, m->inner, round_up(m->inner, 2), (int)m->bf16, f->kind);
         }
+        quantize(f, team, thread, f->h, f->h_stride, m->inner, rows);
         barrier(team);
         struct gemm down = {.add = 1, .a = f->h, .a_stride = f->h_stride, .b = w->down, .bias = w->down_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
         multiply_adapted(f, team, thread, down, first, 4 * layer + 3, ends, m->inner, m->hidden);
@@ -374,7 +436,7 @@ void decoder_forward(const struct kernels *k, const struct model *m, const struc
 
 struct packing {
     const struct kernels *kernels;
-    int bf16;
+    int bf16, int8;
     char *to;
     const char *from;
     int64_t outputs, inputs;
@@ -384,24 +446,27 @@ static void packing_job(struct team *team, int thread)
 {
     const struct packing *p = team->argument;
     int64_t panels = round_up(p->outputs, p->kernels->panel) / p->kernels->panel;
-    p->kernels->pack(p->bf16, p->to, p->from, p->outputs, p->inputs, panels * thread / team->size, panels * (thread + 1) / team->size);
+    (p->int8 ? int8_of(p->kernels)->pack : p->kernels->pack)(p->bf16, p->to, p->from, p->outputs, p->inputs, panels * thread / team->size, panels * (thread + 1) / team->size);
 }
 
-/* Bytes of weights [outputs][inputs] once packed */
-int64_t decoder_packed(const struct kernels *k, int bf16, int64_t outputs, int64_t inputs)
+/* Bytes of weights [outputs][inputs] once packed, with `int8` as int8 */
+int64_t decoder_packed(const struct kernels *k, int bf16, int int8, int64_t outputs, int64_t inputs)
 {
+    const struct int8_kernels *kernels = int8_of(k);
+    if (int8)
+        return round_up(outputs, k->panel) / k->panel * (kernels->header + round_up(inputs, kernels->group) * k->panel);
     return round_up(outputs, k->panel) * (bf16 ? (inputs + 1) / 2 : inputs) * 4;
 }
 
-void decoder_pack(const struct kernels *k, int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t threads)
+void decoder_pack(const struct kernels *k, int bf16, int int8, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t threads)
 {
-    struct packing p = {k, bf16, to, from, outputs, inputs};
+    struct packing p = {k, bf16, int8, to, from, outputs, inputs};
     run_team(packing_job, &p, threads);
 }
 
 /* y = x weights^T + bias on its own, from activations as the kernels take them (for tests and measurements) */
 struct product {
-    const struct kernels *kernels;
+    void (*gemm)(const struct gemm *, int64_t begin, int64_t end);
     struct gemm g;
     int64_t units;
 };
@@ -409,18 +474,35 @@ struct product {
 static void product_job(struct team *team, int thread)
 {
     const struct product *p = team->argument;
-    p->kernels->gemm(&p->g, p->units * thread / team->size, p->units * (thread + 1) / team->size);
+    p->gemm(&p->g, p->units * thread / team->size, p->units * (thread + 1) / team->size);
+}
+
+static void multiply_alone(const struct kernels *k, struct product p, int64_t outputs, int64_t threads)
+{
+    p.g.panels = round_up(outputs, k->panel) / k->panel;
+    p.g.out_stride = p.g.panels * k->panel;
+    p.units = p.g.panels * ((p.g.rows + k->tile_rows - 1) / k->tile_rows);
+    run_team(product_job, &p, threads);
 }
 
 void decoder_product(const struct kernels *k, int kind, const char *x, int64_t x_stride, const char *weights, float *out, int64_t rows, int64_t outputs,
                      int64_t inputs, int64_t block, int64_t threads)
 {
-    struct product p = {k, {.kind = kind, .block = block, .a = x, .a_stride = x_stride, .b = weights, .out = out, .rows = rows}, 0};
-    p.g.steps = kind == FLOATS ? inputs : (inputs + 1) / 2;
-    p.g.panels = round_up(outputs, k->panel) / k->panel;
-    p.g.out_stride = p.g.panels * k->panel;
-    p.units = p.g.panels * ((rows + k->tile_rows - 1) / k->tile_rows);
-    run_team(product_job, &p, threads);
+    const int64_t steps = kind == FLOATS ? inputs : (inputs + 1) / 2;
+    struct gemm g = {.kind = kind, .block = block, .a = x, .a_stride = x_stride, .b = weights, .out = out, .rows = rows, .steps = steps};
+    multiply_alone(k, (struct product){k->gemm, g, 0}, outputs, threads);
+}
+
+/* The same with int8 weights. `levels`, rows of `stride` bytes as those of x, and `scales` are memory to work in. */
+void decoder_int8_product(const struct kernels *k, int halves, int bf16, const char *x, int64_t stride, char *levels, float *scales, const char *weights,
+                          float *out, int64_t rows, int64_t outputs, int64_t inputs, int64_t threads)
+{
+    const struct int8_kernels *int8 = int8_of(k);
+    for (int64_t r = 0; r < rows; r++)
+        int8->quantize(levels + r * stride, scales + r, x + r * stride, inputs, halves);
+    const int64_t steps = (inputs + int8->group - 1) / int8->group;
+    struct gemm g = {.kind = INT8, .bf16 = bf16, .a = levels, .a_stride = stride, .a_scale = scales, .b = weights, .out = out, .rows = rows, .steps = steps};
+    multiply_alone(k, (struct product){int8->gemm, g, 0}, outputs, threads);
 }
 
 /* -- tokens -- */

@@ -5,14 +5,14 @@
 
 #include <stdint.h>
 
-enum { REVISION = 5 };          /* counts up when a structure changes */
+enum { REVISION = 6 };          /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
 
 /* How a matrix product reads its operands: float32; bfloat16 weights times float32 activations that hold bfloat16
-   values; bfloat16 pairs through vdpbf16ps. */
-enum { FLOATS = 0, WIDENED = 1, PAIRS = 2 };
+   values; bfloat16 pairs through vdpbf16ps; int8 weights times int8 activations, for which no other kernel has operands. */
+enum { FLOATS = 0, WIDENED = 1, PAIRS = 2, INT8 = 3 };
 
 struct layer {
     const void *qkv, *o, *gate_up, *down; /* packed, see pack() */
@@ -26,6 +26,7 @@ struct model {
     int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
     int64_t hidden_block, heads_block, inner_block; /* of products with so many inputs, see struct gemm */
     int64_t bf16, kind; /* bf16: weights and roundings, else float32; kind: FLOATS, WIDENED or PAIRS */
+    int64_t int8;       /* the weights of layers are int8, see int8_kernels.h */
     float scale, final_eps;
     const struct layer *layer;
     const float *final_norm, *head_bias;
@@ -85,6 +86,8 @@ struct gemm {
     int64_t out_stride;     /* floats */
     int64_t rows, steps, panels;
     int64_t block;          /* pairs: steps whose sum begins at zero, 0 for all */
+    const float *a_scale;   /* int8: of each row */
+    int bf16;               /* int8: results are rounded */
 };
 
 struct norm {
@@ -123,6 +126,14 @@ struct kernels {
     void (*attend)(const struct attention *);
     void (*swiglu)(char *to, const float *gate, const float *up, int64_t n, int64_t padded, int bf16, int kind);
     void (*draw)(const float *logits, int64_t vocab, float temperature, double u, int64_t *token, float *log_prob);
+};
+
+/* The int8 kernels of one instruction set. */
+struct int8_kernels {
+    int64_t group, header;  /* inputs of a step; bytes of a panel before its levels */
+    void (*gemm)(const struct gemm *, int64_t begin, int64_t end);
+    void (*pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end);
+    void (*quantize)(char *to, float *scale, const char *row, int64_t n, int halves);
 };
 
 /* Row of a token's slot in a part of a record whose rows have `width` elements */

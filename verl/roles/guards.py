@@ -28,7 +28,7 @@ from tensordict import TensorDict
 
 from verl.algorithms import monitors
 from verl.algorithms.monitors import GRAD_NORM, MONITORS, NONFINITE, NUM_NAMED
-from verl.config import StepGuardsConfig
+from verl.config import StepGuardsConfig, full_key
 from verl.config.sections.trainer import ACTIONS
 from verl.data_proto.batch_metrics import any_true, scored_rows
 from verl.data_proto.metrics import Metric
@@ -341,10 +341,11 @@ class Guards:
         budget = self.config.get(key, None)
         why = f"trainer.guards.{key}={budget} is used up" if budget is not None else f"trainer.guards.{key} is stop"
         place = f"; {self.file} names the samples" if self.file is not None else ""
-        return (
-            f"The run stops because {why}{place}. Lower the learning rate, look at those samples, or use float32 "
-            "(actor.fsdp_config.dtype=float32), and run the same command again to resume from the newest checkpoint."
-        )
+        fix = "Lower the learning rate, look at those samples, or use float32 (actor.fsdp_config.dtype=float32)"
+        if key.startswith("sampler_kl"):
+            fix = f"Set {full_key('rollout.quantization')}=null, or raise the limit"
+        end = "and run the same command again to resume from the newest checkpoint."
+        return f"The run stops because {why}{place}. {fix}, {end}"
 
 
 def _alarm(role: str, finding: Finding, batch: DataProto) -> dict[str, object]:

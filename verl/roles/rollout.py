@@ -102,7 +102,7 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:
         """Whether sampled log-probs equal the training forward's to rounding: same weights in float32 or better."""
-        return self._dtype() in (torch.float32, torch.float64)
+        return not self.engine.config.quantization and self._dtype() in (torch.float32, torch.float64)
 
     @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
     def generate(

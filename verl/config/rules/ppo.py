@@ -14,7 +14,13 @@ from verl.config.active_keys import (
     uses_rewards,
 )
 from verl.config.rules.agents import check_agents
-from verl.config.rules.ppo_parts import check_correction, check_distillation, check_policy, check_routing
+from verl.config.rules.ppo_parts import (
+    check_correction,
+    check_distillation,
+    check_policy,
+    check_quantization,
+    check_routing,
+)
 from verl.config.schema import Problem, error, value_at, warning
 from verl.config.sections.rollout import RolloutConfig, ValKwargsConfig
 from verl.families import ADVANTAGES, REWARD_MANAGERS, engine_facts, needs_engine
@@ -386,6 +392,7 @@ RULES = (
     check_loss,
     check_policy,
     check_correction,
+    check_quantization,
     check_sampling,
     check_rewards,
     check_routing,

@@ -162,6 +162,32 @@ def check_correction(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
+def check_quantization(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """Weights and KV cache of the sampler in fewer bits."""
+    rollout = c.actor_rollout_ref.rollout
+    facts, key = engine_facts(rollout.name), f"{_ROLLOUT}.quantization"
+    wishes: tuple[tuple[str, str | None, str, str | None], ...] = (
+        (key, rollout.quantization, f"quantizes_{rollout.quantization}", None),
+        (f"{_ROLLOUT}.kv_cache_dtype", rollout.kv_cache_dtype, "quantizes_cache", "auto"),
+    )
+    for wished, value, fact, without in wishes:
+        if value != without and not getattr(facts, fact, True):
+            yield error(
+                wished,
+                f"{needs_engine(f'{wished}={value}', fact)}. Set {_ROLLOUT}.name, or {wished}={without or 'null'}.",
+            )
+        elif value != without and facts.is_service(rollout.service.url):
+            yield error(
+                wished,
+                f"{wished}={value} is a setting of a server that the run starts, and {_ROLLOUT}.service.url names one that "
+                f"runs. Remove the url, or set {wished}={without or 'null'}.",
+            )
+    if rollout.quantization == "int8" and facts.quantizes_int8 and not rollout.prepack_weights:
+        yield error(
+            key, f"{key}=int8 is a copy of the weights, which {_ROLLOUT}.prepack_weights=False forbids. Remove one."
+        )
+
+
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORD = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 

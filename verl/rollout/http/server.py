@@ -23,7 +23,7 @@ from verl.rollout.engine_names import SERVICE, require_names
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import CONTEXT_MARGIN, OWN_SERVER
 from verl.rollout.process import Child
-from verl.rollout.vllm.settings import longest_sequence
+from verl.rollout.vllm.settings import fp8_arguments, longest_sequence
 from verl.rollout.weight_version import complete
 
 _POLL_S = 0.5
@@ -187,6 +187,7 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: HFModul
         "disable_prefill_cuda_graph": config.enforce_eager,
         "enable_memory_saver": sleeps,
         "log_level": "warning",
+        **fp8_arguments(config, transfer.device.type == "cpu", {"kv_cache_dtype": "fp8_e4m3"}),
         **(NamedAdapters(model, skeleton).options(transfer.device) if config.adapters_by_name else {}),
     }
     words: list[str] = []

@@ -93,6 +93,8 @@ class NativeRollout(RolloutEngine):
         self._drafts = DraftMemory(self.config.speculative) if self.config.speculative.methods else None
         if self.config.enable_rollout_routing_replay:
             follow_routing(self.module)
+        if self.config.quantization is not None:
+            _require_quantized(self.module, self.config.quantization)
         if self.config.batch_invariant == "require" or self._drafts is not None:
             self.invariance()
 
@@ -174,7 +176,8 @@ class NativeRollout(RolloutEngine):
             self._dense = DenseForward.of(
                 self.module,
                 prepack=self.config.prepack_weights,
-                required=self.config.batch_invariant == "require",
+                required=_requires_kernels(self.config),
+                quantization=self.config.quantization,
             )
             self._dense_of = version_of(self.module)
         return self._dense
@@ -312,6 +315,34 @@ def _kept_bytes(config: RolloutConfig) -> int | None:
     return None if size_mb is None else int(size_mb * (1 << 20))
 
 
+def _require_quantized(module: Any, quantization: str) -> None:
+    """Raise ConfigError if the engine cannot compute `module` so."""
+    device, forward = next(module.parameters()).device, DenseForward.of(module, prepack=False)
+    end = f"Set {full_key('rollout.quantization')}=null"
+    if device.type != "cpu":
+        raise ConfigError(
+            f"rollout.name=native quantizes on a CPU, and the model is on {device.type}. {end}, or fp8 with "
+            f"{full_key('rollout.name')}=vllm or sglang."
+        )
+    name = type(module).__name__
+    if forward is None or forward.decoder.has_experts:
+        raise ConfigError(
+            f"The native engine quantizes plain dense decoders, and {name} is computed by its modules. {end}."
+        )
+    if quantization == "int8":
+        head = module.get_output_embeddings()
+        projection = Projection(head.weight.detach(), head.bias, (head,))
+        if compiled(module, forward.decoder, projection, prepack=True, required=True) is None:
+            raise ConfigError(
+                f"int8 needs the compiled decoder, which does not compute {name} in {head.weight.dtype} here: the processor "
+                f"has no AVX2, verl was installed without a C compiler, or VERL_CPU_ISA=none. {end}."
+            )
+
+
+def _requires_kernels(config: RolloutConfig) -> bool:
+    return config.batch_invariant == "require" or config.quantization == "int8"
+
+
 def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:
     """Whether samples of `module` are batch-invariant: the compiled kernels add up every row in one order, and torch
     in an order that depends on the number of rows. Raises ConfigError when they are not, and batch_invariant=require."""
@@ -339,10 +370,12 @@ def _examined(module: Any, config: RolloutConfig) -> Invariance:
         return Invariance(False, "the model's own modules compute it, by kernels that were not verified")
     decoder, head = forward.decoder, module.get_output_embeddings()
     projection = Projection(head.weight.detach(), head.bias, (head,))
-    required = config.batch_invariant == "require"
+    required = _requires_kernels(config)
     kernels = compiled(module, decoder, projection, prepack=config.prepack_weights, required=required)
     if kernels is None:
         return Invariance(False, "torch computes it, whose order of adding depends on the number of rows")
-    equal = head.weight.dtype == torch.bfloat16 and kernels.equals_trainer(decoder)
+    if config.quantization == "fp8":
+        return Invariance(False, "torch emulates fp8, and its order of adding depends on the number of rows")
+    equal = head.weight.dtype == torch.bfloat16 and not config.quantization and kernels.equals_trainer(decoder)
     trainers = ", the order of the fused training forward" if equal else ""
     return Invariance(True, f"the compiled kernels add up every row in one order{trainers}")

@@ -60,6 +60,8 @@ def make_setup(
     }
     if config.speculative.methods:
         arguments["speculative_config"] = _drafts(config, on_cpu)
+    # vLLM quantizes the weights of each update by itself
+    arguments |= fp8_arguments(config, on_cpu, {"quantization": "fp8_per_block", "kv_cache_dtype": "fp8"})
     if config.enable_rollout_routing_replay:
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
@@ -96,6 +98,17 @@ def _drafts(config: RolloutConfig, on_cpu: bool) -> dict[str, object]:
         "prompt_lookup_min": 2,
         "prompt_lookup_max": _LONGEST_LOOKUP,
     }
+
+
+def fp8_arguments(config: RolloutConfig, on_cpu: bool, values: dict[str, str]) -> dict[str, object]:
+    """Arguments of an engine that computes in fp8, with its `values` of them. Raises ConfigError on a CPU."""
+    wishes = {"quantization": (config.quantization, None), "kv_cache_dtype": (config.kv_cache_dtype, "auto")}
+    chosen = {name: wish for name, wish in wishes.items() if wish[0] != wish[1]}
+    for name, (value, without) in chosen.items() if on_cpu else ():
+        key, engine = full_key(f"rollout.{name}"), f"{full_key('rollout.name')}={config.name}"
+        instead = f", or {key}=int8 with {full_key('rollout.name')}=native" if without is None else ""
+        raise ConfigError(f"{key}={value} needs a GPU with {engine}. Set {key}={without or 'null'}{instead}.")
+    return {name: values[name] for name in chosen}
 
 
 def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:

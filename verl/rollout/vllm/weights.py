@@ -88,7 +88,8 @@ class WeightReceiver:
 
         model, self._verl_group = self.model_runner.model, tensor_parallel_group()
         self._verl_manifest = Manifest()
-        self._verl_left = {name for name, _ in model.named_parameters()}
+        # scales are made here, of the weights that come
+        self._verl_left = {name for name, _ in model.named_parameters() if "_scale" not in name.rpartition(".")[2]}
         self._verl_held = HeldWeights(model, self._verl_group)
         self._verl_flips = any(getattr(layer, "is_fused_checkpoint_transposed", False) for layer in model.modules())
         initialize_layerwise_reload(model)

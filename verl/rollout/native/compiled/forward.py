@@ -88,7 +88,11 @@ def _record(store: ActivationStore, slots: np.ndarray) -> RecordedSlots:
 class CpuForward:
     """Holds a packed copy of the weights, so it serves while the weights stay as they are."""
 
-    def __init__(self, kernels: Kernels, module: torch.nn.Module, decoder: DenseDecoder, head: Projection):
+    def __init__(
+        self, kernels: Kernels, module: torch.nn.Module, decoder: DenseDecoder, head: Projection, *, int8: bool = False
+    ):
+        """With `int8`, layers multiply in int8, and the head as without."""
+        self._int8 = int8
         self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], partial(PackedAdapter, kernels))
         self.decoder, self._kernels = decoder, kernels
         self.dtype = decoder.embed.dtype
@@ -110,12 +114,13 @@ class CpuForward:
             inner_block=self._sum_block(decoder.layers[0].down.weight.shape[1]),
             bf16=self.dtype == torch.bfloat16,
             kind=kernels.kind(self.dtype),
+            int8=int8,
             scale=decoder.scale,
             final_eps=decoder.final_norm.eps,
             layer=ctypes.addressof(self._layers),
             final_norm=self._vector(decoder.final_norm.weight),
             head_bias=self._bias(head.bias),
-            head=self._packed(head.weight),
+            head=self._keep(kernels.pack(head.weight)),
         )
         self._logits = torch.empty(0, kernels.padded(vocab))
         self._x_bytes = 4 * kernels.padded(hidden)  # of a token's hidden states
@@ -210,7 +215,7 @@ class CpuForward:
         return Layer(
             qkv=self._packed(layer.qkv.weight),
             o=self._packed(layer.o.weight),
-            gate_up=self._keep(self._kernels.pack_halves(layer.gate_up.weight)),
+            gate_up=self._keep(self._kernels.pack_halves(layer.gate_up.weight, int8=self._int8)),
             down=self._packed(layer.down.weight),
             qkv_bias=self._bias(layer.qkv.bias),
             o_bias=self._bias(layer.o.bias),
@@ -228,7 +233,7 @@ class CpuForward:
         )
 
     def _packed(self, weight: torch.Tensor) -> int:
-        return self._keep(self._kernels.pack(weight))
+        return self._keep(self._kernels.pack(weight, int8=self._int8))
 
     def _bias(self, bias: torch.Tensor | None, parts: int = 1) -> int | None:
         if bias is None:

@@ -14,7 +14,7 @@ from verl.models.ops.linear import Matmul
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
-REVISION = 5  # of the structures, see decoder.h
+REVISION = 6  # of the structures, see decoder.h
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
 FLOATS, WIDENED, PAIRS = range(3)  # how a matmul reads its operands, see decoder.h
@@ -33,7 +33,7 @@ class Layer(Structure):
 class Model(Structure):
     _fields_ = (
         [(name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")]
-        + [(name, c_int64) for name in ("hidden_block", "heads_block", "inner_block", "bf16", "kind")]
+        + [(name, c_int64) for name in ("hidden_block", "heads_block", "inner_block", "bf16", "kind", "int8")]
         + [(name, c_float) for name in ("scale", "final_eps")]
         + [(name, c_void_p) for name in ("layer", "final_norm", "head_bias", "head")]
     )
@@ -88,29 +88,30 @@ class Kernels:
     def padded(self, outputs: int) -> int:
         return -(-outputs // self.panel) * self.panel
 
-    def pack(self, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of `weight` [outputs, inputs] in the layout of the matmuls: uint8, on large pages if possible."""
+    def pack(self, weight: torch.Tensor, out: torch.Tensor | None = None, *, int8: bool = False) -> torch.Tensor:
+        """A copy of `weight` [outputs, inputs] in the layout of the matmuls: uint8, on large pages if possible. With `int8` it
+        is quantized (verl/models/quantized.py)."""
         weight = weight.detach().contiguous()
         (outputs, inputs), is_bf16 = weight.shape, weight.dtype == torch.bfloat16
-        num_bytes = self.packed_bytes(weight)
+        num_bytes = self.packed_bytes(weight, int8=int8)
         packed = buffer(num_bytes) if out is None else out
         self._library.decoder_large_pages(packed.data_ptr(), num_bytes)
         threads = torch.get_num_threads()
         self._library.decoder_pack(
-            self._handle, is_bf16, packed.data_ptr(), weight.data_ptr(), outputs, inputs, threads
+            self._handle, is_bf16, int8, packed.data_ptr(), weight.data_ptr(), outputs, inputs, threads
         )
         return packed
 
-    def pack_halves(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack_halves(self, weight: torch.Tensor, *, int8: bool = False) -> torch.Tensor:
         """`pack` of both halves of `weight` (gate and up). Each half is padded to a multiple of the panel size."""
         gate, up = weight.chunk(2)
-        packed = buffer(2 * self.packed_bytes(gate))
-        self.pack(gate, packed[: len(packed) // 2])
-        self.pack(up, packed[len(packed) // 2 :])
+        packed = buffer(2 * self.packed_bytes(gate, int8=int8))
+        self.pack(gate, packed[: len(packed) // 2], int8=int8)
+        self.pack(up, packed[len(packed) // 2 :], int8=int8)
         return packed
 
-    def packed_bytes(self, weight: torch.Tensor) -> int:
-        return int(self._library.decoder_packed(self._handle, weight.dtype == torch.bfloat16, *weight.shape))
+    def packed_bytes(self, weight: torch.Tensor, *, int8: bool = False) -> int:
+        return int(self._library.decoder_packed(self._handle, weight.dtype == torch.bfloat16, int8, *weight.shape))
 
     def product(
         self, x: torch.Tensor, packed: torch.Tensor, outputs: int, threads: int, block: int = 0
@@ -124,6 +125,23 @@ class Kernels:
         self._library.decoder_product(
             self._handle, kind, padded.data_ptr(), padded.stride(0) * padded.element_size(), packed.data_ptr(),
             out.data_ptr(), rows, outputs, inputs, block, threads,
+        )  # fmt: skip
+        return out[:rows, :outputs]
+
+    def int8_product(self, x: torch.Tensor, packed: torch.Tensor, outputs: int, threads: int) -> torch.Tensor:
+        """`product` with weights that are packed as int8."""
+        (rows, inputs), kind = x.shape, self.kind(x.dtype)
+        padded = torch.zeros(-(-rows // 8) * 8, inputs + 2, dtype=x.dtype if kind == PAIRS else torch.float32)
+        padded[:rows, :inputs] = x
+        out, levels, scales = (
+            torch.empty(len(padded), self.padded(outputs)),
+            torch.empty_like(padded),
+            torch.empty(rows),
+        )
+        self._library.decoder_int8_product(
+            self._handle, kind == PAIRS, x.dtype == torch.bfloat16, padded.data_ptr(),
+            padded.stride(0) * padded.element_size(), levels.data_ptr(), scales.data_ptr(), packed.data_ptr(),
+            out.data_ptr(), rows, outputs, inputs, threads,
         )  # fmt: skip
         return out[:rows, :outputs]
 
@@ -222,15 +240,17 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     kernels, model, step = c_void_p, POINTER(Model), POINTER(Step)
     library.kernels_name.restype, library.kernels_name.argtypes = c_char_p, [kernels]
     library.kernels_panel.restype, library.kernels_panel.argtypes = c_int, [kernels]
-    library.decoder_packed.restype, library.decoder_packed.argtypes = c_int64, [kernels, c_int, c_int64, c_int64]
+    library.decoder_packed.restype = c_int64
+    library.decoder_packed.argtypes = [kernels, c_int, c_int, c_int64, c_int64]
     library.decoder_workspace.restype, library.decoder_workspace.argtypes = c_int64, [kernels, model, step]
     library.decoder_forward.argtypes = [kernels, model, step]
     library.decoder_large_pages.argtypes = [c_void_p, c_int64]
-    library.decoder_pack.argtypes = [kernels, c_int, c_void_p, c_void_p, *[c_int64] * 3]
+    library.decoder_pack.argtypes = [kernels, c_int, c_int, c_void_p, c_void_p, *[c_int64] * 3]
     library.decoder_product.argtypes = [kernels, c_int, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5]
+    library.decoder_int8_product.argtypes = [kernels, c_int, c_int, c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4]
     library.decoder_draw.argtypes = [
         kernels, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p, c_void_p, c_void_p, c_int64,
     ]  # fmt: skip
-    for name in ("forward", "large_pages", "pack", "product", "draw"):
+    for name in ("forward", "large_pages", "pack", "product", "int8_product", "draw"):
         getattr(library, f"decoder_{name}").restype = None
     return library

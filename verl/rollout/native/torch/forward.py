@@ -23,6 +23,7 @@ from verl.models.lora import LoRALinear
 from verl.models.ops.linear import Matmul
 from verl.models.ops.pointwise import Turns, inverse_rms, rotate_, scaled_norm
 from verl.models.ops.table import by_torch
+from verl.models.quantized import on_grid
 from verl.models.vision import ImageFeatures, num_deep_layers
 from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.layout import StepLayout
@@ -38,17 +39,21 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # x [tokens, inputs] -> [token
 class DenseForward:
     """Made by `of`. The matmuls may hold a copy of the weights, so it serves while the weights stay as they are."""
 
-    def __init__(self, module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool):
+    def __init__(self, module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool, fp8: bool = False):
         self.decoder = decoder
         projections = [*decoder.projections(), head]
         self._adapters = ArrangedAdapters(module, projections, _products)
-        self._products = {id(p): (number, product(p, prepack=prepack)) for number, p in enumerate(projections)}
+        products = [_Fp8(p) if fp8 and p is not head else product(p, prepack=prepack) for p in projections]
+        self._products = {id(p): (number, products[number]) for number, p in enumerate(projections)}
         self._head = head
 
     @classmethod
-    def of(cls, module: HFModule, *, prepack: bool, required: bool = False) -> DenseForward | CpuForward | None:
+    def of(
+        cls, module: HFModule, *, prepack: bool, required: bool = False, quantization: str | None = None
+    ) -> DenseForward | CpuForward | None:
         """The fused forward of a causal language model, with compiled kernels if `compiled` returns them. None if only the
-        model's forward computes it. `prepack` allows a copy of the weights."""
+        model's forward computes it. `prepack` allows a copy of the weights. With `quantization` layers multiply in int8, by
+        compiled kernels, or in fp8, which torch emulates."""
         decoder, head = DenseDecoder.of(module, adapters=True), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) in (nn.Linear, LoRALinear)
         if decoder is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
@@ -57,14 +62,16 @@ class DenseForward:
             return None
         bias = None if head.bias is None else head.bias.detach()
         projection = Projection(head.weight.detach(), bias, (head,))
+        if quantization == "fp8":
+            return cls(module, decoder, projection, prepack=prepack, fp8=True)
         if (kernels := compiled(module, decoder, projection, prepack=prepack, required=required)) is not None:
-            return CpuForward(kernels, module, decoder, projection)
+            return CpuForward(kernels, module, decoder, projection, int8=quantization == "int8")
         return cls(module, decoder, projection, prepack=prepack)
 
     @property
     def num_copied_bytes(self) -> int:
         """Memory of the copies of weights that it holds."""
-        return sum(p.num_bytes for _, p in self._products.values() if isinstance(p, _Widened))
+        return sum(p.num_bytes for _, p in self._products.values() if isinstance(p, _Widened | _Fp8))
 
     def logits(
         self,
@@ -191,6 +198,19 @@ class _Widened:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.float(), self._weight, self._bias).to(x.dtype)
+
+
+class _Fp8:
+    """A product of fp8 operands, emulated: their values in float32."""
+
+    def __init__(self, projection: Projection):
+        parts = projection.weight.detach().split([len(part.weight) for part in projection.parts])
+        self._weight, self._bias = torch.cat([on_grid(p, "fp8", weights=True) for p in parts]), projection.bias
+        self.num_bytes = 4 * self._weight.numel()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(on_grid(x, "fp8"), self._weight, None if self._bias is None else self._bias.float())
+        return y.to(x.dtype)
 
 
 def _products(joined: list[LowRank | None]) -> list[tuple[Product, Product] | None]:

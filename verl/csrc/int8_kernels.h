@@ -1,0 +1,214 @@
+/* Products of int8 weights and int8 activations, summed as int32: the includer defines ISA, TARGET, WIDTH, HAS_DOT. Sums are
+   exact, so all instruction sets give the same bits. A level is a value over its scale, the largest magnitude of its row over
+   127, rounded to even: rows of weights are outputs, rows of activations are tokens. Levels lie between -127 and 127. */
+
+#define HAS_PAIRS 0
+#include "simd.h"
+#undef HAS_PAIRS
+
+#if WIDTH == 16
+#define MR 8
+#define v_scaled(sum, scale) v_mul(_mm512_cvtepi32_ps(sum), scale)
+#else
+#define MR 4
+#define v_scaled(sum, scale) v_mul(_mm256_cvtepi32_ps(sum), scale)
+#endif
+#define NR (3 * WIDTH)
+
+/* A step multiplies GROUP inputs. With HAS_DOT an operand has them as unsigned bytes, 128 above their levels, which the
+   `below` of a panel takes off again. Else it has them as int16: the products of bytes of other processors saturate. */
+#if HAS_DOT && WIDTH == 16
+#define GROUP 4
+#define v_weights(p) v_loadi(p)
+#define v_dot(sum, a, w) _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(a), w)
+#define v_plus(a, b) _mm512_add_epi32(a, b)
+#elif HAS_DOT
+#define GROUP 4
+#define v_weights(p) v_loadi(p)
+#define v_dot(sum, a, w) _mm256_dpbusd_avx_epi32(sum, _mm256_set1_epi32(a), w)
+#define v_plus(a, b) _mm256_add_epi32(a, b)
+#elif WIDTH == 16
+#define GROUP 2
+#define v_weights(p) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p)))
+#define v_dot(sum, a, w) _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_set1_epi32(a), w))
+#define v_plus(a, b) _mm512_add_epi32(a, b)
+#else
+#define GROUP 2
+#define v_weights(p) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p)))
+#define v_dot(sum, a, w) _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_set1_epi32(a), w))
+#define v_plus(a, b) _mm256_add_epi32(a, b)
+#endif
+#define PART ((int64_t)WIDTH * GROUP) /* bytes of a step that a vector holds */
+#define HEADER ((int64_t)NR * 8)      /* of a panel: scales [NR] as floats, then `below` [NR] as int32 */
+
+INLINE float NAME(value)(const char *row, int64_t i, const int halves)
+{
+    uint32_t bits;
+    float x;
+    if (halves)
+        bits = (uint32_t)((const uint16_t *)row)[i] << 16;
+    else
+        __builtin_memcpy(&bits, row + 4 * i, 4);
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* The scale of a row, and *inverse of it; not finite if a value is not (whose bits are then the largest) */
+INLINE float NAME(scale_of)(const char *row, int64_t n, const int halves, float *inverse)
+{
+    int32_t most = 0;
+    float largest, scale;
+    for (int64_t i = 0; i < n; i++) {
+        float x = NAME(value)(row, i, halves);
+        int32_t bits;
+        __builtin_memcpy(&bits, &x, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    __builtin_memcpy(&largest, &most, 4);
+    scale = largest / 127.0f;
+    *inverse = scale > 0 ? 127.0f / largest : 0.0f;
+    return scale;
+}
+
+INLINE int32_t NAME(level)(float x, float inverse)
+{
+    float shifted = x * inverse + 12582912.0f; /* 1.5 * 2^23: the low bits of the sum are the rounded product */
+    int32_t bits;
+    __builtin_memcpy(&bits, &shifted, 4);
+    return bits - 0x4b400000;
+}
+
+INLINE void NAME(quantize_as)(const int halves, char *to, float *scale, const char *row, int64_t n)
+{
+    float inverse;
+    *scale = NAME(scale_of)(row, n, halves, &inverse);
+    for (int64_t i = 0; i < n; i++)
+        if (GROUP == 4)
+            ((uint8_t *)to)[i] = (uint8_t)(NAME(level)(NAME(value)(row, i, halves), inverse) + 128);
+        else
+            ((int16_t *)to)[i] = (int16_t)NAME(level)(NAME(value)(row, i, halves), inverse);
+}
+
+/* Levels of a row as an operand of products, and its scale. What pads a row to groups is multiplied by zeros. */
+FN void NAME(quantize)(char *to, float *scale, const char *row, int64_t n, int halves)
+{
+    if (halves)
+        NAME(quantize_as)(1, to, scale, row, n);
+    else
+        NAME(quantize_as)(0, to, scale, row, n);
+}
+
+INLINE void NAME(pack_row)(const int halves, char *panel, int64_t n, const char *row, int64_t inputs)
+{
+    float inverse;
+    int32_t sum = 0;
+    ((float *)panel)[n] = NAME(scale_of)(row, inputs, halves, &inverse);
+    for (int64_t i = 0; i < inputs; i++) {
+        int32_t level = NAME(level)(NAME(value)(row, i, halves), inverse);
+        sum += level;
+        panel[HEADER + i / GROUP * NR * GROUP + n * GROUP + i % GROUP] = (char)level;
+    }
+    ((int32_t *)panel)[NR + n] = GROUP == 4 ? -128 * sum : 0;
+}
+
+/* Panels [begin, end) of weights [outputs][inputs]: their header, then levels [inputs / GROUP][NR][GROUP], padded with zeros */
+FN void NAME(pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end)
+{
+    const int64_t bytes = HEADER + (inputs + GROUP - 1) / GROUP * NR * GROUP;
+    for (int64_t panel = begin; panel < end; panel++) {
+        char *out = to + panel * bytes;
+        __builtin_memset(out, 0, (size_t)bytes);
+        for (int64_t n = 0; n < NR && panel * NR + n < outputs; n++)
+            if (bf16)
+                NAME(pack_row)(1, out, n, from + (panel * NR + n) * inputs * 2, inputs);
+            else
+                NAME(pack_row)(0, out, n, from + (panel * NR + n) * inputs * 4, inputs);
+    }
+}
+
+/* `fetches`: weights that lie `ahead` bytes further are fetched */
+INLINE void NAME(tile)(const int rows, const int fetches, int64_t steps, int64_t stride, const char *a, const char *b, int64_t ahead, vi acc[MR][3])
+{
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+        acc[i][0] = acc[i][1] = acc[i][2] = v_int(v_set(0.0f));
+    for (int64_t s = 0; s < steps; s++, a += 4, b += 3 * PART) {
+        vi w0 = v_weights(b), w1 = v_weights(b + PART), w2 = v_weights(b + 2 * PART);
+#pragma GCC unroll 3
+        for (int i = 0; fetches && i < (int)(3 * PART + 63) / 64; i++)
+            _mm_prefetch(b + ahead + 64 * i, _MM_HINT_T0);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            int x;
+            __builtin_memcpy(&x, a + i * stride, 4);
+            acc[i][0] = v_dot(acc[i][0], x, w0);
+            acc[i][1] = v_dot(acc[i][1], x, w1);
+            acc[i][2] = v_dot(acc[i][2], x, w2);
+        }
+    }
+}
+
+INLINE void NAME(finish)(const int rows, const struct gemm *g, int64_t row, int64_t column, int count, const char *panel, vi acc[MR][3])
+{
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) {
+        float *out = g->out + (row + i) * g->out_stride + column;
+        if (i < count)
+            for (int j = 0; j < 3; j++) {
+                const float *scale = (const float *)panel + j * WIDTH;
+                vf y = v_scaled(v_plus(acc[i][j], v_loadi(scale + NR)), v_load(scale));
+                y = v_mul(y, v_set(g->a_scale[row + i]));
+                if (g->bias)
+                    y = v_add(y, v_load(g->bias + column + j * WIDTH));
+                if (g->bf16)
+                    y = NAME(rounded)(y);
+                if (g->add)
+                    y = v_add(v_load(out + j * WIDTH), y);
+                if (g->add && g->bf16)
+                    y = NAME(rounded)(y);
+                v_store(out + j * WIDTH, y);
+            }
+    }
+}
+
+/* See units() of decoder_kernels.h. */
+FN void NAME(gemm)(const struct gemm *g, int64_t begin, int64_t end)
+{
+    const int64_t tiles = (g->rows + MR - 1) / MR, bytes = HEADER + g->steps * 3 * PART;
+    vi acc[MR][3];
+    for (int64_t unit = begin; unit < end; unit++) {
+        int64_t panel = unit / tiles, tile = unit % tiles, row = tile * MR, ahead = tiles == 1 ? 4096 : bytes;
+        int count = g->rows - row < MR ? (int)(g->rows - row) : MR;
+        const char *a = g->a + row * g->a_stride, *header = g->b + panel * bytes, *b = header + HEADER;
+        if (count > MR / 2) {
+            if (tile == 0)
+                NAME(tile)(MR, 1, g->steps, g->a_stride, a, b, ahead, acc);
+            else
+                NAME(tile)(MR, 0, g->steps, g->a_stride, a, b, 0, acc);
+            NAME(finish)(MR, g, row, panel * NR, count, header, acc);
+        } else if (count > 1) {
+            NAME(tile)(MR / 2, 1, g->steps, g->a_stride, a, b, tiles == 1 ? ahead : 0, acc);
+            NAME(finish)(MR / 2, g, row, panel * NR, count, header, acc);
+        } else {
+            NAME(tile)(1, 1, g->steps, g->a_stride, a, b, tiles == 1 ? ahead : 0, acc);
+            NAME(finish)(1, g, row, panel * NR, count, header, acc);
+        }
+    }
+}
+
+static const struct int8_kernels NAME(kernels) = {GROUP, HEADER, NAME(gemm), NAME(pack), NAME(quantize)};
+
+#undef ISA
+#undef TARGET
+#undef WIDTH
+#undef HAS_DOT
+#undef MR
+#undef NR
+#undef GROUP
+#undef PART
+#undef HEADER
+#undef v_weights
+#undef v_dot
+#undef v_plus
+#undef v_scaled

@@ -1,0 +1,47 @@
+"""Grids of low-precision numbers: int8, and fp8 (e4m3), as rollout engines compute with them.
+
+A group of values has a scale, its largest magnitude over the last level: 127 of int8, 448 of e4m3. int8 has a group for each
+row: an output of weights, a token of activations. fp8 has blocks of 128 x 128 weights, and 128 neighbours of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 128
+_LAST = {"int8": 127.0, "fp8": 448.0}
+
+
+def levels(x: torch.Tensor, grid: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(levels of `x` [..., n] in float32, or of fp8 in e4m3; scales [..., 1]) with a group for each row. A level times its
+    scale is the value that the grid has for one of `x`."""
+    last, x = _LAST[grid], x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = largest / last
+    # a number over a tensor would be computed by its reciprocal, and round twice
+    inverse = torch.where(scale >= torch.finfo(torch.float32).tiny, torch.full_like(largest, last) / largest, 0.0)
+    scaled = x * inverse
+    return (scaled.round() if grid == "int8" else scaled.to(torch.float8_e4m3fn)), scale
+
+
+def fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(levels of `weight` [outputs, inputs] in e4m3, scales of its blocks in float32 [outputs / 128, inputs / 128])."""
+    outputs, inputs = weight.shape
+    padded = F.pad(weight.float(), (0, -inputs % BLOCK, 0, -outputs % BLOCK))
+    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(2)
+    quantized, scale = levels(blocks, "fp8")
+    joined = quantized.unflatten(2, (BLOCK, BLOCK)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    return joined[:outputs, :inputs].contiguous(), scale[..., 0]
+
+
+def on_grid(x: torch.Tensor, grid: str, *, weights: bool = False) -> torch.Tensor:
+    """The values that `grid` has for `x` [..., n] in float32: of activations, or of `weights` [outputs, inputs]."""
+    if grid == "int8":
+        level, scale = levels(x, grid)
+        return level * scale
+    if weights:
+        level, scale = fp8_blocks(x)
+        return level.float() * scale.repeat_interleave(BLOCK, 0)[: len(x)].repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    level, scale = levels(F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)), grid)
+    return (level.float() * scale).flatten(-2)[..., : x.shape[-1]]
