@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_749,
+    "core": 71_938,
     "compat": 7_802,
     "page": 3_760,
     "planner": 2_755,
     "tinker": 3_614,
-    "clusters": 7_095,
+    "clusters": 7_110,
     "agents": 5_955,
     "tasks": 2_121,
-    "tests": 85_608,
+    "tests": 85_872,
     "benchmarks": 6_090,
 }
 MAX_MEAN_FUNCTION_LINES = 12
