@@ -74,12 +74,12 @@ def test_a_statement_that_cannot_be_written_is_dropped(tmp_path, caplog):
 
 
 def test_a_request_that_fails_in_a_batch_fails_alone(bench, tmp_path, around):
-    def sampled(original, requests):
-        if any(request.max_tokens == 3 for _, request in requests):
+    def advanced(original, lane, tokens):
+        if any(asked.request.max_tokens == 3 for asked in lane._asked.values()):
             raise RuntimeError
-        return original(requests)
+        return original(lane, tokens)
 
-    around(bench, "sample", sampled)
+    around(bench, "advance", advanced)
 
     async def act(service, ada, bob):
         good = [await bob.post("asample", sample(sampling_session_id=bob.sampler, seq_id=n)) for n in range(4)]
@@ -180,8 +180,8 @@ def test_a_request_whose_body_is_on_its_way_is_waited_for(bench, tmp_path, monke
 
         async def slowly():
             yield content[:20]
-            states.append((await ada.post("optim_step", body)).json())
-            states.append((await ada.post("retrieve_future", states[0])).json())
+            states.append(await ada.post("optim_step", body))
+            states.append((await ada.poll(states[0])).json())
             yield content[20:]
 
         states = []
@@ -189,7 +189,7 @@ def test_a_request_whose_body_is_on_its_way_is_waited_for(bench, tmp_path, monke
         answer = await ada.http.post("/api/v1/forward_backward", content=slowly(), headers=headers)
         assert states[1]["type"] == "try_again"
         await ada.result(answer)
-        assert "metrics" in (await ada.post("retrieve_future", states[0])).json()
+        assert "metrics" in await ada.result(states[0])
 
     in_process(bench, tmp_path, act)
 
@@ -221,6 +221,59 @@ def test_a_fault_behind_a_request_stops_no_other(bench, tmp_path, monkeypatch, p
         await ada.step()
 
     in_process(bench, tmp_path, act)
+
+
+def test_a_sample_without_end_holds_up_nobody(bench, tmp_path, around):
+    """Another tenant trains, and samples with other rules, while the turns of a request lead nowhere."""
+    endless, open_lanes = asyncio.Event(), set()
+
+    def advanced(advance, lane, tokens):
+        open_lanes.add(id(lane))
+        is_long = any(asked.request.max_tokens == 50 for asked in lane._asked.values())
+        return [] if is_long and not endless.is_set() else advance(lane, tokens)
+
+    around(bench, "advance", advanced)
+
+    async def act(service, ada, bob):
+        body = sample(
+            sampling_session_id=ada.sampler, num_samples=64, sampling_params={"max_tokens": 50, "temperature": 0.5}
+        )
+        long = await ada.post("asample", body)
+        await bob.step()
+        assert service.futures[long.json()["request_id"]].answer is None
+        assert len(open_lanes) == 2
+        endless.set()
+        await ada.result(long)
+        assert not service.bench.sampling._lanes
+        assert not any(used.rows for used in service.computers[0]._used.values())
+
+    in_process(bench, tmp_path, act)
+
+
+def test_requests_beyond_the_room_of_a_tenant_wait_and_small_ones_pass(bench, tmp_path, around, monkeypatch):
+    turns = []
+
+    def advanced(advance, lane, tokens):
+        turns.append(sorted(asked.request.max_tokens for asked in lane._asked.values()))
+        return advance(lane, 1)
+
+    around(bench, "advance", advanced)
+    monkeypatch.setattr(computer, "SLICE_TOKENS", 20)
+    monkeypatch.setattr(computer, "_MOST_TOKENS", 60)
+
+    async def act(service, ada, bob):
+        limits = [50, 51, 9, 8]
+        sent = [
+            await ada.post(
+                "asample", sample(sampling_session_id=ada.sampler, seq_id=n, sampling_params={"max_tokens": limit})
+            )
+            for n, limit in enumerate(limits)
+        ]
+        assert all([isinstance(await ada.result(answer), httpx.Response) for answer in sent])
+
+    in_process(bench, tmp_path, act)
+    assert not any({50, 51} <= set(turn) for turn in turns)
+    assert any(51 in turn for turn in turns)
 
 
 @pytest.mark.parametrize("shape", [[0, 5], [0, 3], [4, 0]])

@@ -13,8 +13,9 @@ tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed
 from tinker import types  # noqa: E402
 from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
 
+from tests.processes import wait_until  # noqa: E402
 from tests.tinker.data import array, datum, tensor  # noqa: E402
-from verl.tinker import queues, routes  # noqa: E402
+from verl.tinker import routes  # noqa: E402
 
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
 PROMPT = types.ModelInput.from_ints([3, 4, 5, 6])
@@ -157,18 +158,24 @@ def test_a_snapshot_stays_as_it_is_while_training_goes_on(served):
 
 
 @pytest.fixture
-def patient(served, monkeypatch, around):
-    """Batches wait for all requests of a test; returns the number of weights in each batch."""
-    monkeypatch.setattr(queues, "_GATHER_S", 0.2)
-    monkeypatch.setattr(queues, "_MOST_GATHER_S", 5.0)
-    batches = []
+def patient(served, around):
+    """The number of weights at each turn of a lane, and `expected`: turns take one step, and the next one waits for that many
+    requests."""
+    service, turns, expected = served.service, [], []
 
-    def counted(sample, requests):
-        batches.append(len({weights for weights, _ in requests}))
-        return sample(requests)
+    def sampled(sample, lane, longest, requests, weights, tokens):
+        if expected:
+            count = expected.pop()
+            wait_until(lambda: sum(f.answer is None for f in list(service.futures.values())) >= count)
+        return sample(lane, longest, requests, weights, 1)
 
-    around(served.service.bench.sampling.bench, "sample", counted)
-    return batches
+    def advanced(advance, lane, tokens):
+        turns.append(len(lane.weights()))
+        return advance(lane, tokens)
+
+    around(service.bench.sampling, "sample", sampled)
+    around(service.bench.sampling.bench, "advance", advanced)
+    return turns, expected
 
 
 def samplers_of(served):
@@ -186,27 +193,32 @@ def sampled(future):
     return [(list(sequence.tokens), list(sequence.logprobs)) for sequence in future.result().sequences]
 
 
-def test_samplers_of_several_models_share_a_batch_and_each_has_its_samples(served, patient):
-    samplers, _ = samplers_of(served)
-    params = types.SamplingParams(max_tokens=6, seed=5)
+def test_samplers_of_several_models_decode_together_and_each_has_its_samples(served, patient):
+    (samplers, _), (turns, expected) = samplers_of(served), patient
+    params = types.SamplingParams(max_tokens=6, seed=5, stop=[])
     apart = [sampled(sampler.sample(PROMPT, 2, params)) for sampler in samplers]
-    del patient[:]
+    assert set(turns) == {1}
+    expected.append(3)
     futures = [sampler.sample(PROMPT, 2, params) for sampler in samplers]
     assert [sampled(future) for future in futures] == apart
-    assert patient == [3]
+    assert max(turns) == 3
     assert len(set(map(str, apart))) == 3
 
 
 def test_broken_weights_fail_their_own_samples_only(served, patient):
-    (fine, *_), (_, broken) = samplers_of(served)
+    ((fine, *_), (_, broken)), (turns, expected) = samplers_of(served), patient
     for name, weight in served.tensors(broken).items():
         weight.fill_(float("nan") if name.endswith("lora_B") else 1.0)
-    params, failing = types.SamplingParams(max_tokens=2), broken.save_weights_and_get_sampling_client().result()
+    params, failing = (
+        types.SamplingParams(max_tokens=2, stop=[]),
+        broken.save_weights_and_get_sampling_client().result(),
+    )
+    expected.append(2)
     futures = [sampler.sample(PROMPT, 1, params) for sampler in (fine, failing)]
     assert len(futures[0].result().sequences[0].tokens) <= 2
     with pytest.raises(tinker.RequestFailedError, match="not finite"):
         futures[1].result()
-    assert patient[0] == 2
+    assert max(turns) == 2
 
 
 def test_log_probs_of_samples_equal_the_log_probs_of_training(served):

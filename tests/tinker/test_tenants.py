@@ -22,7 +22,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa:
 
 from tests.tinker.data import datum  # noqa: E402
 from tests.tinker.served import running  # noqa: E402
-from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob  # noqa: E402
+from verl.tinker.queues import SLICE_TOKENS, TURN_TOKENS, Lanes, QueuedJob, SampleLane  # noqa: E402
 
 PROTOBUF = "application/x-protobuf"
 
@@ -147,6 +147,26 @@ def test_a_small_tenant_waits_for_two_slices_at_most():
     taken = [lanes.take()[0] for _ in range(4)]
     assert taken.index("small") <= 2
     assert taken.count("small") == 2
+
+
+def test_a_step_beside_a_long_sample_waits_for_three_turns_of_it_at_most():
+    """256 samples of 900 tokens take a step of 256 tokens each; the step of a small tenant is two requests."""
+    lanes, lane = Lanes(), SampleLane("params", 1024)
+    lanes.put(lane, QueuedJob(None, "long", "large", 256 * 900))
+    turns, computed = 0, []
+    for number in range(60):
+        if number in (20, 40):
+            for part in range(2):
+                lanes.put("model", QueuedJob(None, part, "small", 300))
+        taken, jobs = lanes.take()
+        if taken is lane:
+            turns += 1
+            lanes.charge("large", TURN_TOKENS)
+            lanes.put(lane, jobs[0], first=True)
+        else:
+            computed.append(number)
+    assert turns == 56
+    assert max(computed[0] - 20, computed[1] - 20, computed[2] - 40, computed[3] - 40) <= 4
 
 
 def test_tenants_get_equal_shares_of_tokens():

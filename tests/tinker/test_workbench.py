@@ -113,13 +113,23 @@ def held_bytes():
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def sampled(bench, pairs):
+    """The outputs of requests that decode together, each under its weights."""
+    lane, outputs = bench.open_lane(pairs[0][1].params, 256), {}
+    for number, (weights, request) in enumerate(pairs):
+        lane.add(number, weights, request)
+    while not lane.is_empty:
+        outputs |= bench.advance(lane, 64)
+    return [outputs[number] for number in range(len(pairs))]
+
+
 def test_ten_adapters_add_their_own_tensors_and_share_the_base(bench):
     """Between steps an adapter has its weights and two moments of AdamW, and no gradients; samplers share the base too."""
     ask = SamplingRequest((1, 2, 3), 1, 2, SamplingParams(), 0)
     first_adapter = new_adapter(bench, rank=8)  # whose tensors the module has until another one's replace them
     bench.forward_backward(first_adapter, request("cross_entropy", 2))
     bench.optim_step(first_adapter, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))  # gives up the buffer of logits
-    bench.sample([(None, ask)] * 10)
+    sampled(bench, [(None, ask)] * 10)
     before = held_bytes()
     adapters = [new_adapter(bench, seed, rank=8) for seed in range(10)]
     adapter_bytes = sum(adapter.weights.num_bytes() for adapter in adapters)
@@ -129,7 +139,29 @@ def test_ten_adapters_add_their_own_tensors_and_share_the_base(bench):
         assert not adapter.gradients
     assert 3 * adapter_bytes <= held_bytes() - before < 3.1 * adapter_bytes
     snapshots = [adapter.snapshot() for adapter in adapters]
-    bench.sample([(weights, ask) for weights in snapshots])
+    sampled(bench, [(weights, ask) for weights in snapshots])
     assert held_bytes() - before < 10 * adapter_bytes
     del snapshots
     assert held_bytes() - before < 3.1 * adapter_bytes
+
+
+def drawn(output):
+    return [(c.token_ids, c.log_probs) for c in output.completions]
+
+
+def test_requests_join_an_open_lane_and_have_the_samples_that_each_has_alone(bench):
+    """Also with parts of a request that has more samples than rows, and between training steps of another adapter."""
+    adapters = [new_adapter(bench, seed).snapshot() for seed in (1, 2)]
+    asks = [SamplingRequest((1, 2, n), n + 1, 20 + n, SamplingParams(), n) for n in range(4)]
+    pairs = list(zip([None, *adapters, adapters[0]], asks, strict=True))
+    alone = [drawn(sampled(bench, [pair])[0]) for pair in pairs]
+    lane, outputs, trained = bench.open_lane(SamplingParams(), 256), {}, new_adapter(bench, 3)
+    lane._most_rows = 2
+    for number, pair in enumerate(pairs):
+        lane.add(number, *pair)
+        outputs |= bench.advance(lane, 1)
+        assert len(lane.weights()) == min(number + 1, 3)
+        bench.forward_backward(trained, request("cross_entropy", 2))
+    while not lane.is_empty:
+        outputs |= bench.advance(lane, 64)
+    assert [drawn(outputs[number]) for number in range(4)] == alone

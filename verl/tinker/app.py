@@ -38,6 +38,7 @@ from verl.tinker.tenants import Tenant
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 30.0
+_FIRST_PART_S = 0.2  # for the beginning of a body that is refused for its length
 _PAGE = "page"  # the route that a browser opens
 _READS = {  # posts that write nothing, so they are answered while the disk is full
     "client/config", "client/dynamic_config", "telemetry", "session_heartbeat", "get_info", "weights_info", "retrieve_future",
@@ -180,16 +181,19 @@ def _is_foreign(request: Request) -> bool:
 
 
 async def _body(request: Request) -> tuple[bytes, RefusedRequest | None]:
-    """The body, or the beginning of a body that is too large, and the refusal."""
-    length = request.headers.get("content-length", "0")
-    fits = length.isdigit() and int(length) <= MAX_BYTES
-    parts, size, most = [], 0, MAX_BYTES if fits else 0
+    """The body, or the beginning of a body that is too large, and the refusal. A body that says so is not waited for."""
+    length, refusal = request.headers.get("content-length", "0"), RefusedRequest(TOO_LARGE, 413)
+    if not length.isdigit() or int(length) > MAX_BYTES:
+        with contextlib.suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(anext(request.stream()), _FIRST_PART_S), refusal
+        return b"", refusal
+    parts, size = list[bytes](), 0
     async for part in request.stream():
         parts.append(part)
         size += len(part)
-        if size > most:
-            break
-    return b"".join(parts), None if fits and size <= most else RefusedRequest(TOO_LARGE, 413)
+        if size > MAX_BYTES:
+            return b"".join(parts), refusal
+    return b"".join(parts), None
 
 
 async def _nowhere(call: ClientCall) -> object:

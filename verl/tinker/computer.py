@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import sqlite3
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from verl.errors import DeadlineError, VerlError, WorkerLostError, os_error_of
 from verl.tinker.checkpoints import Checkpoints, Snapshots
 from verl.tinker.codec import PROTOBUF, sample_result
 from verl.tinker.journal import RequestJournal, trouble
-from verl.tinker.queues import Lanes, QueuedJob, SampleLane, WireAnswer
+from verl.tinker.queues import SLICE_TOKENS, TURN_TOKENS, Lanes, QueuedJob, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SampleOutput
 from verl.tinker.served import ServedModel, Work
 from verl.tinker.worker import Bench
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 STATE_S = 20.0  # of computing between two states of a model on the disk: a kill repeats as much
 STATE_SHARE = 20.0  # the least computing time between two, in times that writing one took
 RETRY_S = 1.0
+_MOST_TOKENS = 65536  # prompts and longest samples of a tenant that decode at once, unless one request has more
 _CLOSE_S = 60.0
 _LOST = (WorkerLostError, DeadlineError)  # no answer of a request: the next start computes it
 
@@ -45,6 +48,8 @@ class Computer:
         self.bench, self.checkpoints, self.journal, self.snapshots = bench, checkpoints, journal, snapshots
         self.lanes, self.paused, self._on_lost = lanes, "", on_lost
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
+        self._used: dict[tuple[str, bool], _Used] = defaultdict(_Used)
+        self._lane_numbers, self._num_begun = dict[SampleLane, int](), 0
         self._closing, self._state_took_s = threading.Event(), 0.0
         self._thread = threading.Thread(target=self._run, name="tinker-compute", daemon=True)
         self._thread.start()
@@ -61,7 +66,7 @@ class Computer:
                 lane, jobs = taken
                 try:
                     if isinstance(lane, SampleLane):
-                        self._sample(jobs)
+                        self._sample(lane, jobs)
                     else:
                         self._step(lane, jobs[0], jobs[0].work)
                 except _LOST:
@@ -139,29 +144,81 @@ class Computer:
         if self._write():
             self.checkpoints.drop_states(model.model_id, before=seq_id)
 
-    def _sample(self, jobs: list[QueuedJob]) -> None:
-        """Compute the samples of `jobs` in one batch; if it fails, in one for each request, so that one fails no other."""
-        start, tokens = time.perf_counter(), sum(job.cost for job in jobs)
+    def _sample(self, lane: SampleLane, jobs: list[QueuedJob]) -> None:
+        """Let a lane take its turn with the requests that fit; the ones that have not ended wait for its next turn. If it
+        fails, each request gets a lane for itself, so that one fails no other."""
+        start, (running, new) = time.perf_counter(), self._admitted(lane, jobs)
+        if not running:
+            return
         try:
-            answers = [WireAnswer(sample_result(output), PROTOBUF) for output in self._sampled(jobs)]
+            ended = self._advanced(lane, new)
         except _LOST:
             raise
         except Exception as error:  # noqa: BLE001  (any failure is the answer of its requests)
-            if len(jobs) > 1:
-                for job in jobs:
-                    self._sample([job])
-                return
-            answers = [_failed(error)] * len(jobs)
-        took_s = time.perf_counter() - start
-        for job, answer in zip(jobs, answers, strict=True):
-            self.seconds[job.tenant, "sampling_s"] += took_s * job.cost / tokens
-            self._give(job, answer, runs_again=False)
+            self._leave(lane, running, is_empty=True)
+            for job in running:
+                if lane.alone:
+                    self._give(job, _failed(error), runs_again=False)
+                else:
+                    self.lanes.put(lane._replace(alone=job.future.request_id), job)
+            return
+        took_s, rows = time.perf_counter() - start, sum(job.work.request.num_samples for job in running)
+        for job in running:
+            share = job.work.request.num_samples / rows
+            self.seconds[job.tenant, "sampling_s"] += took_s * share
+            self.lanes.charge(job.tenant, math.ceil(TURN_TOKENS * share))
+        done = [(job, ended[job.number]) for job in running if job.number in ended]
+        going_on = [job for job in running if job.number not in ended]
+        self._leave(lane, [job for job, _ in done], is_empty=not going_on)
+        for job in reversed(going_on):
+            self.lanes.put(lane, job, first=True)
+        for job, output in done:
+            self._give(job, WireAnswer(sample_result(output), PROTOBUF), runs_again=False)
 
-    def _sampled(self, jobs: list[QueuedJob]) -> list[SampleOutput]:
-        """The samples of `jobs`; weights go to the sampling process once."""
-        worker, digests = self.bench.sampling, {job.work.digest for job in jobs if job.work.digest is not None}
+    def _admitted(self, lane: SampleLane, jobs: list[QueuedJob]) -> tuple[list[QueuedJob], list[QueuedJob]]:
+        """The jobs that run, and the new ones of them. A job begins if its tenant has room for it beside its running samples,
+        or has none; small jobs have room for themselves. A job that does not fit waits for the next turn."""
+        running, new = [job for job in jobs if job.number is not None], list[QueuedJob]()
+        for job in [job for job in jobs if job.number is None]:
+            used, rows = self._used[_room(job)], job.work.request.num_samples
+            if not used.rows or (
+                used.rows + rows <= self.bench.facts.most_rows and used.tokens + job.cost <= _MOST_TOKENS
+            ):
+                self._used[_room(job)] = _Used(used.rows + rows, used.tokens + job.cost)
+                job.number, self._num_begun = self._num_begun, self._num_begun + 1
+                self.lanes.charge(job.tenant, len(job.work.request.tokens))
+                new.append(job)
+            else:
+                self.lanes.put(lane, job)
+        return running + new, new
+
+    def _leave(self, lane: SampleLane, jobs: list[QueuedJob], *, is_empty: bool) -> None:
+        """Make the room of jobs free; a lane that is empty gets another number."""
+        for job in jobs:
+            used, job.number = self._used[_room(job)], None
+            self._used[_room(job)] = _Used(used.rows - job.work.request.num_samples, used.tokens - job.cost)
+        if is_empty:
+            self._lane_numbers.pop(lane, None)
+
+    def _advanced(self, lane: SampleLane, new: list[QueuedJob]) -> dict[int | None, SampleOutput]:
+        """The samples that have ended, by the numbers of their jobs; weights go to the sampling process once."""
+        worker, digests = self.bench.sampling, {job.work.digest for job in new if job.work.digest is not None}
         weights = {digest: self.snapshots.load(digest) for digest in worker.missing(sorted(digests))}
-        return worker.sample([(job.work.digest, job.work.request) for job in jobs], weights)
+        requests = [(job.number or 0, job.work.digest, job.work.request) for job in new]
+        number = self._lane_numbers.setdefault(lane, self._num_begun)
+        return dict(worker.sample(number, lane.longest, requests, weights, TURN_TOKENS))
+
+
+class _Used(NamedTuple):
+    """Samples of a tenant that run, and the most tokens that they and their prompts can have."""
+
+    rows: int = 0
+    tokens: int = 0
+
+
+def _room(job: QueuedJob) -> tuple[str, bool]:
+    """What a sample request uses: the room of its tenant for large requests, or for small ones."""
+    return job.tenant, job.cost <= SLICE_TOKENS
 
 
 def _failed(error: Exception) -> WireAnswer:

@@ -20,9 +20,8 @@ import pydantic
 from verl.tinker.records import RefusedRequest
 
 SLICE_TOKENS = 8192  # of training between two looks at who is next
-BATCH_TOKENS = 65536  # prompts and longest samples of one batch
+TURN_TOKENS = 512  # of sampling between two such looks, and what a tenant gets when it is passed over
 _MOST_AHEAD = 1 << 16  # numbers between a request and the next one in order
-_GATHER_S, _MOST_GATHER_S = 0.02, 0.3  # how long a batch of samples waits for the next request, and for all
 
 
 @dataclass(frozen=True)
@@ -66,18 +65,23 @@ class RequestFuture:
 
 @dataclass
 class QueuedJob:
-    """A request that waits to be computed; `work` is what a lane's worker reads, `cost` the tokens of its next slice."""
+    """A request that waits to be computed; `work` is what a lane's worker reads, `cost` the tokens of its next slice, or of all
+    its samples. `number` is that of a sample request in the open lane that computes it."""
 
     future: RequestFuture
     work: Any
     tenant: str
     cost: int = 1
+    number: int | None = None
 
 
 class SampleLane(NamedTuple):
-    """Samples with equal rules: one batch computes them."""
+    """Samples with equal rules and at most `longest` tokens, which decode together. A request that must not fail others is
+    `alone`."""
 
     params: Hashable
+    longest: int
+    alone: str = ""
 
 
 @dataclass
@@ -90,7 +94,7 @@ class _Turn:
 
 class Lanes:
     """Jobs of tenants in lanes. Tenants take turns by deficit round robin over tokens (Shreedhar and Varghese, 1995), and the
-    lanes of a tenant take turns. A lane of samples gives many jobs at once, another lane one."""
+    lanes of a tenant take turns. A lane of samples gives the jobs of all tenants, another lane one."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
@@ -112,12 +116,24 @@ class Lanes:
             if self._closed:
                 return None
             tenant = self._next_tenant()
-            lane, jobs = next(iter(self._turns[tenant].lanes.items()))
-        is_batch = isinstance(lane, SampleLane)
-        if is_batch:
-            self._gather(jobs)
+            lane = next(iter(self._turns[tenant].lanes))
+            if isinstance(lane, SampleLane):
+                names = [tenant, *(name for name in self._turns if name != tenant)]
+                return lane, [job for name in names for job in self._turns[name].lanes.pop(lane, ())]
+            jobs = self._turns[tenant].lanes.pop(lane)
+            job = jobs.popleft()
+            if jobs:  # behind the tenant's lanes
+                self._turns[tenant].lanes[lane] = jobs
+            self._charge(tenant, job.cost)
+            return lane, [job]
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Count the tokens of samples."""
         with self._changed:
-            return lane, self._remove(tenant, lane, BATCH_TOKENS if is_batch else 0)
+            self._charge(tenant, tokens)
+
+    def _charge(self, tenant: str, tokens: int) -> None:
+        self._turns.setdefault(tenant, _Turn()).credit -= tokens
 
     def close(self) -> None:
         with self._changed:
@@ -130,35 +146,10 @@ class Lanes:
             tenant, turn = next(iter(self._turns.items()))
             if turn.lanes and turn.credit > 0:
                 return tenant
-            turn.credit += SLICE_TOKENS
+            turn.credit += TURN_TOKENS
             self._turns.move_to_end(tenant)
             if not turn.lanes and turn.credit >= 0:
                 del self._turns[tenant]
-
-    def _remove(self, tenant: str, lane: Hashable, most_tokens: int) -> list[QueuedJob]:
-        """The first job of a lane, and more until `most_tokens`; the lane moves behind the tenant's lanes. Jobs of other
-        tenants join a batch of less than a slice."""
-        taken = list[QueuedJob]()
-        for name in [tenant, *(name for name in self._turns if name != tenant)]:
-            turn, before = self._turns[name], sum(job.cost for job in taken)
-            jobs, tokens = turn.lanes.pop(lane, deque()), before
-            while jobs and (not taken or tokens + jobs[0].cost <= most_tokens):
-                taken.append(jobs.popleft())
-                tokens += taken[-1].cost
-            turn.credit -= tokens - before
-            if jobs:
-                turn.lanes[lane] = jobs
-            if not turn.lanes and turn.credit >= 0:
-                del self._turns[name]
-            most_tokens = min(most_tokens, SLICE_TOKENS)
-        return taken
-
-    def _gather(self, jobs: deque[QueuedJob]) -> None:
-        """Wait while more jobs come: a client posts its samples one by one."""
-        until, count = time.monotonic() + _MOST_GATHER_S, 0
-        while count < len(jobs) and time.monotonic() < until:
-            count = len(jobs)
-            time.sleep(_GATHER_S)
 
 
 @dataclass

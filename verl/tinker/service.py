@@ -31,6 +31,7 @@ KEEP_ANSWERS_S = 900.0  # after an answer is there
 SESSION_S = 1800.0  # without a heartbeat
 IDLE_SAMPLER_S = 6 * 3600.0  # without a request
 RETRY_S = 2
+_SHORTEST = 256  # tokens of a sample: limits up to this one share a lane, and so do limits up to four times as many
 
 
 class Service:
@@ -275,7 +276,10 @@ class Service:
         self._admit(call, tokens)
         future = self._future(call, sampler.sampler_id, sampler.session_id, seq_id, tokens)
         job = QueuedJob(future, SampleJob(sampler.digest, request), sampler.tenant.name, tokens)
-        self._sample_lanes.put(SampleLane(request.params), job)
+        longest = _SHORTEST
+        while longest < request.max_tokens:
+            longest *= 4
+        self._sample_lanes.put(SampleLane(request.params, longest), job)
         return future
 
     def _load_state(self, model_id: str, seq_id: int) -> int:

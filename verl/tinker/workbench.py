@@ -1,13 +1,12 @@
 """The computation behind the service: passes, optimizer steps and samples of many adapters on one base model.
 
-Training, sampling and scoring compute on one module. Samples of several adapters share decode steps if the hand-written
-decoders read the model. Only one thread may call it.
+Training, sampling and scoring compute on one module, in turns. Samples of several adapters share decode steps if the
+hand-written decoders read the model. Only one thread may call it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ import torch
 from verl.config import PPOConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.data_proto.samples import Completion, PromptRequest
+from verl.data_proto.samples import Completion, SamplingParams
 from verl.data_proto.trajectory import token_columns
 from verl.engines.api import BatchTotals, MicroBatching
 from verl.errors import NumericsError
@@ -28,6 +27,7 @@ from verl.parallel.device import resolve_device
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.requests import vocab_size
 from verl.tinker.adapters import Adapter, AdapterEngine
+from verl.tinker.open_lane import OpenLane
 from verl.tinker.records import SampleOutput, SamplingRequest, TopTokens, TrainingOutput, TrainingRequest
 from verl.tinker.rows import computed_rows, log_probs_of, training_columns
 from verl.tinker.sum_losses import SUM_LOSSES
@@ -53,7 +53,7 @@ class Workbench:
         self.eos_token_ids = eos_token_ids(module, self.tokenizer)
         self._rollout = NativeRollout(module, self.tokenizer, sections.rollout, eos_token_ids=self.eos_token_ids)
         self._rollout.adapters = {}
-        self.vocabulary = vocab_size(module)
+        self.vocabulary, self.most_rows = vocab_size(module), sections.rollout.max_num_seqs
         model = module.config.get_text_config()
         self.architecture = str(model.model_type)
         limits = [limit for limit, _ in row_limits(model)]
@@ -97,36 +97,19 @@ class Workbench:
             raise NumericsError(f"The gradient norm is {norm}; the step was not taken, and no weight changed.")
         return {"grad_norm": norm}
 
-    def sample(self, requests: Sequence[tuple[AdapterWeights | None, SamplingRequest]]) -> list[SampleOutput]:
-        """The samples of requests with equal `params`, each under its weights (None: the base model)."""
-        if self._rollout.mixes_adapters():
-            completions = self._completions(requests)
-        else:
-            completions = [[] for _ in requests]
-            for weights in dict.fromkeys(weights for weights, _ in requests):
-                self.engine.show(weights)
-                places = [place for place, (other, _) in enumerate(requests) if other is weights]
-                ended = self._completions([(None, requests[place][1]) for place in places])
-                for place, samples in zip(places, ended, strict=True):
-                    completions[place] = samples
-        return [self._output(*pair, samples) for pair, samples in zip(requests, completions, strict=True)]
+    def mixes_adapters(self) -> bool:
+        """Whether requests of one lane may have different weights."""
+        return self._rollout.mixes_adapters()
 
-    def _completions(self, requests: Sequence[tuple[AdapterWeights | None, SamplingRequest]]) -> list[list[Completion]]:
-        """The samples of each request; all decode together."""
-        max_tokens = max(request.max_tokens for _, request in requests)
-        names = {weights: str(number) for number, (weights, _) in enumerate(requests) if weights is not None}
-        prompts = [
-            PromptRequest(
-                place, r.tokens, num_samples=r.num_samples, max_new_tokens=r.max_tokens, random_ordinal=r.ordinal,
-                adapter=None if weights is None else names[weights],
-            )
-            for place, (weights, r) in enumerate(requests)
-        ]  # fmt: skip
-        self._rollout.adapters = {name: weights for weights, name in names.items()}
-        params = replace(requests[0][1].params, max_new_tokens=max_tokens)
-        completions = iter(self._rollout.generate(prompts, params, step=0))
-        self._rollout.adapters = {}  # their arranged copies go with them
-        return [[next(completions) for _ in range(r.num_samples)] for _, r in requests]
+    def open_lane(self, params: SamplingParams, longest: int) -> OpenLane:
+        """A lane for requests with equal `params` and at most `longest` tokens a sample."""
+        return OpenLane(self._rollout, params, longest)
+
+    def advance(self, lane: OpenLane, tokens: int) -> list[tuple[int, SampleOutput]]:
+        """Let a lane take steps of about `tokens` tokens: the requests that have ended, by their numbers."""
+        if not self.mixes_adapters():
+            self.engine.show(next(iter(lane.weights())))
+        return [(number, self._output(*asked)) for number, asked in lane.advance(tokens).items()]
 
     def _output(
         self, weights: AdapterWeights | None, request: SamplingRequest, completions: list[Completion]

@@ -25,6 +25,7 @@ from verl.programs.ppo_roles import ppo_roles
 from verl.roles.api import RoleSpecs, WorkerSpec
 from verl.runtime.api import choose, open_runtime
 from verl.tinker.adapters import Adapter
+from verl.tinker.open_lane import OpenLane
 from verl.tinker.records import SampleOutput, SamplingRequest, TrainingOutput, TrainingRequest
 from verl.tinker.workbench import Workbench
 
@@ -39,13 +40,14 @@ _ON_FIRST: dict[str, Any] = {"dispatch_mode": Dispatch.ONE_TO_ALL, "execute_mode
 @record
 @dataclass(frozen=True)
 class BenchFacts:
-    """The base model: the size of its vocabulary, tokens of the longest sequence, family, and the largest rank of an
-    adapter."""
+    """The base model: the size of its vocabulary, tokens of the longest sequence, family, the largest rank of an adapter, and
+    samples of a tenant that decode at once."""
 
     vocabulary: int
     longest: int
     architecture: str
     most_rank: int
+    most_rows: int
 
 
 class BenchWorker:
@@ -55,12 +57,14 @@ class BenchWorker:
         self.bench = bench
         self.adapters: dict[str, Adapter] = {}
         self._held: OrderedDict[str, AdapterWeights] = OrderedDict()
+        self._lanes: dict[tuple[int, str | None], OpenLane] = {}  # with the digest, if adapters do not mix
 
     @register(**_ON_FIRST)
     def facts(self) -> BenchFacts:
         bench = self.bench
         assert bench.engine.spec is not None
-        return BenchFacts(bench.vocabulary, bench.longest, bench.architecture, bench.engine.spec.rank)
+        rank, rows = bench.engine.spec.rank, bench.most_rows
+        return BenchFacts(bench.vocabulary, bench.longest, bench.architecture, rank, rows)
 
     @register(**_ON_FIRST)
     def create(self, model_id: str, rank: int, seed: int, parts: Collection[str]) -> int:
@@ -108,19 +112,35 @@ class BenchWorker:
 
     @register(**_ON_FIRST)
     def sample(
-        self, requests: Sequence[tuple[str | None, SamplingRequest]], weights: dict[str, AdapterWeights]
-    ) -> list[SampleOutput]:
-        """The samples of requests with equal `params`, each under the weights of its digest (None: the base model). `weights`
-        has the ones that are `missing` here; all stay for later calls, up to a number."""
-        device = self.bench.engine.device
+        self,
+        lane: int,
+        longest: int,
+        requests: Sequence[tuple[int, str | None, SamplingRequest]],
+        weights: dict[str, AdapterWeights],
+        tokens: int,
+    ) -> list[tuple[int, SampleOutput]]:
+        """Add requests to a lane by their numbers, each under the weights of its digest (None: the base model), and let the
+        lane take steps of about `tokens` tokens: the requests that have ended. A failure ends the lane. `weights` has the ones
+        that are `missing` here; all stay for later calls, up to a number."""
+        device, mixes = self.bench.engine.device, self.bench.mixes_adapters()
         self._held |= {digest: adapter.to(device) for digest, adapter in weights.items()}
-        used = dict.fromkeys(digest for digest, _ in requests if digest is not None)
-        for digest in used:
-            self._held.move_to_end(digest)
-        pairs = [(None if digest is None else self._held[digest], request) for digest, request in requests]
+        for used in dict.fromkeys(digest for _, digest, _ in requests if digest is not None):
+            self._held.move_to_end(used)
+        try:
+            for number, digest, request in requests:
+                key = (lane, None if mixes else digest)
+                if key not in self._lanes:
+                    self._lanes[key] = self.bench.open_lane(request.params, longest)
+                self._lanes[key].add(number, None if digest is None else self._held[digest], request)
+            opened = [self._lanes[key] for key in self._lanes if key[0] == lane]
+            ended = [pair for one in opened for pair in self.bench.advance(one, tokens // len(opened))]
+        except BaseException:
+            self._lanes = {key: one for key, one in self._lanes.items() if key[0] != lane}
+            raise
+        self._lanes = {key: one for key, one in self._lanes.items() if not one.is_empty}
         while len(self._held) > _MOST_HELD:
             self._held.popitem(last=False)
-        return self.bench.sample(pairs)
+        return ended
 
     def _adapter(self, model_id: str) -> Adapter:
         if model_id not in self.adapters:

@@ -70,7 +70,6 @@ class HostBackend:
         self.row_store, self.prefix = stores
         self.device = next(module.parameters()).device
         self.reads_images = is_vision_model(module)
-        self._numbers = {name: number for number, name in enumerate(self.adapters)}
         self.num_computed = self.num_bytes = 0
         self._decoding: DecodeRows | DecodeTiles | None = None  # of the rows as they are
 
@@ -191,7 +190,8 @@ class HostBackend:
         return TokenAdapters(list(self.adapters.values()), np.concatenate([numbers, in_chunks]))
 
     def _adapter_numbers(self, groups: Sequence[Group | None]) -> np.ndarray:
-        return np.array([self._numbers[g.request.adapter] for g in groups if g is not None], dtype=np.int64)
+        numbers = {name: number for number, name in enumerate(self.adapters)}
+        return np.array([numbers[g.request.adapter] for g in groups if g is not None], dtype=np.int64)
 
     def _layout(
         self,

@@ -1,0 +1,121 @@
+"""Samples in turns: a generation that stays open, advances by some steps at a time, and takes requests before each of them.
+
+Every lane has an engine with keys and values of its requests. All engines read one copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.models.adapter_weights import AdapterWeights
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.torch.forward import DenseForward
+from verl.tinker.records import SamplingRequest
+
+MOST_STEPS = 8  # of a turn: a step with few samples takes longer than its tokens say
+_MOST_TENANTS = 16  # with rollout.max_num_seqs samples each in a lane
+
+
+class LaneRollout(NativeRollout):
+    """An engine that shares the copy of the weights of `main`, and whose `adapters` change while it generates."""
+
+    main: NativeRollout
+
+    @classmethod
+    def of(cls, main: NativeRollout) -> LaneRollout:
+        rows = _MOST_TENANTS * main.config.max_num_seqs
+        config = replace(main.config, max_num_seqs=rows, batch_invariant="auto")  # `main` was examined
+        rollout = cls(main.module, main.tokenizer, config, eos_token_ids=main.eos_token_ids)
+        rollout.main, rollout.adapters = main, cast(Any, {None: None})
+        return rollout
+
+    def dense(self) -> DenseForward | CpuForward | None:
+        return self.main.dense()
+
+    def named_adapters(self) -> Any:
+        return self.adapters
+
+
+@dataclass
+class _Asked:
+    """A request with its samples, and the parts of it that have not begun."""
+
+    weights: AdapterWeights | None
+    request: SamplingRequest
+    parts: deque[PromptRequest]
+    done: list[Completion] = field(default_factory=list)
+    running: int = 0
+
+
+class OpenLane:
+    """Requests with equal `params` and at most `longest` tokens a sample. Unless the engine mixes adapters, all have equal
+    weights, and the module shows them when the lane advances."""
+
+    def __init__(self, main: NativeRollout, params: SamplingParams, longest: int):
+        self._rollout, self._most_rows = LaneRollout.of(main), main.config.max_num_seqs
+        self._generation = self._rollout.open(replace(params, max_new_tokens=longest), step=0)
+        self._asked: dict[int, _Asked] = {}
+        self._names: dict[AdapterWeights, str] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._asked
+
+    def weights(self) -> set[AdapterWeights | None]:
+        """The adapters of the requests, None for the base model."""
+        return {asked.weights for asked in self._asked.values()}
+
+    def add(self, number: int, weights: AdapterWeights | None, request: SamplingRequest) -> None:
+        """Take a request under a number of its lane; it begins with the next step."""
+        name = None
+        if weights is not None and self._rollout.mixes_adapters():
+            name = self._names.setdefault(weights, str(number))
+            self._rollout.named_adapters()[name] = weights
+        prompt = PromptRequest(
+            number, request.tokens, max_new_tokens=request.max_tokens, random_ordinal=request.ordinal, adapter=name
+        )
+        firsts = range(0, request.num_samples, self._most_rows)
+        counts = [(first, min(self._most_rows, request.num_samples - first)) for first in firsts]
+        parts = deque(replace(prompt, first_sample=first, num_samples=count) for first, count in counts)
+        self._asked[number] = asked = _Asked(weights, request, parts)
+        self._begin(asked)
+
+    def _begin(self, asked: _Asked) -> None:
+        """Begin the next part of a request, if it has one."""
+        if asked.parts:
+            part = asked.parts.popleft()
+            asked.running = part.num_samples or 1
+            self._generation.add(part)
+
+    def advance(self, tokens: int) -> Mapping[int, tuple[AdapterWeights | None, SamplingRequest, list[Completion]]]:
+        """Take steps of about `tokens` tokens, at least one: the requests that have ended, by their numbers."""
+        ended = {}
+        for _ in range(MOST_STEPS):
+            tokens -= max(1, sum(asked.running for asked in self._asked.values()))
+            for completion in self._generation.poll(0):
+                asked = self._asked[completion.ordinal]
+                asked.done.append(completion)
+                asked.running -= 1
+                if not asked.running:
+                    self._begin(asked)
+                if not asked.running:
+                    samples = sorted(asked.done, key=lambda c: c.sample)
+                    ended[completion.ordinal] = (asked.weights, asked.request, samples)
+                    del self._asked[completion.ordinal]
+            if tokens <= 0 or not self._asked:
+                break
+        if ended:
+            self._forget()
+        return ended
+
+    def _forget(self) -> None:
+        """Forget the adapters that no request has; the last request ends the generation."""
+        for weights in [weights for weights in self._names if weights not in self.weights()]:
+            del self._rollout.named_adapters()[self._names.pop(weights)]
+        if not self._asked:
+            self._generation.close()
