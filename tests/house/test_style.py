@@ -17,11 +17,11 @@ MAX_LINES = {
     "compat": 7_802,
     "page": 3_760,
     "planner": 2_755,
-    "tinker": 3_614,
+    "tinker": 3_794,
     "clusters": 7_110,
     "agents": 5_955,
     "tasks": 2_121,
-    "tests": 85_872,
+    "tests": 85_989,
     "benchmarks": 6_090,
 }
 MAX_MEAN_FUNCTION_LINES = 12
