@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 import trl
+from accelerate.utils import gather_object
 from child import Channel, run_held
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
@@ -110,13 +111,14 @@ class GRPOSide:
         self.seconds = {}
 
     def take(self, step_s: float) -> dict[str, Any]:
-        """The measurements of the step that has just ended."""
+        """The measurements of the step that has just ended; samples are of all ranks."""
+        prompts, lengths, rewards = map(gather_object, (self.prompts, self.lengths, self.rewards))
         return {
             "generate_s": self.seconds["generate_s"], "train_s": step_s - self.seconds["collect_s"],
-            "weight_change": self.probe.change(), "prompts": digest(self.prompts[:: self.work.num_samples]),
-            "num_sequences": len(self.prompts), "reward": sum(self.rewards) / len(self.rewards),
-            "shortest": min(self.lengths), "longest": max(self.lengths),
-            "response_tokens": sum(self.lengths) / len(self.lengths),
+            "weight_change": self.probe.change(), "prompts": digest(prompts[:: self.work.num_samples]),
+            "num_sequences": len(prompts), "reward": sum(rewards) / len(rewards),
+            "shortest": min(lengths), "longest": max(lengths), "response_tokens": sum(lengths) / len(lengths),
+            "num_tokens": sum(map(len, prompts)) + sum(lengths),
         }  # fmt: skip
 
     def _clocked(

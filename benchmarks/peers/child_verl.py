@@ -65,6 +65,9 @@ class VerlChild:
             "generation_s": metrics.get("timing_s/gen"),
             "update_s": metrics.get("timing_s/update_actor", seconds),
             "response_tokens": metrics.get("response_length/mean", 0.0),
+            "shortest": metrics.get("response_length/min"),
+            "longest": metrics.get("response_length/max"),
+            "num_tokens": metrics.get("perf/total_num_tokens"),
             "sent_bytes": sum(self.sent),
         }
 

@@ -2,11 +2,12 @@
 
     python benchmarks/peers/ranks_cpu.py                                         # GRPO, the main job, float32
     python benchmarks/peers/ranks_cpu.py --config sft_smollm2 --dtype bfloat16   # fine-tuning
-    python benchmarks/peers/ranks_cpu.py --trl best        # GRPO of peers_cpu.py, against two processes of TRL
+    python benchmarks/peers/ranks_cpu.py --trl best --prompts 8     # GRPO against two processes of TRL; options of peers_cpu.py
 
 Processes of a side take their step together; the slowest one's time counts, and the sum of processor times. A process can be 5%
 slower than an equal one for as long as it lives. So sides start several times, in changing order, and the standard error is
-of the starts. Rounds whose samples have another mean length are left out.
+of the starts. Rounds whose samples have another mean length are left out. A comparison with TRL ends with an error if a side
+had other prompts, another number of tokens, or ranks with other weights.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer, in_turns
 from peer_env import default_folder, python_of
-from peers_cpu import TRL_FORMS, make_workload
+from peers_cpu import TRL_FORMS, Unequal, describe, make_workload
 from peers_cpu import parse as options_of
 from report import Report, number, series_of
+from workload import digest
 
 PROGRAMS = {"grpo_smollm2": ("ppo", "actor_rollout_ref.actor.fsdp_config"), "sft_smollm2": ("sft", "engine")}
 SIDES, TRL = ("two processes", "one process"), "two processes of TRL"
@@ -52,13 +54,11 @@ class Ranks:
         ranks, chosen = cls.__new__(cls), TRL_FORMS[form]
         environment = {"HF_DATASETS_CACHE": str(folder / "datasets"), **chosen.environment}
         ranks._start(TRL, count, folder, "child_trl.py", python_of(default_folder("trl")), environment)
-        sizes = {"gradient_accumulation_steps": num_rows // chosen.micro_batch // count}
-        run = {
-            "micro_batch": chosen.micro_batch,
-            "settings": {**chosen.settings, **sizes},
-            "folder": str(folder / "trl"),
-        }
+        micro_batch = min(chosen.micro_batch, num_rows // count)
+        settings = {**chosen.settings, "gradient_accumulation_steps": num_rows // micro_batch // count}
+        run = {"micro_batch": micro_batch, "settings": settings, "folder": str(folder / "trl")}
         ranks.facts = ranks.ask("build", LIMIT_S, work=work, **run)
+        ranks.facts["package"] = ranks.facts["versions"]
         return ranks
 
     def _start(
@@ -79,6 +79,8 @@ class Ranks:
     def ask(self, command: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
         """The answers of the processes as one."""
         answers = list(self.pool.map(lambda peer: peer.ask(command, limit_s, **arguments), self.peers))
+        if len({a.get("weight_change") for a in answers}) > 1:
+            raise Unequal(f"The ranks of {self.name} have different weights after a step.")
         times = {name: max(a.get(name) or 0.0 for a in answers) for name in ("step_s", "update_s")}
         return {**answers[0], **times, "processor_s": sum(a["cpu_s"] - a["cpu_before_s"] for a in answers)}
 
@@ -102,8 +104,10 @@ def compare(
     start: Callable[[str, Path], Ranks],
     names: tuple[str, str],
     quantities: Sequence[str],
+    check: Callable[[int, dict[str, Any]], None] = lambda round, answers: None,
 ) -> Report:
-    """Medians of both sides, and the ratio of the second to the first, by round and by start."""
+    """Medians of both sides, and the ratio of the second to the first, by round and by start. `check` raises Unequal for the
+    answers of a round."""
     (first, second), starts, rows = names, [], []
     for count in range(max(2, options.starts)):
         with tempfile.TemporaryDirectory(prefix="verl-sides-") as folder, ExitStack() as stack:
@@ -111,7 +115,10 @@ def compare(
             for side in sides:
                 stack.callback(side.close)
                 report.facts[side.name] = side.facts.get("package", "")
-            rounds = [answers for _, answers in in_turns(sides, options.rounds, LIMIT_S, "step_of_run")][1:]
+            rounds = list(in_turns(sides, options.rounds, LIMIT_S, "step_of_run"))
+        for each in rounds:
+            check(*each)
+        rounds = [answers for _, answers in rounds[1:]]
         starts.append([r for r in rounds if r[first]["response_tokens"] == r[second]["response_tokens"]])
     equal = [r for rounds in starts for r in rounds]
     report.facts |= {"rounds": len(starts) * options.rounds, "rounds of equal samples": len(equal)}
@@ -136,9 +143,11 @@ def main(argv: list[str] | None = None) -> Report:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--trl", choices=sorted(TRL_FORMS), help="two processes of TRL in place of one process")
     add_options(parser, starts=2)
-    options = parser.parse_args(argv)
+    options, sizes = parser.parse_known_args(argv)
     if options.trl is not None:
-        return against_trl(options)
+        return against_trl(options, sizes)
+    if sizes:
+        parser.error(f"unrecognized arguments without --trl: {' '.join(sizes)}")
     program, section = PROGRAMS[options.config]
     overrides, run = [f"{section}.dtype={options.dtype}", *options.set], {"config": options.config, "program": program}
 
@@ -149,11 +158,22 @@ def main(argv: list[str] | None = None) -> Report:
     return compare(options, report, start, SIDES, ("step_s", "update_s", "processor_s"))
 
 
-def against_trl(options: argparse.Namespace) -> Report:
-    """Two processes of ours and of TRL."""
+def against_trl(options: argparse.Namespace, sizes: list[str]) -> Report:
+    """Two processes of ours and of TRL, on the work of `sizes`, options of peers_cpu.py."""
     from verl_side import overrides_of, write_prompts
 
-    work = make_workload(options_of(["--dtype", options.dtype]), options.rounds + 2)
+    from verl.models.load import load_tokenizer
+
+    work = make_workload(options_of(["--dtype", options.dtype, *sizes]), options.rounds + 2)
+    encode, names = load_tokenizer(work.model).encode, ("num_tokens", "shortest", "longest")
+
+    def check(step: int, answers: dict[str, Any]) -> None:
+        prompts = digest([encode(text, add_special_tokens=False) for text in work.of_step(step)])
+        if answers[TRL]["prompts"] != prompts or not answers[TRL]["weight_change"]:
+            raise Unequal(f"TRL had other prompts in step {step}, or its weights did not change.")
+        kinds = {name: [answer[key] for key in names] for name, answer in answers.items()}
+        if kinds[TRL] != kinds[SIDES[0]]:
+            raise Unequal(f"The sides did different work in step {step} ({', '.join(names)}): {kinds}.")
 
     def start(name: str, folder: Path) -> Ranks:
         if name == TRL:
@@ -163,8 +183,8 @@ def against_trl(options: argparse.Namespace) -> Report:
         overrides.remove("trainer.total_training_steps=")  # Ranks has it
         return Ranks(name, 2, folder, options.rounds, "build_ranks", overrides, config=None, program="ppo")
 
-    report = Report(f"A step of GRPO in {options.dtype}, TRL as {options.trl}")
-    return compare(options, report, start, (SIDES[0], TRL), ("step_s", "processor_s"))
+    report = Report(f"A step of GRPO in {options.dtype}, TRL as {options.trl}", {"workload": describe(work)})
+    return compare(options, report, start, (SIDES[0], TRL), ("step_s", "processor_s"), check)
 
 
 if __name__ == "__main__":

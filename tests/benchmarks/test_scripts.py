@@ -124,3 +124,12 @@ def test_ranks_cpu(tiny_llama, tmp_path):
         < report.facts["bytes that a process sends in a step"][0]
     )
     assert len(saved(tmp_path)["results"]["step_s"]["ratios"]) == 2
+
+
+@pytest.mark.slow
+def test_ranks_cpu_against_two_processes_of_trl(tiny_work):
+    python_of("trl")
+    options = ["--trl", "best", *tiny_work]
+    assert ranks_cpu.main(options).facts["rounds of equal samples"] == 2
+    with pytest.raises(peers_cpu.Unequal, match="different work in step 0"):
+        ranks_cpu.main([*options, "--set", "data.max_response_length=5"])
