@@ -32,8 +32,11 @@ def is_failure(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the text of an error, or its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """The first line of the text of an error, or its type. The text of pydantic's begins with a count: its first message."""
+    text = str(error)
+    if type(error).__module__.startswith("pydantic") and (errors := getattr(error, "errors", list)()):
+        text = errors[0]["msg"]
+    return (text.strip() or type(error).__name__).splitlines()[0][:300]
 
 
 class ConfigError(VerlError):

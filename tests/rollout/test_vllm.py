@@ -15,7 +15,7 @@ from tests.rollout.simulated import send, transfer_of_run, weight_transfer
 from tests.rollout.test_vllm_restart import Processes, SimulatedProcess
 from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams
-from verl.errors import MissingExtraError, ModelError
+from verl.errors import MissingExtraError, ModelError, first_line
 from verl.families import engine_facts
 from verl.parallel import memory
 from verl.reshard.shared_memory import read_shared_bucket
@@ -349,6 +349,13 @@ def test_a_vllm_that_has_moved_its_names_says_which_were_tried(load, monkeypatch
         ModelError, match=rf"vLLM could not start with model: .*known to work: {core.TESTED_RELEASES[0]}"
     ):
         Core(setup)
+
+
+def test_an_error_of_pydantic_says_what_is_wrong():
+    pydantic = pytest.importorskip("pydantic")
+    with pytest.raises(pydantic.ValidationError, match="1 validation error") as caught:
+        pydantic.TypeAdapter(int).validate_python("x")
+    assert first_line(caught.value).startswith("Input should be a valid integer")
 
 
 def test_heads_that_share_the_embedding():
