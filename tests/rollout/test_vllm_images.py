@@ -1,9 +1,8 @@
 """Images in vLLM; slow: greedy tokens of tiny models, in the process and of a server.
 
-    python -m pytest -m slow -p no:xdist tests/rollout/test_vllm_images.py
+    PYTHONPATH=tests/rollout/torchvision_on_cpu python -m pytest -m slow -p no:xdist tests/rollout/test_vllm_images.py
 
-If torchvision cannot be imported ("operator torchvision::nms does not exist"), with
-PYTHONPATH=tests/rollout/torchvision_operators.
+vLLM reads pictures with torchvision. The folder has a package in its place, since wheels of torchvision need PyTorch for CUDA.
 """
 
 import importlib.util
