@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_938,
+    "core": 71_941,
     "compat": 7_802,
     "page": 3_760,
     "planner": 2_755,
@@ -21,8 +21,8 @@ MAX_LINES = {
     "clusters": 7_110,
     "agents": 5_955,
     "tasks": 2_121,
-    "tests": 85_989,
-    "benchmarks": 6_090,
+    "tests": 86_053,
+    "benchmarks": 6_115,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
