@@ -33,9 +33,9 @@ def is_failure(error: BaseException) -> bool:
 
 def first_line(error: BaseException) -> str:
     """The first line of the text of an error, or its type. The text of pydantic's begins with a count: its first message."""
-    text = str(error)
-    if type(error).__module__.startswith("pydantic") and (errors := getattr(error, "errors", list)()):
-        text = errors[0]["msg"]
+    is_pydantic = type(error).__module__.startswith("pydantic")
+    errors: list[dict[str, str]] = getattr(error, "errors", list)() if is_pydantic else []
+    text = errors[0]["msg"] if errors else str(error)
     return (text.strip() or type(error).__name__).splitlines()[0][:300]
 
 
