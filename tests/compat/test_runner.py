@@ -326,7 +326,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("field", "value"), [("label_smoothing_factor", 0.1), ("adam_epsilon", 1e-6), ("load_best_model_at_end", True),
-                             ("torch_compile_mode", "default"), ("push_to_hub", True)]
+                             ("torch_compile_mode", "default"), ("auto_find_batch_size", True)]
     )  # fmt: skip
     def test_fields_without_a_meaning(self, tiny_llama, tmp_path, field, value):
         args = arguments(tmp_path)

@@ -47,7 +47,7 @@ def model(tiny_llama):
         slow({}, [], "pairs"),
         (
             {"beta": 0.3, "max_length": 80},
-            ["preference.beta=0.3", "data.max_length=80", "data.truncation=right"],
+            ["preference.beta=0.3", "data.max_length=80", "data.truncation=right", "data.train_on_line_end=True"],
             "messages",
         ),
         (
@@ -120,7 +120,7 @@ def test_what_dpo_refuses(dpo_config, model, tokenizer, tmp_path):  # noqa: F811
         runner(dpo_config(tmp_path, ref_model_mixup_alpha=0.5)).train()
     with pytest.raises(ConfigError, match="compute_metrics for algorithm='dpo'"):
         runner(compute_metrics=lambda prediction: {})
-    with pytest.raises(ConfigError, match="ref_model only for algorithm='dpo'"):
+    with pytest.raises(ConfigError, match="ref_model only for dpo and kto"):
         runner(ref_model=model, algorithm="sft")
     with pytest.raises(ConfigError, match="predict has no meaning for algorithm='dpo'"):
         runner().predict(PAIRS)

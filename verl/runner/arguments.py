@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +15,13 @@ from verl.config.sections.algorithm import PreferenceLossConfig
 from verl.config.sections.model import OWN_SCHEDULES, SCHEDULES
 from verl.errors import ConfigError
 
-GIVEN_ROWS = ("sft", "dpo")  # algorithms that sample nothing
+PREFERENCES = ("dpo", "kto")
+COMPARING = (*PREFERENCES, "reward")  # algorithms on completions that are better or worse
+GIVEN_ROWS = ("sft", *COMPARING)  # algorithms that sample nothing
+_OF_CONFIG = {
+    "SFTConfig": "sft", "DPOConfig": "dpo", "KTOConfig": "kto", "RewardConfig": "reward", "GRPOConfig": "grpo",
+    "RLOOConfig": "rloo", "PPOConfig": "ppo",
+}  # fmt: skip
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio")
 _OPTIMIZERS = {
     "adamw_torch": "AdamW",
@@ -40,7 +46,8 @@ _READ = {
     "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_strategy", "save_steps", "save_total_limit",
     "report_to", "run_name", "project", "use_cpu", "bf16", "gradient_checkpointing", "neftune_noise_alpha", "fsdp",
     "train_sampling_strategy", "resume_from_checkpoint", "full_determinism", "save_only_model", "per_device_eval_batch_size",
-    "max_length", "assistant_only_loss", "completion_only_loss", "model_init_kwargs",
+    "max_length", "assistant_only_loss", "completion_only_loss", "model_init_kwargs", "eos_token", "pad_token",
+    "trust_remote_code", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "hub_revision",
 }  # fmt: skip
 # change how the work is done or shown, and not its result
 _WITHOUT_EFFECT = {
@@ -54,7 +61,7 @@ _WITHOUT_EFFECT = {
     "padding_free", "ignore_data_skip", "label_names", "length_column_name",
     "logging_nan_inf_filter", "save_on_each_node", "log_completions", "num_completions_to_print",
     "log_unique_prompts", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
-    "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
+    "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "hub_strategy", "hub_always_push",
 }  # fmt: skip
 _GRPO = {
     "num_generations", "max_completion_length", "max_prompt_length", "temperature", "top_p", "top_k", "beta",
@@ -71,7 +78,12 @@ _DPO = {
     *_LOSS_FIELDS.values(), "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "precompute_ref_log_probs",
     "precompute_ref_batch_size", "pad_to_multiple_of",
 }  # fmt: skip
-_OF_ALGORITHM: dict[str, set[str]] = {"sft": {"loss_type", "dataset_text_field"}, "dpo": _DPO}
+_OF_ALGORITHM: dict[str, set[str]] = {
+    "sft": {"loss_type", "dataset_text_field"},
+    "dpo": _DPO,
+    "kto": {*_DPO, "desirable_weight", "undesirable_weight"},
+    "reward": {"center_rewards_coefficient", "pad_to_multiple_of"},
+}
 
 
 # key -> the fields of args that give its value, by which the runner counts too
@@ -87,6 +99,14 @@ _OF_SET_FIELDS = (
 )  # fmt: skip
 
 
+def algorithm_of(args: object, rows: Sequence[Mapping[str, object]], *, has_rewards: bool) -> str:
+    """The algorithm of a config of TRL, by its class; else the one that rewards or the columns of `rows` need."""
+    algorithm = next((_OF_CONFIG[kind.__name__] for kind in type(args).__mro__ if kind.__name__ in _OF_CONFIG), None)
+    if has_rewards:
+        return algorithm if algorithm in ("ppo", "rloo") else "grpo"
+    return algorithm or ("dpo" if rows and {"chosen", "rejected"} <= rows[0].keys() else "sft")
+
+
 class Arguments:
     """`args` for `algorithm`, with `world_size` processes. Fields with their default give way to the `keys` of the script.
     Raises ConfigError for a field that was set and has no meaning."""
@@ -95,7 +115,7 @@ class Arguments:
         self.args, self.algorithm, self._keys = args, algorithm, keys
         self._default = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16, report_to="none")
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
-        num_generations = getattr(args, "num_generations", 8) if algorithm == "grpo" else 1
+        num_generations = getattr(args, "num_generations", 8) if algorithm in ("grpo", "rloo") else 1
         self.num_generations = self._count("actor_rollout_ref.rollout.n", num_generations)
         if samples % self.num_generations:
             raise ConfigError(
@@ -165,7 +185,8 @@ class Arguments:
 
     def overrides(self) -> list[str]:
         """The keys of the arguments, for load_config."""
-        program_keys = {"sft": self._sft, "dpo": self._dpo}.get(self.algorithm, self._rl)()
+        programs = {"sft": self._sft, "dpo": self._preference, "kto": self._preference, "reward": self._reward}
+        program_keys = programs.get(self.algorithm, self._rl)()
         return [f"{key}={value}" for key, value in {**self._host(), **program_keys}.items() if value is not None]
 
     def _host(self) -> dict[str, object]:
@@ -233,6 +254,7 @@ class Arguments:
             "data.shuffle": False,  # the rows come in the order of transformers' sampler
             "data.max_length": getattr(args, "max_length", None) or "null",
             "data.truncation": "right",
+            "data.train_on_line_end": type(args).__name__ in _OF_CONFIG,
             "trainer.seed": args.seed,
             "model.enable_gradient_checkpointing": args.gradient_checkpointing,
             "model.neftune_alpha": args.neftune_noise_alpha,
@@ -246,9 +268,21 @@ class Arguments:
             "data.text_key": getattr(self.args, "dataset_text_field", None),
         }
 
-    def _dpo(self) -> dict[str, object]:
+    def _reward(self) -> dict[str, object]:
+        args = self.args
+        return {
+            **self._given_rows(),
+            "data.micro_batch_size_per_gpu": 2 * args.per_device_train_batch_size,
+            "data.truncation": "error",  # TRL leaves longer rows out
+            "rm.center_rewards_coefficient": getattr(args, "center_rewards_coefficient", None),
+        }
+
+    def _preference(self) -> dict[str, object]:
         args, loss, ref = self.args, PreferenceLossConfig(), ReferenceConfig()
         settings = {key: getattr(args, name, None) for key, name in _LOSS_FIELDS.items()}
+        settings |= {name: getattr(args, name, None) for name in ("desirable_weight", "undesirable_weight")}
+        if self.algorithm == "kto":
+            settings["loss"] = settings["loss"] or "kto"
         if isinstance(settings["loss"], list) and len(settings["loss"]) == 1:
             settings["loss"] = settings["loss"][0]
         keys = {f"preference.{name}": (value, getattr(loss, name)) for name, value in settings.items()}
@@ -258,13 +292,13 @@ class Arguments:
         changed = {key: value for key, (value, default) in keys.items() if value not in (None, default)}
         return {
             **self._given_rows(),
-            "data.micro_batch_size_per_gpu": 2 * args.per_device_train_batch_size,
+            "data.micro_batch_size_per_gpu": (1 + (self.algorithm == "dpo")) * args.per_device_train_batch_size,
             **{key: json.dumps(value) if isinstance(value, list) else value for key, value in changed.items()},
         }
 
     def _rl(self) -> dict[str, object]:
         args, actor, rollout = self.args, "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-        beta, loss = getattr(args, "beta", 0.0), getattr(args, "loss_type", None)
+        beta, loss, is_rloo = getattr(args, "beta", 0.0), getattr(args, "loss_type", None), self.algorithm == "rloo"
         level = getattr(args, "importance_sampling_level", "token")
         _choose("importance_sampling_level", level, _LEVELS)
         if loss is not None:
@@ -274,7 +308,7 @@ class Arguments:
             _choose("scale_rewards", scaled, ("group", "none"))
         return {
             **dict(self._optim(f"{actor}.optim")),
-            "algorithm.adv_estimator": "grpo" if self.algorithm == "grpo" else "gae",
+            "algorithm.adv_estimator": {"grpo": "grpo", "rloo": "rloo"}.get(self.algorithm, "gae"),
             "algorithm.norm_adv_by_std_in_grpo": _SCALED[scaled] if self.algorithm == "grpo" else None,
             "data.train_batch_size": self.batch_size,
             "data.seed": args.seed if args.data_seed is None else args.data_seed,
@@ -290,11 +324,13 @@ class Arguments:
             f"{actor}.clip_ratio_low": getattr(args, "epsilon", None),
             f"{actor}.clip_ratio_high": getattr(args, "epsilon_high", None) or getattr(args, "epsilon", None),
             # TRL bounds the ratio of a negative advantage only on request
-            f"{actor}.clip_ratio_c": getattr(args, "delta", None) or (math.inf if loss else None),
+            f"{actor}.clip_ratio_c": getattr(args, "delta", None) or (math.inf if loss or is_rloo else None),
             f"{actor}.policy_loss.loss_mode": _LEVELS[level],
-            f"{actor}.loss_agg_mode": None if loss is None else _LOSS_TYPES[loss],
-            f"{actor}.use_kl_loss": bool(beta),
-            f"{actor}.kl_loss_coef": beta or None,
+            f"{actor}.loss_agg_mode": "seq-mean-token-sum" if is_rloo else None if loss is None else _LOSS_TYPES[loss],
+            f"{actor}.use_kl_loss": bool(beta) and not is_rloo,
+            f"{actor}.kl_loss_coef": None if is_rloo else beta or None,
+            "algorithm.use_kl_in_reward": True if is_rloo and beta else None,
+            "algorithm.kl_ctrl.kl_coef": beta if is_rloo and beta else None,
             f"{actor}.fsdp_config.dtype": "bfloat16" if args.bf16 else None,
             "actor_rollout_ref.model.enable_gradient_checkpointing": args.gradient_checkpointing,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,45 @@ _HOW = ("attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache", "
 _REFUSED = ("lora_dropout", "modules_to_save")  # fields of peft's LoraConfig
 
 
-def with_adapters(model: Any, peft_config: object) -> object:
+def load_module(path: str, arguments: Mapping[str, Any], *, is_reward_model: bool) -> Any:
+    """The model of a folder or hub name, with a head for one score if it is a reward model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+    more = {"num_labels": 1} if is_reward_model else {}
+    return kind.from_pretrained(path, use_safetensors=True, **more, **arguments)  # type: ignore[attr-defined]
+
+
+def special_tokens(args: object) -> dict[str, str]:
+    """The fields of a config of TRL that choose special tokens."""
+    return {name: token for name in ("eos_token", "pad_token") if (token := getattr(args, name, None))}
+
+
+def set_special_tokens(tokenizer: Any, module: Any, tokens: Mapping[str, str]) -> None:
+    """Give tokenizer and model the special tokens. Raises ConfigError for a text that is no token."""
+    for name, token in tokens.items():
+        if token not in tokenizer.get_vocab():
+            raise ConfigError(f"{name}={token!r} is no token of this model's vocabulary.")
+        setattr(tokenizer, name, token)
+    if "eos_token" in tokens:
+        module.config.get_text_config().eos_token_id = module.config.eos_token_id = tokenizer.eos_token_id
+        if getattr(module, "generation_config", None) is not None:
+            module.generation_config.eos_token_id = tokenizer.eos_token_id
+
+
+def push(module: Any, tokenizer: Any, args: Any, message: str) -> Any:
+    """Upload model and tokenizer to the hub, as transformers' Trainer names the repository: huggingface_hub's CommitInfo."""
+    name = args.hub_model_id or Path(args.output_dir).name
+    where = {"token": args.hub_token, "private": args.hub_private_repo, "revision": args.hub_revision}
+    tokenizer.push_to_hub(name, commit_message=message, **where)
+    return module.push_to_hub(name, commit_message=message, **where)
+
+
+def with_adapters(model: Any, peft_config: object) -> Any:
     """The module to train, with new adapters if `peft_config` is given. Raises ConfigError for adapters that verl has not."""
     if peft_config is not None:
         from peft import get_peft_model
 
-        if isinstance(model, str):
-            raise ConfigError("RLRunner puts the adapters of peft_config on a module: load the model, and pass that.")
         model = get_peft_model(model, peft_config)
     if not is_peft(model):
         return model
@@ -44,9 +77,10 @@ def with_adapters(model: Any, peft_config: object) -> object:
     fields |= {"peft_type": kind, "init_lora_weights": True}  # the module has the weights behind any initialization
     wrong = next((field for field in _REFUSED if fields.get(field)), None) or uncomputed_entry(fields, ADAPTER)
     if wrong:
+        fix = "Set lora_dropout=0 (--lora_dropout 0)" if wrong == "lora_dropout" else "Leave it out"
         raise ConfigError(
             f"LoraConfig.{wrong}={getattr(config, wrong)!r} of adapter {name!r} has no meaning for RLRunner, whose adapters "
-            "are LoRA, rsLoRA or DoRA on whole layers. Leave it out."
+            f"are LoRA, rsLoRA or DoRA on whole layers, without dropout. {fix}."
         )
     return model
 

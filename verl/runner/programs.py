@@ -5,14 +5,14 @@ The script's objects do not pass through the config: `Script.current` holds them
 
 from __future__ import annotations
 
+import builtins
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
-
-import torch
 
 from verl.config import PPOConfig
 from verl.data_proto.samples import Score, ScoreRequest
@@ -22,6 +22,7 @@ from verl.programs.api import Program, StepResult
 from verl.programs.ppo import PPO
 from verl.programs.ppo_async import AsyncPPO
 from verl.programs.preference import PreferenceOptimization
+from verl.programs.reward_model import RewardModelProgram
 from verl.programs.sft import SFT
 from verl.rewards.functions import name_of, results_of
 from verl.rewards.pool import RewardPool
@@ -69,6 +70,21 @@ class Script:
         if self.control.should_log:
             names = {name: next((m for m in candidates if m in metrics), None) for name, candidates in _LOGGED.items()}
             self.log({name: metrics[metric] for name, metric in names.items() if metric})
+
+
+class Processes:
+    """The part of accelerate's Accelerator that scripts read from a trainer."""
+
+    def __init__(self) -> None:
+        self.process_index, self.num_processes = (
+            int(os.environ.get(*pair)) for pair in (("RANK", "0"), ("WORLD_SIZE", "1"))
+        )
+        self.is_main_process = self.process_index == 0
+
+    def print(self, *values: object, **settings: Any) -> None:
+        """print, in the first process."""
+        if self.is_main_process:
+            builtins.print(*values, **settings)  # noqa: T201 - for the script
 
 
 def current_script() -> Script:
@@ -180,6 +196,10 @@ class RunnerPreference(WithCallbacks, PreferenceOptimization):
     """Preference optimization with callbacks."""
 
 
+class RunnerRewardModel(WithCallbacks, RewardModelProgram):
+    """Reward models with callbacks."""
+
+
 class RunnerPPO(WithCallbacks, PPO):
     """PPO and GRPO with callbacks."""
 
@@ -195,15 +215,6 @@ class RunnerPPO(WithCallbacks, PPO):
 
 class RunnerAsyncPPO(WithCallbacks, AsyncPPO):
     """The same with samples generated ahead."""
-
-
-def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) -> list[int]:
-    """Rows of all epochs in the order of accelerate's SeedableRandomSampler, without the incomplete last batch of each."""
-    order: list[int] = []
-    for epoch in range(num_epochs):
-        generator = torch.Generator().manual_seed(seed + epoch)
-        order += torch.randperm(num_rows, generator=generator)[: num_rows - num_rows % batch_size].tolist()
-    return order
 
 
 class ScriptRewards:

@@ -19,35 +19,47 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config import PPO, PREFERENCE, SFT, LoadedConfig, load_config
+from verl.config import PPO, PREFERENCE, RM, SFT, LoadedConfig, load_config
 from verl.config.active_keys import uses_reference_policy
 from verl.config.values import absolute_path
 from verl.data.conversations.dataset import tokenized
-from verl.data.python_rows import Row, checked_row, prompt_row, row_as_json
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.rewards.functions import require_distinct
 from verl.run.host import evaluate, train
-from verl.runner.arguments import GIVEN_ROWS, Arguments
-from verl.runner.models import init_arguments, is_peft, take_weights, with_adapters, write_merged, write_script_model
-from verl.runner.programs import Script, refuse_other_checkpoints, trainer_order
+from verl.runner.arguments import COMPARING, GIVEN_ROWS, PREFERENCES, Arguments, algorithm_of
+from verl.runner.models import (
+    init_arguments,
+    is_peft,
+    load_module,
+    push,
+    set_special_tokens,
+    special_tokens,
+    take_weights,
+    with_adapters,
+    write_merged,
+    write_script_model,
+)
+from verl.runner.programs import Processes, Script, refuse_other_checkpoints
+from verl.runner.rows import ScriptRows
 from verl.user_objects import short_traceback
 
-_KINDS = {"sft": "RunnerSFT", "grpo": "RunnerPPO", "ppo": "RunnerPPO", "dpo": "RunnerPreference"}
+_KINDS = {"sft": "RunnerSFT", "reward": "RunnerRewardModel", **dict.fromkeys(PREFERENCES, "RunnerPreference")}
+_KINDS |= dict.fromkeys(("grpo", "ppo", "rloo"), "RunnerPPO")
 _PROGRAMS = {name: f"verl.runner.programs:{kind}" for name, kind in _KINDS.items()}
-_SCHEMAS: dict[str, Any] = {"sft": SFT, "dpo": PREFERENCE}
-_TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
+_SCHEMAS: dict[str, Any] = {"sft": SFT, "reward": RM, **dict.fromkeys(PREFERENCES, PREFERENCE)}
 
 
 class RLRunner:
     """Runner with the arguments of transformers.Trainer and of TRL's trainers, and:
 
     `reward_funcs`: functions `f(prompts, completions, **columns)` -> list of numbers (TRL), verl's compute_score, or the path
-    of a sequence classification model. `algorithm`: sft, dpo, grpo or ppo (default: grpo with `reward_funcs`, dpo if rows
-    have chosen and rejected, else sft). `ref_model`: another reference for dpo than the model at the start. `model` may be a
-    PeftModel with one LoRA adapter: only the adapter trains; `peft_config` makes a plain module a PeftModel.
+    of a sequence classification model. `algorithm`: sft, dpo, kto, reward, grpo, rloo or ppo (default: by the class of a TRL
+    config; else grpo with `reward_funcs`, dpo if rows have chosen and rejected, else sft). `ref_model`: another reference for
+    dpo and kto than the model at the start. `model` may be a PeftModel with one LoRA adapter: only the adapter trains;
+    `peft_config` makes a plain module a PeftModel.
     `config`: keys of docs/config.md as `key=value` texts or a mapping, without contradiction to the fields set in `args`.
 
     Rows for sft have input_ids (and labels), or the columns of docs/sft.md; `data_collator` is applied to each row by
@@ -73,6 +85,7 @@ class RLRunner:
         reward_funcs: Any = None,
         ref_model: Any = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
         algorithm: str | None = None,
         config: Mapping[str, Any] | Sequence[str] | None = None,
     ):
@@ -85,44 +98,60 @@ class RLRunner:
         self.train_dataset = None if train_dataset is None else list(train_dataset)
         self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
         self._algorithm_is_given = algorithm is not None
-        self.algorithm = algorithm or ("grpo" if reward_funcs is not None else "dpo" if self._has_pairs else "sft")
+        rows = self.train_dataset or self.eval_dataset or []
+        self.algorithm = algorithm or algorithm_of(self.args, rows, has_rewards=reward_funcs is not None)
         if self.algorithm not in _PROGRAMS:
             raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
-        if any(part is not None for part in optimizers):
-            raise ConfigError("RLRunner makes an optimizer: leave `optimizers` out, and set args.optim or config.")
-        if self.algorithm == "dpo" and (compute_metrics or data_collator):
-            name = "compute_metrics" if compute_metrics else "data_collator"
-            raise ConfigError(f"RLRunner has no {name} for algorithm='dpo': it tokenizes pairs, and keeps no logits.")
-        if self.algorithm != "dpo" and ref_model is not None:
-            raise ConfigError(f"RLRunner reads ref_model only for algorithm='dpo'; this is {self.algorithm!r}.")
-        model = with_adapters(model, peft_config)
-        self.ref_model, self.data_collator, self.compute_metrics = ref_model, data_collator, compute_metrics
+        self._refuse(optimizers, compute_metrics, data_collator, ref_model, quantization_config)
+        self.ref_model, self.compute_metrics = ref_model, compute_metrics
         self.folder = Path(str(self.args.output_dir)).absolute()
         self.inputs = self.folder / "inputs" / os.environ.get("RANK", "0")  # each rank of torchrun has its own
         is_path = isinstance(model, str | os.PathLike)
         self._path = absolute_path(str(model if is_path else model.config._name_or_path), os.path.isdir)
-        self._module: Any = None if is_path else model
+        self._module: Any = None if is_path else with_adapters(model, peft_config)
         self._start: Path | None = None  # the model from before dpo
         given_tokenizer = processing_class if processing_class is not None else tokenizer
         self.processing_class = load_tokenizer(self._path) if given_tokenizer is None else given_tokenizer
         self._init_arguments = init_arguments(self.args, is_path)
-        if is_path and (given_tokenizer is not None or self._init_arguments):
-            self._module = self.model  # model and tokenizer are written into one folder
+        tokens = special_tokens(self.args)
+        if is_path and (given_tokenizer is not None or self._init_arguments or peft_config is not None or tokens):
+            self._module = with_adapters(self.model, peft_config)  # model and tokenizer are written into one folder
+        if tokens:
+            set_special_tokens(self.processing_class, self._module, tokens)
+        self.accelerator = Processes()
+        self.hub_model_id = getattr(self.args, "hub_model_id", None)
         self.rewards = _reward_list(reward_funcs)
         if self.algorithm not in GIVEN_ROWS and not self.rewards:
             raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
         self._mapped = self._arguments()
+        self._rows = ScriptRows(self.args, self.algorithm, self._mapped, data_collator, self.inputs)
         self.script = self._script(callbacks or ())
+
+    def _refuse(
+        self, optimizers: tuple[Any, Any], compute_metrics: Any, data_collator: Any, ref_model: Any, quantization: Any
+    ) -> None:
+        """Raise ConfigError for an argument that would be left out."""
+        if any(part is not None for part in optimizers):
+            raise ConfigError("RLRunner makes an optimizer: leave `optimizers` out, and set args.optim or config.")
+        if self.algorithm in COMPARING and (compute_metrics or data_collator):
+            name = "compute_metrics" if compute_metrics else "data_collator"
+            raise ConfigError(
+                f"RLRunner has no {name} for algorithm={self.algorithm!r}: it tokenizes the rows, and keeps no logits."
+            )
+        if self.algorithm not in PREFERENCES and ref_model is not None:
+            raise ConfigError(f"RLRunner reads ref_model only for dpo and kto; this is {self.algorithm!r}.")
+        if quantization is not None:
+            raise ConfigError(
+                "RLRunner reads no quantization_config. For weights in four bits below adapters, leave it out and set "
+                "quantization of the model's section by config: docs/lora.md."
+            )
 
     @property
     def model(self) -> Any:
         """The module; if `model` is a path, loaded on first use."""
-        from transformers import AutoModelForCausalLM
-
         if self._module is None:
-            self._module = AutoModelForCausalLM.from_pretrained(
-                self._path, use_safetensors=True, **self._init_arguments
-            )
+            is_reward_model = self.algorithm == "reward"
+            self._module = load_module(self._path, self._init_arguments, is_reward_model=is_reward_model)
         return self._module
 
     @property
@@ -183,16 +212,18 @@ class RLRunner:
     @torch.no_grad()
     def predict(self, test_dataset: Iterable[Mapping[str, object]]) -> Any:
         """transformers' PredictionOutput: logits [rows, tokens, vocabulary] and labels [rows, tokens], padded with -100.
-        Raises ConfigError for dpo: its rows are pairs."""
+        Raises ConfigError for pairs and labelled completions."""
         from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
-        if self.algorithm == "dpo":
+        if self.algorithm in COMPARING:
             raise ConfigError(
-                "RLRunner.predict has no meaning for algorithm='dpo'; evaluate() has the metrics of pairs."
+                f"RLRunner.predict has no meaning for algorithm={self.algorithm!r}; evaluate() has its metrics."
             )
 
         size = num_embeddings(self.processing_class)
-        rows = [tokenized(self._tokens(row, place), f"row {place}", size) for place, row in enumerate(test_dataset)]
+        rows = [
+            tokenized(self._rows.tokens(row, place), f"row {place}", size) for place, row in enumerate(test_dataset)
+        ]
         ids, masks = (_padded([np.asarray(getattr(row, name)) for row in rows]) for name in ("input_ids", "loss_mask"))
         exists = _padded([np.ones(len(row.input_ids)) for row in rows])
         module = self.model.eval()
@@ -212,9 +243,19 @@ class RLRunner:
         )
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model and the tokenizer, for from_pretrained."""
+        """Write the model and the tokenizer, for from_pretrained; with args.push_to_hub also upload them."""
         self.model.save_pretrained(output_dir or self.folder)
         self.processing_class.save_pretrained(output_dir or self.folder)
+        if self.args.push_to_hub:
+            self.push_to_hub("Model save")
+
+    def push_to_hub(self, commit_message: str = "End of training", **card_fields: object) -> None:
+        """Upload the model and the tokenizer to the repository of args.hub_model_id, without a card."""
+        if self.accelerator.is_main_process:
+            self.hub_model_id = push(self.model, self.processing_class, self.args, commit_message).repo_url.repo_id
+
+    def end(self) -> None:
+        """Nothing is left to end: train() closes its trackers and processes."""
 
     # -- from the script to a run ------------------------------------------------------------------------------------------
 
@@ -252,9 +293,15 @@ class RLRunner:
             **more,
             "trainer.resume_changed_inputs": "warn",  # the file of rows depends on the number of epochs, and Trainer resumes
         }
-        for split, rows in (("train", self.train_dataset), ("val", self.eval_dataset)):
-            keys[f"data.{split}_files"] = "[]" if not rows else self._write_rows(split, rows)
-        keys |= {"sft": self._loss_on, "dpo": self._reference}.get(self.algorithm, self._reward_keys)()
+        for split, part in (("train", self.train_dataset), ("val", self.eval_dataset)):
+            keys[f"data.{split}_files"] = "[]" if not part else self._rows.write(split, part, _values(self.overrides))
+        rows = self.train_dataset or self.eval_dataset or []
+        more_keys = {
+            "sft": partial(self._rows.loss_on, rows),
+            "reward": dict,
+            **dict.fromkeys(PREFERENCES, self._reference),
+        }
+        keys |= more_keys.get(self.algorithm, self._reward_keys)()
         if self._module is not None and self._module.dtype == torch.float32 and not self.args.bf16:
             keys["engine.dtype" if has_rows else "actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
         base = [*(self._mapped.overrides() if self._mapped else []), *(f"{key}={value}" for key, value in keys.items())]
@@ -271,16 +318,6 @@ class RLRunner:
                     f"config gives {key}={configured[key]}, and args or the data sets give {values[key]}. Change one of them."
                 )
         return [*(f"{key}={value}" for key, value in values.items() if key not in configured), *self.overrides]
-
-    @property
-    def _has_pairs(self) -> bool:
-        rows = self.train_dataset or self.eval_dataset
-        return bool(rows) and "chosen" in rows[0] and "rejected" in rows[0]  # type: ignore[index]
-
-    @property
-    def _is_tokenized(self) -> bool:
-        rows = self.train_dataset or self.eval_dataset
-        return self.algorithm == "sft" and bool(rows) and any(name in rows[0] for name in _TOKENIZED)  # type: ignore[index]
 
     def _write_model(self, section: str) -> dict[str, Any]:
         if self._module is None:
@@ -301,51 +338,12 @@ class RLRunner:
 
     def _keep_start(self) -> None:
         """Keep the weights from before training: evaluate() compares with them."""
-        if self.algorithm != "dpo" or self._start is not None:
+        if self.algorithm not in PREFERENCES or self._start is not None:
             return
         if is_peft(self._module):
             self._start = write_merged(self._module, self.inputs / "start")
         else:
             self._start = Path(self._path) if self._module is None else self.inputs / "model"
-
-    def _loss_on(self) -> dict[str, object]:
-        """TRL's defaults for a config of TRL: all tokens of messages train, and of a prompt with completion the latter."""
-        rows, flags = self.train_dataset or self.eval_dataset or [{}], ("assistant_only_loss", "completion_only_loss")
-        assistant, completion = (getattr(self.args, name, None) for name in flags)
-        if "messages" in rows[0] and assistant is not None:
-            return {"data.loss_on": "assistant" if assistant else "all"}
-        return {"data.loss_on": "all"} if completion is False else {}
-
-    def _write_rows(self, split: str, rows: Sequence[Mapping[str, object]]) -> str:
-        file = self.inputs / f"{split}.jsonl"
-        keys = {"data.prompt_key": "prompt", "data.reward_fn_key": "data_source", **_values(self.overrides)}
-        names = keys["data.prompt_key"], keys["data.reward_fn_key"]
-        is_given = self.algorithm in GIVEN_ROWS
-        convert: Callable[[Row, int], Row] = checked_row if is_given else partial(prompt_row, names=names)
-        convert = self._tokens if self._is_tokenized else convert
-        order: Iterable[int] = self._order(len(rows)) if is_given and split == "train" else range(len(rows))
-        with file.open("w", encoding="utf-8") as out:
-            out.writelines(row_as_json(convert(rows[place], place), place) + "\n" for place in order)
-        return str(file)
-
-    def _order(self, num_rows: int) -> list[int]:
-        """Rows of all epochs as transformers' Trainer takes them; each leaves out its incomplete last batch."""
-        if self._mapped is None:
-            return []
-        args, mapped = self.args, self._mapped
-        seed, shuffles = args.seed if args.data_seed is None else args.data_seed, "random"
-        if getattr(args, "train_sampling_strategy", shuffles) != shuffles:
-            return list(range(mapped.steps_per_epoch * mapped.batch_size)) * mapped.num_epochs
-        return trainer_order(num_rows, mapped.num_epochs, mapped.batch_size, seed)
-
-    def _tokens(self, row: Mapping[str, Any], place: int) -> dict[str, Any]:
-        """A row of the format `tokenized`, through the data collator."""
-        if self.data_collator is not None:
-            row = {name: value[0] for name, value in self.data_collator([dict(row)]).items() if len(value)}
-        ids = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
-        if "labels" not in ids:
-            ids["loss_mask"] = ids.get("completion_mask") or ids.get("loss_mask") or [1] * len(ids["input_ids"])
-        return {name: ids[name] for name in ("input_ids", "attention_mask", "labels", "loss_mask") if name in ids}
 
     def _reward_keys(self) -> dict[str, Any]:
         models = [str(reward) for reward in self.rewards if not callable(reward)]

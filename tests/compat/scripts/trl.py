@@ -12,6 +12,8 @@ class SFTConfig(TrainingArguments):
     assistant_only_loss: bool = False
     loss_type: str = "nll"
     dataset_text_field: str = "text"
+    eos_token: str | None = None
+    model_init_kwargs: dict | None = None
 
 
 @dataclass
@@ -58,3 +60,27 @@ class DPOConfig(TrainingArguments):
     sync_ref_model: bool = False
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
+
+
+@dataclass
+class KTOConfig(TrainingArguments):
+    beta: float = 0.1
+    loss_type: str = "kto"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    max_length: int | None = 1024
+    train_sampling_strategy: str = "sequential"
+
+
+@dataclass
+class RewardConfig(TrainingArguments):
+    max_length: int | None = 1024
+    center_rewards_coefficient: float | None = None
+
+
+@dataclass
+class RLOOConfig(TrainingArguments):
+    num_generations: int = 2
+    max_completion_length: int = 256
+    beta: float = 0.05
+    epsilon: float = 0.2

@@ -94,6 +94,9 @@ class TextDataConfig(Section):
     ignore_input_ids_mismatch: bool = used(
         False, "train on rows whose turns have other tokens by themselves than in the whole conversation"
     )
+    train_on_line_end: bool = used(
+        False, "train also the blanks that a chat template writes behind a turn, as TRL does; sampling ends before them"
+    )
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
     shuffle: bool = used(True, "a new order of rows in each epoch")
     seed: int | None = used(None, "seed of the order of rows; null: trainer.seed")

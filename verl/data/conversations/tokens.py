@@ -11,8 +11,9 @@ next context begins with the tokens so far. If the template rewrites history (Qw
 a new sequence begins: one row becomes as many sequences as contexts differ.
 
 A turn ends with the token that ends sampling (`TurnEnds`). The template's text after that end is context of the next turn. It
-never trains, and nothing of it follows the last turn. With data.loss_on=assistant, `{% generation %}` markers of the
-template select the tokens of a turn that train; otherwise all of them train.
+never trains, and nothing of it follows the last turn; data.train_on_line_end takes blanks out of this rule. With
+data.loss_on=assistant, `{% generation %}` markers of the template select the tokens of a turn that train; otherwise all of
+them train.
 """
 
 from __future__ import annotations
@@ -310,6 +311,8 @@ class _Row:
     def _trained(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """For each token of the answer, whether it trains."""
         end = self.ends.of_text(answer) if self.loss_on == "all" else self.ends.of_turn(answer)
+        if self.settings.train_on_line_end:
+            end = self.ends.with_blanks(answer, end)
         trained = [True] * len(answer)
         if self.loss_on == "assistant" and turn.message is not None:
             if GENERATION_MARKER.search(self.tokenizer.get_chat_template(None, self.example.tools)):

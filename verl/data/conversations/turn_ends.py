@@ -51,6 +51,12 @@ class TurnEnds:
         # without a special token only text ends a turn, so that its blanks belong to it
         return end if end and ids[end - 1] in self.special else len(ids)
 
+    def with_blanks(self, answer: Sequence[int], end: int) -> int:
+        """Number of tokens up to `end` and of the blanks behind it."""
+        while end < len(answer) and answer[end] not in self.special and self._is_blank(answer[end]):
+            end += 1
+        return end
+
     def num_behind(self, answer: Sequence[int]) -> int:
         """Tokens of text behind the end of a turn, beyond the reach of sampling; blanks do not count."""
         behind = answer[self.of_turn(answer) :]

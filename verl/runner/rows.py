@@ -1,0 +1,77 @@
+"""Rows of a script as files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.data.python_rows import Row, checked_row, prompt_row, row_as_json
+from verl.runner.arguments import GIVEN_ROWS, Arguments
+
+_TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
+
+
+@dataclass
+class ScriptRows:
+    """Writes the rows of `algorithm` to `folder`. `collator` is applied to each row of the format `tokenized`; `mapped` has the
+    batches of training."""
+
+    args: Any
+    algorithm: str
+    mapped: Arguments | None
+    collator: Callable[[list[Any]], Mapping[str, Any]] | None
+    folder: Path
+
+    def loss_on(self, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
+        """TRL's defaults for a config of TRL: all tokens of messages train, and of a prompt with completion the latter."""
+        flags = ("assistant_only_loss", "completion_only_loss")
+        assistant, completion = (getattr(self.args, name, None) for name in flags)
+        if rows and "messages" in rows[0] and assistant is not None:
+            return {"data.loss_on": "assistant" if assistant else "all"}
+        return {"data.loss_on": "all"} if completion is False else {}
+
+    def write(self, split: str, rows: Sequence[Mapping[str, object]], overrides: Mapping[str, str]) -> str:
+        file = self.folder / f"{split}.jsonl"
+        keys = {"data.prompt_key": "prompt", "data.reward_fn_key": "data_source", **overrides}
+        names = keys["data.prompt_key"], keys["data.reward_fn_key"]
+        is_given = self.algorithm in GIVEN_ROWS
+        convert: Callable[[Row, int], Row] = checked_row if is_given else partial(prompt_row, names=names)
+        is_tokenized = self.algorithm == "sft" and any(name in rows[0] for name in _TOKENIZED)
+        convert = self.tokens if is_tokenized else convert
+        order: Iterable[int] = self._order(len(rows)) if is_given and split == "train" else range(len(rows))
+        with file.open("w", encoding="utf-8") as out:
+            out.writelines(row_as_json(convert(rows[place], place), place) + "\n" for place in order)
+        return str(file)
+
+    def _order(self, num_rows: int) -> list[int]:
+        """Rows of all epochs as transformers' Trainer takes them; each leaves out its incomplete last batch."""
+        if self.mapped is None:
+            return []
+        args, mapped = self.args, self.mapped
+        seed, shuffles = args.seed if args.data_seed is None else args.data_seed, "random"
+        if getattr(args, "train_sampling_strategy", shuffles) != shuffles:
+            return list(range(mapped.steps_per_epoch * mapped.batch_size)) * mapped.num_epochs
+        return trainer_order(num_rows, mapped.num_epochs, mapped.batch_size, seed)
+
+    def tokens(self, row: Mapping[str, Any], place: int) -> dict[str, Any]:
+        """A row of the format `tokenized`, through the data collator."""
+        if self.collator is not None:
+            row = {name: value[0] for name, value in self.collator([dict(row)]).items() if len(value)}
+        ids = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+        if "labels" not in ids:
+            ids["loss_mask"] = ids.get("completion_mask") or ids.get("loss_mask") or [1] * len(ids["input_ids"])
+        return {name: ids[name] for name in ("input_ids", "attention_mask", "labels", "loss_mask") if name in ids}
+
+
+def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) -> list[int]:
+    """Rows of all epochs in the order of accelerate's SeedableRandomSampler, without the incomplete last batch of each."""
+    order: list[int] = []
+    for epoch in range(num_epochs):
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order += torch.randperm(num_rows, generator=generator)[: num_rows - num_rows % batch_size].tolist()
+    return order
