@@ -121,11 +121,14 @@ class RoleSpec:
         """Whether the role's weights can differ from the weights in its model's files."""
         return self.trains or self.follows is not None
 
-    def describe_sharding(self, num_devices: int) -> str:
+    def describe_sharding(self, num_devices: int, *, without_gpus: bool) -> str:
         """The training engine and its policy, for the header of a run."""
         if num_devices > 1:
             adapters = f", LoRA of rank {self.model.lora_rank}" if self.trains and self.model.lora_rank else ""
-            return f"{self.strategy}, {(self.settings or self.engine).describe()}{adapters}"
+            policy = (
+                self.engine.describe(without_gpus=without_gpus) if self.settings is None else self.settings.describe()
+            )
+            return f"{self.strategy}, {policy}{adapters}"
         parts = [
             "none: one device",
             *([f"strategy={self.strategy} acts on several"] if self.settings is not None else []),

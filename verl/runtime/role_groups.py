@@ -28,7 +28,7 @@ def make_groups(
     if roles.num_devices > 1:
         roles.facts = {**facts, "devices": context.placement.describe(specs.names)}
     if (main := specs.main) is not None:
-        roles.facts["sharding"] = main.describe_sharding(roles.num_devices)
+        roles.facts["sharding"] = main.describe_sharding(roles.num_devices, without_gpus=context.device.type == "cpu")
     for spec in specs.models:
         mesh = context.mesh(spec.name) or Mesh.flat(context.ranks(spec.name))
         group = WorkerGroup(

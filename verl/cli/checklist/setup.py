@@ -43,7 +43,8 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     if plan is None:
         return
     if specs.main is not None:
-        yield passed(f"sharding: {specs.main.describe_sharding(devices)}")
+        without_gpus = subject.config.trainer.device == "cpu"
+        yield passed(f"sharding: {specs.main.describe_sharding(devices, without_gpus=without_gpus)}")
         if specs.main.settings is not None:  # an engine with layers of its own
             strategy, model = f"strategy={specs.main.strategy}", specs.main.model
             if model.recompute == "selective":

@@ -127,8 +127,8 @@ class FSDPConfig(Section):
             f"{self.batch_group_size} micro-batch{'' if self.batch_group_size == 1 else 'es'} between exchanges",
         ]
 
-    def describe(self) -> str:
-        """The sharding policy, for the header of a run."""
+    def describe(self, *, without_gpus: bool = False) -> str:
+        """The sharding policy, for the header of a run. Ranks of a host `without_gpus` share memory, if it can be had."""
         sizes = {"tensor": self.tensor_parallel_size, "sequence": self.ulysses_sequence_parallel_size,
                  "expert": self.expert_parallel_size}  # fmt: skip
         offloaded = {"parameters": self.param_offload, "optimizer": self.optimizer_offload, "all": self.offload_policy}
@@ -137,7 +137,9 @@ class FSDPConfig(Section):
             *self.describe_dimensions(),
             *(f"{name} parallel {size}" for name, size in sizes.items() if size > 1),
             f"gradients summed in {self.mixed_precision.reduce_dtype}",
-            f"parameters {'freed' if self.reshard_after_forward else 'kept'} after the forward",
+            "one copy of the parameters in the shared memory of a host"
+            if without_gpus
+            else f"parameters {'freed' if self.reshard_after_forward else 'kept'} after the forward",
             *(f"offload of {name}" for name, is_on in offloaded.items() if is_on),
         ]
         return ", ".join(parts)
