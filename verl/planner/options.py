@@ -278,9 +278,8 @@ def _variants(
     sizes = {min(each, max(workload.longest, 2048) * k) for k in ((1, 2, 4, 8) if trains else (4,))}
     zeros = [z for z in space.zero if z < 3 or base.pipeline == 1]
     recompute: tuple[str, ...] = ("none",)
-    if trains:  # mixtures and latent attention train with modules of their family, which recompute all or nothing
-        by_modules = shape.is_mixture or shape.is_latent
-        recompute = tuple(again for again in space.recompute if again in ("none", "full") or not by_modules)
+    if trains:  # a mixture keeps copies of tokens for their experts, which selective checkpointing does not leave out
+        recompute = tuple(again for again in space.recompute if again != "selective" or not shape.is_mixture)
     for zero in zeros:
         for expert in _expert_sizes(shape, base, zero):
             for again in recompute:
