@@ -27,11 +27,16 @@ class Vision:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """`decoder` is the class of transformers that verl.models.decoder reads, for training and every sampler. `tensor`,
-    `experts` and `megatron`: available with tensor parallelism, with expert parallelism, and with Megatron. `tiny`: config
-    entries of a tiny random model (verl.models.tiny)."""
+    """`decoder` is the class of transformers that verl.models.decoder reads, for training and every sampler. The three fields
+    behind it are for the reader: `norms` are names in a layer, before and behind attention, before and behind the MLP. If it
+    `adds_one`, a norm multiplies by 1 + its weight. `pairs`: the rotary embedding turns neighbours. `tensor`, `experts` and
+    `megatron`: available with tensor parallelism, with expert parallelism, and with Megatron. `tiny`: config entries of a tiny
+    random model (verl.models.tiny)."""
 
     decoder: str = ""
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    adds_one: bool = False
+    pairs: bool = False
     tensor: bool = False
     experts: bool = False
     megatron: bool = False
@@ -39,15 +44,24 @@ class ModelFamily:
     tiny: Mapping[str, object] | None = None
 
 
+_GEMMA = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
+_GLM4 = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+_TINY_GEMMA = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
+_TINY_GLM = {"head_dim": 16}
+
 FAMILIES: Mapping[str, ModelFamily] = {
     "llama": ModelFamily("LlamaModel", tensor=True, megatron=True, tiny={}),
     "mistral": ModelFamily("MistralModel", tensor=True, megatron=True, tiny={"sliding_window": None}),
     "qwen2": ModelFamily("Qwen2Model", tensor=True, megatron=True, tiny={}),
     "qwen3": ModelFamily("Qwen3Model", tensor=True, megatron=True, tiny={"head_dim": 16}),
     "phi3": ModelFamily("Phi3Model", tiny={"sliding_window": None}),  # its own projections are joined already
-    "gemma": ModelFamily(tensor=True, tiny={"head_dim": 16}),
-    "gemma2": ModelFamily(tensor=True, tiny={"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
-    "gemma3_text": ModelFamily(tensor=True, tiny={"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "gemma": ModelFamily("GemmaModel", adds_one=True, tensor=True, tiny={"head_dim": 16}),
+    "gemma2": ModelFamily("Gemma2Model", _GEMMA, adds_one=True, tensor=True, tiny=_TINY_GEMMA),
+    "gemma3_text": ModelFamily("Gemma3TextModel", _GEMMA, adds_one=True, tensor=True, tiny=_TINY_GEMMA),
+    "glm": ModelFamily("GlmModel", pairs=True, tiny=_TINY_GLM),
+    "glm4": ModelFamily("Glm4Model", _GLM4, pairs=True, tiny=_TINY_GLM),
     "bloom": ModelFamily(tiny={}),  # whose attention takes no packed batches
     "qwen3_moe": ModelFamily(
         "Qwen3MoeModel",
@@ -73,6 +87,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         },
     ),
     "glm4_moe": ModelFamily(
+        "Glm4MoeModel",
         megatron=True,
         tiny={
             "head_dim": 16,
@@ -87,6 +102,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
         },
     ),
     "deepseek_v3": ModelFamily(
+        "DeepseekV3Model",
+        pairs=True,
         experts=True,
         megatron=True,
         tiny={

@@ -66,8 +66,9 @@ def model_folder(folder: Path, family: str, **sizes) -> Path:
 
 
 def one_layer(folder, family="qwen3"):
-    """For checks of rows, losses and heads."""
-    return model_folder(folder, family, num_hidden_layers=1)
+    """For checks of rows, losses and heads. The layer has experts if one of the family's does."""
+    dense_first = {"first_k_dense_replace": 0} if "first_k_dense_replace" in FAMILIES[family].tiny else {}
+    return model_folder(folder, family, num_hidden_layers=1, **dense_first)
 
 
 def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, optimizer="AdamW", **engine):
@@ -105,11 +106,12 @@ def check_calls_of_modules(folder):
         divisions = {"none": True, "ulysses_sequence": True, "tensor": row.tensor, "expert": row.experts}
         for division in [name for name, computes in divisions.items() if computes]:
             sizes = {} if division == "none" else {f"{division}_parallel_size": 2}
-            for lora, run in itertools.product((0, 4), (with_autograd, lambda function: function())):
+            adapters = (0, 4) if division == "none" else (4,)
+            for lora, run in itertools.product(adapters, (with_autograd, lambda function: function())):
                 if division == "none" or dist.get_world_size() > 1:
                     count = run(lambda: _num_calls(folder, family, batch, lora, **sizes))  # noqa: B023
                     counts[f"{family} {division} {lora} {run is with_autograd}"] = count
-    return {"decoders": counts, "gemma": _num_calls(folder, "gemma", batch)}
+    return counts
 
 
 def _num_calls(folder, family, batch, lora=0, **division):
@@ -410,6 +412,28 @@ check_experts_of_a_gpu = on(2)(
     lambda folder: with_autograd(lambda: compare(model_folder(folder, "qwen2_moe"), ulysses_sequence_parallel_size=2))
 )
 check_experts = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16}, expert_parallel_size=2)
+check_gemma = comparison((2,), "gemma", lora=4, tensor_parallel_size=2)
+check_gemma2 = comparison((2,), "gemma2", model={"sliding_window": 5}, checkpointing="selective")
+GEMMA3 = {"sliding_window": 5, "sliding_window_pattern": 2}
+check_gemma3_tensor = comparison((2,), "gemma3_text", model=GEMMA3, tensor_parallel_size=2)
+check_gemma3_of_a_gpu = on(2)(
+    lambda folder: with_autograd(
+        lambda: compare(model_folder(folder, "gemma3_text", **GEMMA3), lora=4, ulysses_sequence_parallel_size=2)
+    )
+)
+check_glm4 = comparison((2,), "glm4", model={"attention_bias": True}, ulysses_sequence_parallel_size=2, lora=4)
+check_glm4_of_a_gpu = on(2)(
+    lambda folder: with_autograd(
+        lambda: compare(model_folder(folder, "glm4", attention_bias=False), checkpointing="selective")
+    )
+)
+check_glm4_moe = comparison((2,), "glm4_moe", model={"moe_intermediate_size": 16}, checkpointing=True)
+check_latent_sequence = comparison((2,), "deepseek_v3", lora=4, ulysses_sequence_parallel_size=2)
+check_latent_of_a_gpu = on(2)(
+    lambda folder: with_autograd(
+        lambda: compare(model_folder(folder, "deepseek_v3"), checkpointing=True, expert_parallel_size=2)
+    )
+)
 
 
 @on(2)

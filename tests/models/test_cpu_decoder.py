@@ -62,6 +62,18 @@ MODELS = {
     "qwen3_moe-unnormed": ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_experts_per_tok": 1}),
     "qwen2_moe": ("qwen2_moe", {}),
     "mixtral": ("mixtral", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"sliding_window": 5}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "glm4_moe": ("glm4_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-groups": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "rope_interleave": False,
+         "norm_topk_prob": False, "routed_scaling_factor": 2.5},
+    ),
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepac
 @pytest.mark.parametrize(
     ("family", "isa", "why"),
     [
-        ("gemma2", "", "own modules"),
+        ("gemma2", "", "torch computes it"),
         ("llama", "none", "torch computes it, whose order of adding depends on the number"),
     ],
 )

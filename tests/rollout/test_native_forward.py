@@ -9,13 +9,13 @@ import torch
 
 from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
-from verl.models.decoder.weights import DenseDecoder, Projection
+from verl.models.decoder.projection import Projection
+from verl.models.decoder.weights import DenseDecoder, why_modules
 from verl.models.ops.linear import Matmul
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native.torch.forward import DenseForward, product
 
-DENSE = ["llama", "qwen2", "qwen3", "mistral"]
-OTHER = ["gemma", "gemma2", "gemma3_text"]
+DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "deepseek_v3"]
 LENGTHS = [3, 20, 7, 33]
 
 
@@ -36,12 +36,7 @@ def without_dense(monkeypatch, engine, **params):
         return generate(engine, **params)
 
 
-@pytest.mark.parametrize("family", OTHER)
-def test_other_families_are_left_to_their_modules(family, load):
-    assert DenseForward.of(load(family), prepack=True) is None
-
-
-def test_a_hook_or_a_changed_head_is_left_to_the_module(load):
+def test_a_hook_or_another_activation_is_left_to_the_module(load):
     module = copy.deepcopy(load("llama"))
     assert DenseForward.of(module, prepack=False) is not None
     handle = module.lm_head.register_forward_hook(lambda *args: None)
@@ -49,9 +44,12 @@ def test_a_hook_or_a_changed_head_is_left_to_the_module(load):
     handle.remove()
     handle = module.model.layers[0].mlp.register_forward_hook(lambda *args: None)
     assert DenseForward.of(module, prepack=False) is None
+    assert why_modules(module) == "layers.0.mlp has a hook or another forward"
     handle.remove()
-    module.config.logits_scaling = 2.0
+    assert not why_modules(module)
+    module.config.hidden_act = "relu"
     assert DenseForward.of(module, prepack=False) is None
+    assert why_modules(module) == "its activation is relu"
 
 
 @pytest.mark.parametrize("family", DENSE)

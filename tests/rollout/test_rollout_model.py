@@ -10,6 +10,7 @@ from verl.models.load import load_causal_lm
 from verl.models.parallel import experts
 from verl.models.tiny import make_tiny_model
 from verl.parallel.mesh import Mesh
+from verl.rollout.native.torch.forward import DenseForward
 from verl.rollout.requests import vocab_size
 from verl.rollout.rollout_model import Replica, copy_group
 
@@ -75,6 +76,10 @@ def test_ties_the_vocabulary_and_memory_of_a_part(folders):
         assert vocab_size(module) == module.config.vocab_size > len(module.get_input_embeddings().weight)
         for name, parameter in module.named_parameters():
             assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size(), name
+
+
+def test_a_part_is_computed_by_verls_layers(folders):
+    assert all(DenseForward.of(replica.module, prepack=True) for replica in parts(folders[0]))
 
 
 def test_a_tied_weight_may_have_either_name(tiny_llama):

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -35,6 +36,14 @@ from verl.parallel.device import CPU_BF16
 from verl.run.host import train
 
 FAMILIES = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+BY_HOST = (
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "deepseek_v3",
+)  # which the device does not sample by itself
 LARGEST = 16_000_000  # parameters of a model that counts as tiny
 TOLERANCE = 1e-5
 PROMPT, RESPONSES = [3, 4, 5, 6], [[7, 8, 9, 10, 11], [12], [13, 14, 2]]
@@ -196,6 +205,10 @@ def quiet():
         transformers.logging.set_verbosity(before)
 
 
+def names(families: Iterable[str]) -> str:
+    return ", ".join(f"`{family}`" for family in families)
+
+
 def page(rows: list[Row]) -> str:
     """docs/families.md."""
     count = {
@@ -217,10 +230,12 @@ Look up the `model_type` of your model's `config.json` in the table below: it sa
 Your own model is a `transformers.PreTrainedModel` whose `forward` takes token ids and returns logits. verl checks it when it
 loads.
 
-On a GPU, {", ".join(f"`{name}`" for name in families_with("decoder"))}
-generate with CUDA graphs, without the host between steps. Other models generate step by step with their own modules: Gemma
-(scaled norms and embeddings, GELU, soft caps), gpt-oss (attention sinks, experts with biases), and models whose rotation
-depends on the length or turns only a part of a head.
+On a GPU, {names(name for name in families_with("decoder") if name not in BY_HOST)}
+generate with CUDA graphs, without the host between steps. verl's own layers also train and sample
+{names(BY_HOST)}, whose steps
+the host drives: they cap scores, turn heads in another way, or have narrow vectors in place of keys and values. Other models
+generate step by step with their own modules: gpt-oss (attention sinks, experts with biases), and models whose rotation depends
+on the length. `verl check` says why modules compute a model.
 
 With `rope_parameters` of type `dynamic` or `longrope` (Phi-3 and Phi-4 with long contexts), rows beyond a length have other
 rotary frequencies: `max_position_embeddings` tokens, or `original_max_position_embeddings` (4096 in Phi). A batch would turn

@@ -99,10 +99,10 @@ class Replica:
             parameter.data = parameter.data.clone()  # a part that is a view would keep the undivided tensor in memory
         named = module.named_parameters(remove_duplicate=False)
         self._dims = {name: dims[id(p)] for name, p in named if id(p) in dims}
-        head.register_forward_hook(_WholeVocabulary(even_sizes(num_tokens, group.size()), group))
+        head.register_forward_hook(WholeVocabulary(even_sizes(num_tokens, group.size()), group))
 
 
-class _WholeVocabulary:
+class WholeVocabulary:
     """A forward hook of the output projection that gathers the logits of all ranks. Rank i has `sizes[i]` tokens."""
 
     def __init__(self, sizes: list[int], group: dist.ProcessGroup):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def check_model_files(subject: Subject) -> Iterator[Line]:
     """Config and weights of the policy, and of the critic if one trains."""
     from verl.engines.sharding import wrapped_classes
+    from verl.models.decoder.weights import why_modules
     from verl.models.load import load_external
 
     with_model(subject.loaded)
@@ -30,6 +31,8 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
     if runs_on_several_devices(subject.config):
         wrapped_classes(module, subject.engine.wrap_policy.transformer_layer_cls_to_wrap or ())
     yield passed(f"{model.path}: {_described(subject.policy)}")
+    if why := why_modules(module):
+        yield info(f"transformers' modules compute its layers, since {why}")
     yield _weights(model.path, module)
     if subject.loaded.schema.name == "ppo" and uses_critic(subject.config):
         critic = subject.config.critic.model

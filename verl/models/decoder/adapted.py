@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.models.adapter_weights import LowRank, join
-from verl.models.decoder.weights import Projection
+from verl.models.decoder.projection import Projection
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.lora import LoRALinear
 from verl.models.ops.linear import Matmul

@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from verl.models.attention import Scoring
 from verl.models.decoder.adapted import adapted
-from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded
+from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded, turns_of
 from verl.models.decoder.kept import HostInputs, Recipe, computed_again, copy_stream
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Norm, Projection
+from verl.models.decoder.layers import DenseLayer, Norm
+from verl.models.decoder.projection import Projection
+from verl.models.decoder.weights import DenseDecoder, Layer
 from verl.models.hf_module import AutogradContext
 from verl.models.memory import Recompute
-from verl.models.ops.pointwise import rms_norm, rotated
+from verl.models.ops.pointwise import Turns, rms_norm
+from verl.models.packed import as_heads
 from verl.models.packing import PackedBatch
 from verl.models.parallel.collectives import enter_group, leave_group
 from verl.models.vision import ImageFeatures
@@ -36,7 +38,7 @@ def straight_states(
     or "selective" norms, rotary embedding and SwiGLU. With `offloads` inputs of layers that are kept wait on the host."""
     x = embedded(decoder, packed.input_ids[0], images, packed.noise)
     run = _AutogradPass(decoder, packed, x, recompute, offloads)
-    x, _ = run.states(decoder, x, images)
+    x, _ = run.states(x, images)
     return run.normed(x.index_select(0, packed.hidden_index), None, decoder.final_norm)[1]
 
 
@@ -44,13 +46,13 @@ class _AutogradPass(DecoderPass):
     def __init__(
         self, decoder: DenseDecoder, packed: PackedBatch, x: torch.Tensor, recompute: Recompute, offloads: bool
     ):
-        self.decoder, self.layout, self.routing = decoder, packed.layout, packed.layout.routing
+        super().__init__(decoder)
+        self.layout, self.routing = packed.layout, packed.layout.routing
         self.recompute = recompute if torch.is_grad_enabled() else "none"
         stream = copy_stream(x.device) if offloads and self.recompute == "full" else None
         self._inputs = HostInputs(len(decoder.layers), stream) if stream is not None else None
         self._next: tuple[torch.Tensor, Recipe] | None = None  # the input of the next product
-        cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
-        self.cos, self.sin = cos[0], sin[0]
+        self.turns = turns_of(decoder, x, packed.position_ids)
 
     def layer(self, number: int, weights: Layer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """See DecoderPass; the sum is made, since a checkpoint keeps the input of a layer."""
@@ -75,7 +77,7 @@ class _AutogradPass(DecoderPass):
     def normed(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderPass."""
         x, normed = super().normed(x, delta, norm)
-        self._next = normed, partial(rms_norm, x.detach(), norm.weight, norm.eps)
+        self._next = normed, partial(rms_norm, x.detach(), norm.factor.detach(), norm.eps)
         return x, normed
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -99,17 +101,16 @@ class _AutogradPass(DecoderPass):
 
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
+        turned, scoring = self.turns[weights.rotary], self.decoder.scoring(weights)
+        if weights.latent is not None:
+            q, k, v = self.latent_heads(weights.latent, qkv, turned)
+            return self.layout.attend(number, as_heads(q), as_heads(k), as_heads(v), scoring)[0].flatten(1)
         q, k, v = by_head(self.decoder, qkv)
-        normed = (q, weights.q_norm), (k, weights.k_norm)
-        turned = [self._turned(x, norm) for x, norm in normed]
-        recipes = [partial(self._turned, x.detach(), norm) for x, norm in normed]
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (*turned, v))
-        scoring = Scoring(self.decoder.scale, weights.sliding_window)
-        with self._keeping(*zip(turned, recipes, strict=True)):
-            return self.layout.attend(number, q, k, v, scoring)[0].flatten(1)
-
-    def _turned(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return rotated(x if norm is None else rms_norm(x, norm.weight, norm.eps), self.cos, self.sin)
+        recipes = [(x, partial(_turned, turned, norm=norm)) for x, norm in ((q, weights.q_norm), (k, weights.k_norm))]
+        q, k = (recipe(x) for x, recipe in recipes)
+        again = [(new, partial(recipe, x.detach())) for new, (x, recipe) in zip((q, k), recipes, strict=True)]
+        with self._keeping(*again):
+            return self.layout.attend(number, as_heads(q), as_heads(k), as_heads(v), scoring)[0].flatten(1)
 
     def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         """See DecoderPass."""
@@ -135,6 +136,10 @@ class _AutogradPass(DecoderPass):
         weight = _Joined.apply(projection.weight, *weights)
         has_bias = projection.bias is not None and projection.outputs_group is None  # else it is added to the sum
         return F.linear(x, weight, _Joined.apply(projection.bias, *biases) if has_bias else None)
+
+
+def _turned(turns: Turns, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    return turns.rotated(x if norm is None else rms_norm(x, norm.factor, norm.eps))
 
 
 def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:

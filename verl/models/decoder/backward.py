@@ -15,26 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.models.attention import Scoring
 from verl.models.decoder.adapted import add_weight_gradient, input_gradient, linear, parameters_of
-from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded, turned_heads
-from verl.models.decoder.halves import Halves, Normed, Saved, SavedAttention, SavedFeed, parameters_of_halves
+from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded, turned_heads, turns_of
+from verl.models.decoder.halves import (
+    Backward,
+    Halves,
+    Normed,
+    PassPart,
+    Saved,
+    SavedAttention,
+    SavedFeed,
+    parameters_of_halves,
+)
+from verl.models.decoder.layers import DenseLayer, Latent, Mixture, Norm
 from verl.models.decoder.mixture import SavedMixture, mixture_backward
+from verl.models.decoder.projection import Projection
 from verl.models.decoder.reuse import RecordedBatch, is_equal
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Layer, Mixture, Norm, Projection
+from verl.models.decoder.weights import DenseDecoder, Layer
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.hf_module import AutogradContext
 from verl.models.memory import Recompute
 from verl.models.ops.experts import ExpertChoice
 from verl.models.ops.linear import Matmul
-from verl.models.ops.pointwise import (
-    Turns,
-    inverse_rms,
-    rms_norm_backward_,
-    rotate_,
-    swiglu_backward_,
-)
-from verl.models.packed import Attended, HeadViews
+from verl.models.ops.pointwise import inverse_rms, rms_norm_backward_
+from verl.models.packed import Attended, HeadViews, as_heads
 from verl.models.packing import PackedBatch
 from verl.models.parallel.experts import Places
 from verl.models.vision import ImageFeatures
@@ -62,35 +65,6 @@ def dense_hidden_states(
     return TrainingPass(decoder, packed, gradients, recompute, images, recorded).forward()
 
 
-class _Part(torch.autograd.Function):
-    """A part of a pass, with its backward by hand: `forward(x)` gives (output, the function of the backward), which is called
-    with the output's gradient and buffers, and returns the input's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: AutogradContext,
-        gradients: GradientBuffers | None,
-        forward: Callable[[torch.Tensor], tuple[torch.Tensor, Backward]],
-        x: torch.Tensor,
-        *trained: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.gradients, ctx.trained = gradients, trained
-        out, ctx.through = forward(x.detach())
-        return out
-
-    @staticmethod
-    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        through, gradients, trained, ctx.through, ctx.trained = ctx.through, ctx.gradients, ctx.trained, None, ()
-        if through is None:
-            raise RuntimeError("The activations of this forward are used up: its backward runs once.")
-        into = GradientBuffers.apart(trained) if gradients is None else gradients
-        d_x = through(grads[0], into)
-        return (None, None, d_x, *(into.take(p) if gradients is None else None for p in trained))
-
-
-Backward = Callable[[torch.Tensor, GradientBuffers], torch.Tensor | None]
-
-
 class TrainingPass(DecoderPass):
     """A forward over a packed batch, with a backward."""
 
@@ -103,7 +77,8 @@ class TrainingPass(DecoderPass):
         images: ImageFeatures | None = None,
         recorded: RecordedBatch | None = None,
     ):
-        self.decoder, self.packed, self.images, self.recorded = decoder, packed, images, recorded
+        super().__init__(decoder)
+        self.packed, self.images, self.recorded = packed, images, recorded
         self.layout, self.gradients, self.recompute = packed.layout, gradients, recompute
         self.routing = packed.layout.routing
         self.matmul = Matmul(decoder.embed.dtype, decoder.embed.device)
@@ -113,9 +88,8 @@ class TrainingPass(DecoderPass):
         """See `dense_hidden_states`."""
         decoder, packed = self.decoder, self.packed
         x = embedded(decoder, packed.input_ids[0], self.images, packed.noise, self._lookup)
-        cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
-        self.turns = Turns(cos[0], sin[0])
-        last = self.states(decoder, x, self.images)[0].index_select(0, packed.hidden_index)
+        self.turns = turns_of(decoder, x, packed.position_ids)
+        last = self.states(x, self.images)[0].index_select(0, packed.hidden_index)
         return self._differentiated(self._last_norm, last, [decoder.final_norm.weight])
 
     def _differentiated(
@@ -124,9 +98,9 @@ class TrainingPass(DecoderPass):
         x: torch.Tensor,
         parameters: Sequence[nn.Parameter],
     ) -> torch.Tensor:
-        """The output of a part, as in _Part."""
+        """The output of a part, as in PassPart."""
         trained = [p for p in parameters if p.requires_grad]
-        out: torch.Tensor = _Part.apply(self.gradients, forward, x, *trained)
+        out: torch.Tensor = PassPart.apply(self.gradients, forward, x, *trained)
         return out
 
     def _lookup(self, ids: torch.Tensor, weight: nn.Parameter, padding_idx: int | None) -> torch.Tensor:
@@ -144,7 +118,7 @@ class TrainingPass(DecoderPass):
 
         def backward(d_hidden: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
             d_last = torch.zeros_like(last)
-            d_weight = rms_norm_backward_(d_last, d_hidden.clone(), last, norm.weight, inverse_rms(last, norm.eps))
+            d_weight = rms_norm_backward_(d_last, d_hidden.clone(), last, norm.factor, inverse_rms(last, norm.eps))
             gradients.add((norm.weight,), d_weight)
             return d_last
 
@@ -214,11 +188,16 @@ class TrainingPass(DecoderPass):
         self._tape = tape
         out = self._halves(number, weights, x, halves)
         self._tape = None
-        attention = None if halves == "feed" else SavedAttention(*(tape.pop(0) for _ in SavedAttention._fields))
+        attention = None
+        if halves != "feed":
+            end = next(place for place, value in enumerate(tape) if type(value) is Attended) + 2
+            normed, qkv, *latent, heads, attended, after = tape[:end]
+            norms = tuple(value for value in latent if type(value) is Normed)
+            attention, tape = SavedAttention(normed, qkv, norms, heads, attended, after), tape[end:]
         if halves == "attention":
             return out, Saved(attention, None)
         middle, *inner = tape
-        return out, Saved(attention, SavedFeed(middle, inner[0] if weights.mixture is None else SavedMixture(*inner)))
+        return out, Saved(attention, SavedFeed(middle, *inner if weights.mixture is None else [SavedMixture(*inner)]))
 
     def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """See DecoderPass; in chunks if the layout says so. Mixtures stay undivided."""
@@ -246,16 +225,20 @@ class TrainingPass(DecoderPass):
         self._keep(y)
         return y
 
-    def project(self, x: torch.Tensor, inputs: torch.Tensor, projection: Projection) -> Sum:
+    def project(self, x: torch.Tensor, inputs: torch.Tensor, projection: Projection, norm: Norm | None) -> Sum:
         """See DecoderPass."""
-        return linear(inputs, projection, self.matmul, residual=x), None
+        if norm is None:
+            self._keep(None)
+            return linear(inputs, projection, self.matmul, residual=x), None
+        _, normed = self.normed(linear(inputs, projection, self.matmul), None, norm)
+        return normed.add_(x), None
 
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
-        heads, scoring = self._heads(weights, qkv), Scoring(self.decoder.scale, weights.sliding_window)
-        attended = self.layout.attend_kept(number, heads, scoring, self.matmul, self._tape is not None)
+        heads, keep = self._heads(weights, qkv), self._tape is not None
+        attended = self.layout.attend_kept(number, heads, self.decoder.scoring(weights), self.matmul, keep)
         self._keep(heads, attended)
-        return attended.out
+        return _values(weights.latent, attended.out, self.decoder.num_heads)
 
     def routed(self, mixture: Mixture, x: torch.Tensor) -> tuple[ExpertChoice, Places]:
         """See DecoderPass."""
@@ -278,18 +261,21 @@ class TrainingPass(DecoderPass):
             self._tape += values
 
     def _heads(self, weights: DenseLayer, qkv: torch.Tensor) -> HeadViews:
-        """Inputs of attention, rotated: views of `qkv`, or if the heads are normed first, new queries and keys."""
-        q, k, v = turned_heads(
-            self.decoder, weights, qkv, self.turns, lambda x, norm: Normed.of(x, norm).out(), rotate_
-        )
-        return HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
+        """Inputs of attention, rotated: views of `qkv`, or if the heads are normed first, new queries and keys. Latent heads
+        have values with zeros behind them, as wide as keys."""
+        turned = self.turns[weights.rotary]
+        if weights.latent is not None:
+            q, k, v = self.latent_heads(weights.latent, qkv, turned)
+            return HeadViews(as_heads(q), as_heads(k), as_heads(weights.latent.padded(v)))
+        heads = turned_heads(self.decoder, weights, qkv, turned, lambda x, norm: Normed.of(x, norm).out())
+        return HeadViews(*map(as_heads, heads))
 
     def _recorded(self, number: int, weights: DenseLayer) -> Saved:
         assert self.recorded is not None
         x, qkv, out, middle, gate_up, lse = self.recorded.layer(number)  # copies, which are overwritten
         heads, attended = self._heads(weights, qkv), Attended(out, lse.t().unsqueeze(0))
         normed = Normed.of(x, weights.input_norm), Normed.of(middle, weights.post_norm)
-        return Saved(SavedAttention(normed[0], qkv, heads, attended), SavedFeed(normed[1], gate_up))
+        return Saved(SavedAttention(normed[0], qkv, (), heads, attended, None), SavedFeed(normed[1], gate_up))
 
     def _layer_backward(
         self, weights: DenseLayer, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers
@@ -304,16 +290,46 @@ class TrainingPass(DecoderPass):
     def _attention_backward(
         self, weights: DenseLayer, saved: SavedAttention, d_middle: torch.Tensor, gradients: GradientBuffers
     ) -> torch.Tensor:
-        matmul, decoder = self.matmul, self.decoder
-        d_o = matmul.operand(d_middle)
+        matmul, decoder, latent = self.matmul, self.decoder, weights.latent
+        d_o = matmul.operand(_through(saved.after, d_middle, gradients))
         d_attended = input_gradient(d_o, weights.o, matmul)
-        add_weight_gradient(weights.o, d_o, saved.attended.out, matmul, gradients)
-        d_qkv = torch.empty_like(saved.qkv)
-        into = HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in by_head(decoder, d_qkv)))
+        add_weight_gradient(weights.o, d_o, _values(latent, saved.attended.out, decoder.num_heads), matmul, gradients)
         heads = self._heads(weights, saved.qkv) if saved.heads is None else saved.heads
+        d_qkv = torch.empty_like(saved.qkv)
+        if latent is None:
+            into = HeadViews(*map(as_heads, by_head(decoder, d_qkv)))
+        else:
+            into = HeadViews(*(torch.empty_like(x) for x in heads))
+            d_attended = latent.padded(d_attended.unflatten(1, (decoder.num_heads, -1))).flatten(1)
         self.layout.attend_backward(heads, saved.attended, d_attended, decoder.scale, matmul, into)
-        self._heads_backward_(weights, saved, d_qkv, gradients)
+        if latent is None:
+            self._heads_backward_(weights, saved, d_qkv, gradients)
+        else:
+            self._latent_backward(latent, weights.rotary, saved.latent, into, d_qkv, gradients)
         return self._norm_and_projection_backward(saved.x, weights.qkv, d_qkv, d_middle, gradients)
+
+    def _latent_backward(
+        self,
+        latent: Latent,
+        rotary: str | None,
+        saved: tuple[Normed, ...],
+        d_heads: HeadViews,
+        d_qkv: torch.Tensor,
+        gradients: GradientBuffers,
+    ) -> None:
+        """Writes the gradient of the narrow vectors into `d_qkv`, given that of queries, keys and padded values."""
+        d_q, d_k, d_v = (x[0].transpose(0, 1) for x in d_heads)
+        d_turned = d_k[..., latent.plain :].sum(1, keepdim=True)
+        for x in (d_q[..., latent.plain :], d_turned):
+            self.turns[rotary].rotate_(x, back=True)
+        d_kv_up = torch.cat([d_k[..., : latent.plain], d_v[..., : latent.value]], dim=2).flatten(1)
+        d_narrow_q, d_narrow_kv, d_shared = latent.parts(d_qkv.zero_())
+        d_shared.copy_(d_turned[:, 0])
+        self._norm_and_projection_backward(saved[-1], latent.kv_up, d_kv_up, d_narrow_kv, gradients)
+        if latent.q_up is None:
+            d_narrow_q.copy_(d_q.flatten(1))
+        else:
+            self._norm_and_projection_backward(saved[0], latent.q_up, d_q.flatten(1), d_narrow_q, gradients)
 
     def _feed_forward_backward_(
         self, weights: DenseLayer, saved: SavedFeed, d_out: torch.Tensor, gradients: GradientBuffers
@@ -332,9 +348,12 @@ class TrainingPass(DecoderPass):
             d_part, gate_up = d_out[part], saved.gate_up
             if gate_up is None:
                 gate_up = linear(middle.out(), weights.gate_up, matmul)
-            d_down = matmul.operand(d_part)
+            after = saved.after
+            if after is None and weights.feed_norm is not None:
+                after = Normed.of(linear(self.activated(gate_up), weights.down, matmul), weights.feed_norm)
+            d_down = matmul.operand(_through(after, d_part, gradients))
             d_activated = input_gradient(d_down, weights.down, matmul)
-            activated = swiglu_backward_(d_activated, gate_up)  # which is now its own gradient
+            activated = self.activation.backward_(d_activated, gate_up)  # which is now its own gradient
             add_weight_gradient(weights.down, d_down, activated, matmul, gradients)
             self._norm_and_projection_backward(middle, weights.gate_up, gate_up, d_part, gradients)
         return d_out
@@ -345,7 +364,7 @@ class TrainingPass(DecoderPass):
         """Turns the gradient of the attention's input into the gradient of the projection's output, in place."""
         decoder, num_turned = self.decoder, self.decoder.num_heads + self.decoder.num_kv_heads
         d_turned = d_qkv.view(len(d_qkv), -1, decoder.head_dim)[:, :num_turned]
-        rotate_(d_turned, self.turns.cos, self.turns.turn_back)
+        self.turns[weights.rotary].rotate_(d_turned, back=True)
         for norm, heads, d_heads in zip(
             (weights.q_norm, weights.k_norm), by_head(decoder, saved.qkv), by_head(decoder, d_qkv), strict=False
         ):
@@ -353,7 +372,7 @@ class TrainingPass(DecoderPass):
                 return
             x, d_y = (t.reshape(-1, decoder.head_dim) for t in (heads, d_heads))
             d_x = torch.zeros_like(d_y)
-            d_weight = rms_norm_backward_(d_x, d_y.clone(), x, norm.weight, inverse_rms(x, norm.eps))
+            d_weight = rms_norm_backward_(d_x, d_y.clone(), x, norm.factor, inverse_rms(x, norm.eps))
             gradients.add((norm.weight,), d_weight)
             d_heads.copy_(d_x.view(d_heads.shape))
 
@@ -366,3 +385,13 @@ class TrainingPass(DecoderPass):
         if gradients.wants(parameters_of(projection)):
             add_weight_gradient(projection, d_y, x.out(), self.matmul, gradients)
         return x.backward_(d_normed, d_x, gradients)
+
+
+def _values(latent: Latent | None, out: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Attention's output [tokens, heads * value_dim], without the padding of latent heads."""
+    return out if latent is None else out.unflatten(1, (num_heads, -1))[..., : latent.value].flatten(1)
+
+
+def _through(after: Normed | None, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
+    """The gradient of a half's product, given that of what is added to the half's input."""
+    return d_out if after is None else after.backward_(d_out.clone(), torch.zeros_like(d_out), gradients)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from verl.models.decoder.adapted import add_weight_gradient, input_gradient
-from verl.models.decoder.weights import Mixture, SharedExpert
+from verl.models.decoder.layers import Mixture, SharedExpert
+from verl.models.decoder.projection import Projection
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.ops.experts import ExpertChoice, choose_experts_backward
 from verl.models.ops.linear import Matmul
@@ -50,7 +51,7 @@ def mixture_backward(
     gradients.add_grouped(mixture.gate_up, gate_up, places.to_experts(x), ends, matmul)
     d_x_rows = places.from_experts(matmul.grouped(gate_up, mixture.gate_up.transpose(1, 2), ends))
     d_x: torch.Tensor = d_x_rows.unflatten(0, choice.experts.shape).sum(1)
-    d_logits = choose_experts_backward(d_weights.view(choice.weights.shape), choice, mixture.normalizes).to(dtype)
+    d_logits = choose_experts_backward(d_weights.view(choice.weights.shape), choice, mixture.rule).to(dtype)
     gradients.add_matmul((mixture.router,), d_logits, x, matmul)
     d_x += matmul.input_gradient(d_logits, mixture.router)
     return (
@@ -68,17 +69,18 @@ def _shared_backward(
 ) -> torch.Tensor:
     _, _, _, gate_up, out, gate = saved
     assert gate_up is not None
-    assert out is not None
-    assert gate is not None
-    share, wide = gate.sigmoid(), torch.promote_types(x.dtype, torch.float32)
-    slope = (share * (1 - share)).to(wide)
-    d_gate = ((d_y.to(wide) * out).sum(1, keepdim=True) * slope).to(x.dtype)
-    d_out = d_y * share
+    d_out, d_gates = d_y, list[tuple[Projection, torch.Tensor]]()
+    if shared.gate is not None:
+        assert out is not None
+        assert gate is not None
+        share, wide = gate.sigmoid(), torch.promote_types(x.dtype, torch.float32)
+        slope = (share * (1 - share)).to(wide)
+        d_gates.append((shared.gate, ((d_y.to(wide) * out).sum(1, keepdim=True) * slope).to(x.dtype)))
+        d_out = d_y * share
     activated = swiglu_backward_(input_gradient(d_out, shared.down, matmul), gate_up)  # as above
-    for projection, d_part, inputs in (
-        (shared.down, d_out, activated),
-        (shared.gate_up, gate_up, x),
-        (shared.gate, d_gate, x),
-    ):
-        add_weight_gradient(projection, d_part, inputs, matmul, gradients)
-    return input_gradient(gate_up, shared.gate_up, matmul).add_(input_gradient(d_gate, shared.gate, matmul))
+    add_weight_gradient(shared.down, d_out, activated, matmul, gradients)
+    d_x = torch.zeros_like(x)
+    for projection, d_part in ((shared.gate_up, gate_up), *d_gates):
+        add_weight_gradient(projection, d_part, x, matmul, gradients)
+        d_x += input_gradient(d_part, projection, matmul)
+    return d_x

@@ -1,12 +1,12 @@
 """The weights of a dense decoder of the Llama plan, as the fused forwards read them.
 
-The module keeps its parameters, names and forward. Only the storage of the parameters is arranged: the
-projections that read the same input (q, k, v; gate, up) lie back to back in one tensor, of which the parameters are
-views, so that one matrix product computes them together. An optimizer that writes in place, or a load that copies,
-keeps the arrangement; what replaces storage (`module.to(...)`) breaks it, and `DenseDecoder.of` restores it.
+The module keeps its parameters, names and forward. Only the storage of the parameters is arranged, so that one matrix product
+computes projections of the same input (verl.models.decoder.projection); `DenseDecoder.of` restores a broken arrangement.
 
-A module is taken only when nothing in it can differ from this plan: exact classes, plain parameters, no hooks. For
-others `of` returns None and the module's own forward is called. Adapters are taken for callers that compute them.
+A family may depart from the plan in norms, activation, rotary embedding, caps of scores, routers, and in queries, keys and
+values by way of narrow vectors (MLA). Its row (verl.model_families) and its modules tell. A module is taken only if it is no
+more than that: exact classes, plain parameters, no hooks. For others `of` returns None and the module's own forward is
+called. Adapters are taken for callers that compute them.
 
 If a module is sharded, each layer is a unit (`LayerUnit`), whose weights are whole while its module is called.
 """
@@ -19,119 +19,25 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedConfig
 
-from verl.model_families import FAMILIES
+from verl.model_families import FAMILIES, ModelFamily
+from verl.models.attention import Scoring
+from verl.models.decoder.layers import DenseLayer, Latent, Mixture, Norm, SharedExpert
+from verl.models.decoder.projection import NO_PROJECTION, Projection, in_a_copy, in_place
 from verl.models.lora import LoRALinear
-from verl.models.parallel.experts import DispatchedExperts
+from verl.models.ops.experts import ChoiceRule
+from verl.models.ops.pointwise import ACTIVATIONS
+from verl.models.parallel.experts import DispatchedExperts, SummedExperts
 from verl.models.parallel.tensor import Cut, Exchange, cut_of
 from verl.models.routing import RoutedForward
 from verl.models.vision import language_model_of
 
 _DECODERS = {row.decoder: row for row in FAMILIES.values() if row.decoder}
-_PLAIN_PARTS = (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU, DispatchedExperts)
-
-
-@dataclass(frozen=True)
-class Projection:
-    """One or several nn.Linear that read the same input: `weight` [outputs, inputs] and `bias` [outputs] hold them back
-    to back; `parts` are the modules, in order, whose parameters are views of them. A `cut` weight is this rank's part."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    parts: tuple[nn.Linear, ...]
-    cut: Cut | None = None
-
-    @property
-    def inputs_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose gradients of the inputs are added up, since each has some of the outputs."""
-        return self.cut.group if self.cut is not None and self.cut.dim == 0 else None
-
-    @property
-    def outputs_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose products are added up before the bias, since each has some of the inputs."""
-        return self.cut.group if self.cut is not None and self.cut.dim == 1 else None
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the parameters still are the views that they were made."""
-        start = self.weight.data_ptr()
-        for part in self.parts:
-            if part.weight.data_ptr() != start or part.weight.dtype != self.weight.dtype:
-                return False
-            start += part.weight.numel() * part.weight.element_size()
-        return True
-
-
-_NONE = Projection(torch.empty(0), None, ())
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMS norm: x / sqrt(mean(x^2) + eps), rounded to the input's dtype, times `weight`."""
-
-    weight: nn.Parameter
-    eps: float
-
-
-@dataclass(frozen=True)
-class SharedExpert:
-    """An expert of all tokens; `gate` [1, hidden] weights it by a sigmoid."""
-
-    gate_up: Projection
-    down: Projection
-    gate: Projection
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Experts of which each token has the `num_chosen` with the greatest softmax of the router. `group` are the ranks that have
-    some of the experts each."""
-
-    layer: int
-    router: nn.Parameter  # [experts, hidden]
-    gate_up: nn.Parameter  # [experts here, 2 * width, hidden]
-    down: nn.Parameter  # [experts here, hidden, width]
-    num_chosen: int
-    normalizes: bool  # weights of a token's experts, to a sum of 1
-    shared: SharedExpert | None
-    group: dist.ProcessGroup | None
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those outside of `projections`."""
-        return self.router, self.gate_up, self.down
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """Products that all tokens have."""
-        return () if self.shared is None else (self.shared.gate_up, self.shared.down, self.shared.gate)
-
-
-@dataclass(frozen=True)
-class DenseLayer:
-    """A `mixture` replaces gate_up and down, which are then empty."""
-
-    input_norm: Norm
-    qkv: Projection
-    q_norm: Norm | None  # per head, before the rotary embedding
-    k_norm: Norm | None
-    o: Projection
-    post_norm: Norm
-    gate_up: Projection
-    down: Projection
-    sliding_window: int | None
-    mixture: Mixture | None = None
-    feed: None = None  # see LayerUnit
-
-    def call(self, computed: ComputedLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        """`computed(number, self, x)`."""
-        return computed(number, self, x)
-
-    def gathered(self) -> DenseLayer:
-        """The weights of this layer."""
-        return self
+Join = Callable[[Sequence[nn.Linear]], Projection]
+_LATENT = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
+_PLAIN_PARTS = (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU, DispatchedExperts, SummedExperts)
 
 
 class LayerUnit:
@@ -139,12 +45,12 @@ class LayerUnit:
     gather and free them, as FSDP2's do. `feed` is None, or the unit of experts that are gathered by themselves, with whose
     call the second half of the layer is computed."""
 
-    def __init__(self, layer: nn.Module, experts: nn.Module | None = None):
-        """The unit of a layer, or of its `experts`."""
-        self.layer, self.module = layer, experts or layer
+    def __init__(self, layer: nn.Module, row: ModelFamily, experts: nn.Module | None = None):
+        """The unit of a layer of a family with this row, or of the layer's `experts`."""
+        self.layer, self.row, self.module = layer, row, experts or layer
         self.module.forward = self._forward  # hooks stay around it
         divided = next((part for part in layer.modules() if isinstance(part, DispatchedExperts)), None)
-        self.feed = LayerUnit(layer, divided) if experts is None and divided is not None else None
+        self.feed = LayerUnit(layer, row, divided) if experts is None and divided is not None else None
 
     def call(self, computed: ComputedLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         """`computed(number, self, x)`, inside a call of the module."""
@@ -156,7 +62,7 @@ class LayerUnit:
 
     def gathered(self) -> DenseLayer:
         """The weights, now that they are whole; joined projections are copies."""
-        return _layer(self.layer, _copied)
+        return _layer(self.layer, self.row, in_a_copy)
 
 
 Layer = DenseLayer | LayerUnit
@@ -165,10 +71,12 @@ ComputedLayer = Callable[[int, Layer, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class DenseDecoder:
-    """Everything between token ids and final hidden states. `rotary(x, position_ids)` gives cos and sin
-    [1, tokens, head_dim] in the dtype of `x`, for positions [1, tokens], or [axes, 1, tokens] of a family with images."""
+    """Everything between token ids and final hidden states. `rotary(x, position_ids)` gives cos and sin [1, tokens, width] in
+    the dtype of `x`, for positions [1, tokens], or [axes, 1, tokens] of a family with images. It takes a layer's `rotary` too
+    if there are several. With `pairs` it turns neighbours."""
 
     embed: nn.Parameter  # [vocabulary, hidden]
+    embed_scale: torch.Tensor | None
     padding_idx: int | None  # whose embedding gets no gradient
     vocabulary: Cut | None  # of the embedding
     layers: tuple[DenseLayer, ...]
@@ -176,8 +84,17 @@ class DenseDecoder:
     rotary: nn.Module
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     scale: float
+    softcap: float | None
+    activation: str  # in verl.models.ops.pointwise.ACTIVATIONS
+    rotaries: tuple[str, ...]  # of layers, if there are several
+    pairs: bool
+    departures: frozenset[str]  # from the plan of Llama, but for norms of heads and mixtures of experts
+
+    def scoring(self, layer: DenseLayer) -> Scoring:
+        """The scores of a layer."""
+        return Scoring(self.scale, layer.sliding_window, self.softcap)
 
     @classmethod
     def of(cls, module: Any, *, adapters: bool = False) -> DenseDecoder | None:
@@ -195,12 +112,12 @@ class DenseDecoder:
             return None
         read = _known.get(decoder)
         if read is None or not all(p.is_joined and parts.issuperset(p.parts) for p in read.projections()):
-            read = _known[decoder] = _read(decoder, [_layer(layer, _join) for layer in _layers_of(decoder)])
+            read = _known[decoder] = _read(decoder, _layers(decoder))
         return read
 
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:
-            yield from (layer.qkv, layer.o)
+            yield from (layer.qkv, *(() if layer.latent is None else layer.latent.projections), layer.o)
             yield from (layer.gate_up, layer.down) if layer.mixture is None else layer.mixture.projections
 
     @property
@@ -219,37 +136,57 @@ def make_layer_units(module: Any, shards: Sequence[nn.Module]) -> bool:
     decoder = language_model_of(module)
     if not _is_plain(decoder, may_be_meta=True) or list(shards) != _layers_of(decoder):
         return False
-    _units[decoder] = [LayerUnit(layer) for layer in shards]
+    _units[decoder] = [LayerUnit(layer, _row_of(decoder)) for layer in shards]
     return True
+
+
+def _row_of(decoder: nn.Module) -> ModelFamily:
+    return _DECODERS[type(decoder).__name__]
+
+
+def _layers(decoder: nn.Module) -> list[DenseLayer]:
+    return [_layer(layer, _row_of(decoder), in_place) for layer in _layers_of(decoder)]
 
 
 def _layers_of(decoder: Any) -> list[nn.Module]:
     return list(decoder.layers[: decoder.config.num_hidden_layers])
 
 
+def why_modules(module: Any) -> str:
+    """The reason why modules of transformers compute the layers of `module`, as "its activation is relu". Empty if
+    verl.models.decoder does; weights may lie on the meta device."""
+    return _obstacle(language_model_of(module) if hasattr(module, "get_decoder") else module, may_be_meta=True)
+
+
 def _is_plain(decoder: nn.Module, *, may_be_meta: bool = False) -> bool:
-    """Whether the decoder is of a known class and consists of unwrapped modules with plain local parameters."""
-    kind = type(decoder)
+    return not _obstacle(decoder, may_be_meta=may_be_meta)
+
+
+def _obstacle(decoder: nn.Module, *, may_be_meta: bool) -> str:
+    """The reason why the decoder is not of a known class of unwrapped modules with plain local parameters."""
+    kind, config = type(decoder), cast(PreTrainedConfig, getattr(decoder, "config", None))
     if kind.__name__ not in _DECODERS or not kind.__module__.startswith("transformers.models."):
-        return False
-    rotated_share = (getattr(decoder.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-    if getattr(decoder.config, "hidden_act", None) != "silu" or rotated_share != 1.0:
-        return False
-    if getattr(decoder.config, "router_jitter_noise", 0.0):
-        return False
-    for part in decoder.modules():
+        return f"no row of verl.model_families has {kind.__name__}"
+    if _activation(config) not in ACTIVATIONS:
+        return f"its activation is {_activation(config)}"
+    if _mixes_biases(config):
+        return "only some projections of its layers' input have a bias"
+    if getattr(config, "router_jitter_noise", 0.0):
+        return "its routers add noise (router_jitter_noise)"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its tokens see later tokens (use_bidirectional_attention)"
+    for name, part in decoder.named_modules():
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values())
-        if any(map(_changes_results, hooks)):
-            return False
-        if not isinstance(vars(part).get("forward"), RoutedForward | None):
-            return False
-        is_known = type(part).__module__.startswith("transformers.models.")
+        if any(map(_changes_results, hooks)) or not isinstance(vars(part).get("forward"), RoutedForward | None):
+            return f"{name or kind.__name__} has a hook or another forward"
         if isinstance(part, nn.Dropout) and part.p == 0:
             continue
+        is_known = type(part).__module__.startswith(("transformers.models.", "transformers.activations"))
         if not is_known and type(part) not in _PLAIN_PARTS:
-            if type(part).__module__ != "transformers.activations":
-                return False
-    return all(type(p) is nn.Parameter and (may_be_meta or not p.is_meta) for p in decoder.parameters())
+            return f"{name} is a {type(part).__name__}"
+    if not all(type(p) is nn.Parameter and (may_be_meta or not p.is_meta) for p in decoder.parameters()):
+        return "its parameters are sharded, quantized or not loaded"
+    return ""
 
 
 def _changes_results(hook: object) -> bool:
@@ -261,61 +198,120 @@ def _changes_results(hook: object) -> bool:
     )
 
 
+def _activation(config: PreTrainedConfig) -> str | None:
+    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+
+
+def _mixes_biases(config: PreTrainedConfig) -> bool:
+    """Whether projections with a bias and without one read the same input: queries, and the vector of keys and values."""
+    return getattr(config, "kv_lora_rank", None) is not None and config.q_lora_rank is None and config.attention_bias
+
+
 @torch.no_grad()
 def _read(decoder: Any, layers: Sequence[Any]) -> DenseDecoder:
     config, attention = decoder.config, decoder.layers[0].self_attn
-    cut = cut_of(attention.o_proj)
+    cut, row = cut_of(attention.o_proj), _row_of(decoder)
     num_ranks = 1 if cut is None else cut.group.size()
+    is_latent = hasattr(attention, "kv_b_proj")
+    embed_scale = getattr(decoder.embed_tokens, "embed_scale", None)
+    softcap, activation = getattr(attention, "attn_logit_softcapping", None), _activation(config)
+    rotaries = getattr(decoder.rotary_emb, "layer_types", ())
+    share = 1.0 if rotaries else (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    departures = {
+        "norms": row.adds_one or any(row.norms[1::2]),
+        "embedding": embed_scale is not None,
+        "activation": activation != "silu",
+        "caps": softcap is not None,
+        "rotary": bool(rotaries) or row.pairs or share != 1.0,
+        "latent": is_latent,
+        "router": hasattr(config, "n_group"),
+        "divided": cut is not None,
+    }
     return DenseDecoder(
         embed=decoder.embed_tokens.weight,
+        embed_scale=embed_scale,
         padding_idx=decoder.embed_tokens.padding_idx,
         vocabulary=cut_of(decoder.embed_tokens),
         layers=tuple(layers),
-        final_norm=_norm(decoder.norm),
+        final_norm=_norm(decoder.norm, row),
         rotary=decoder.rotary_emb,
         num_heads=config.num_attention_heads // num_ranks,
         num_kv_heads=config.num_key_value_heads // num_ranks,
-        head_dim=attention.head_dim,
+        head_dim=attention.qk_head_dim if is_latent else attention.head_dim,
         scale=float(attention.scaling),
+        softcap=softcap,
+        activation=str(activation),
+        rotaries=tuple(rotaries),
+        pairs=row.pairs and getattr(config, "rope_interleave", True),
+        departures=frozenset(name for name, departs in departures.items() if departs),
     )
 
 
-def _layer(layer: Any, join: Callable[[Sequence[nn.Linear]], Projection]) -> DenseLayer:
+def _layer(layer: Any, row: ModelFamily, join: Join) -> DenseLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, gate_up = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
-    if hasattr(attention, "qkv_proj"):
-        qkv, gate_up = ["qkv_proj"], ["gate_up_proj"]
+    before, after, before_feed, after_feed = (getattr(layer, name) if name else None for name in row.norms)
     mixture = _mixture(mlp, attention.layer_idx, join) if hasattr(mlp, "experts") else None
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    latent, kind = hasattr(attention, "kv_b_proj"), getattr(attention, "layer_type", None)
     return DenseLayer(
-        input_norm=_norm(layer.input_layernorm),
-        qkv=join([getattr(attention, name) for name in qkv]),
-        q_norm=_norm(q_norm) if q_norm is not None else None,
-        k_norm=_norm(k_norm) if k_norm is not None else None,
+        input_norm=_norm(before, row),
+        qkv=join(_parts(attention, _LATENT if latent else ("q_proj", "k_proj", "v_proj"), "qkv_proj")),
+        q_norm=_norm_if(getattr(attention, "q_norm", None), row),
+        k_norm=_norm_if(getattr(attention, "k_norm", None), row),
         o=join((attention.o_proj,)),
-        post_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_NONE if mixture is not None else join([getattr(mlp, name) for name in gate_up]),
-        down=_NONE if mixture is not None else join((mlp.down_proj,)),
+        post_norm=_norm(before_feed, row),
+        gate_up=NO_PROJECTION if mixture is not None else join(_parts(mlp, ("gate_proj", "up_proj"), "gate_up_proj")),
+        down=NO_PROJECTION if mixture is not None else join((mlp.down_proj,)),
         sliding_window=_sliding_window(attention),
+        attention_norm=_norm_if(after, row),
+        feed_norm=_norm_if(after_feed, row),
+        rotary=kind if kind in (attention.config.rope_parameters or {}) else None,
         mixture=mixture,
+        latent=_latent(attention, row, join) if latent else None,
     )
 
 
-def _mixture(block: Any, layer: int, join: Callable[[Sequence[nn.Linear]], Projection]) -> Mixture:
-    shared = getattr(block, "shared_expert", None)
+def _parts(owner: Any, names: Sequence[str], joined: str) -> list[nn.Linear]:
+    """The projections of an input, or the projection in which the family has joined them."""
+    if hasattr(owner, joined):
+        return [getattr(owner, joined)]
+    return [part for name in names if (part := getattr(owner, name, None)) is not None]
+
+
+def _latent(attention: Any, row: ModelFamily, join: Join) -> Latent:
+    is_narrow = attention.q_a_proj is not None
+    return Latent(
+        q_norm=_norm(attention.q_a_layernorm, row) if is_narrow else None,
+        q_up=join((attention.q_b_proj,)) if is_narrow else None,
+        kv_norm=_norm(attention.kv_a_layernorm, row),
+        kv_up=join((attention.kv_b_proj,)),
+        plain=attention.qk_nope_head_dim,
+        rotated=attention.qk_rope_head_dim,
+        value=attention.v_head_dim,
+    )
+
+
+def _mixture(block: Any, layer: int, join: Join) -> Mixture:
+    shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+    gate, share = block.gate, getattr(block, "shared_expert_gate", None)
+    rule = ChoiceRule(gate.top_k, getattr(gate, "norm_topk_prob", True))  # Mixtral always does
+    if hasattr(gate, "e_score_correction_bias"):
+        groups = gate.num_group, gate.topk_group, float(gate.routed_scaling_factor)
+        rule = ChoiceRule(rule.num_chosen, rule.normalizes, True, gate.e_score_correction_bias, *groups)
     return Mixture(
         layer=layer,
-        router=block.gate.weight,
+        router=gate.weight,
         gate_up=block.experts.gate_up_proj,
         down=block.experts.down_proj,
-        num_chosen=block.gate.top_k,
-        normalizes=getattr(block.gate, "norm_topk_prob", True),  # Mixtral always does
+        rule=rule,
         shared=None
         if shared is None
         else SharedExpert(
-            join((shared.gate_proj, shared.up_proj)), join((shared.down_proj,)), join((block.shared_expert_gate,))
+            join((shared.gate_proj, shared.up_proj)),
+            join((shared.down_proj,)),
+            None if share is None else join((share,)),
         ),
         group=getattr(block.experts, "group", None),
+        summed=block.experts.here if isinstance(block.experts, SummedExperts) else None,
     )
 
 
@@ -327,48 +323,9 @@ def _sliding_window(attention: nn.Module) -> int | None:
     return window
 
 
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, float(module.variance_epsilon))
+def _norm(module: Any, row: ModelFamily) -> Norm:
+    return Norm(module.weight, float(module.eps if row.adds_one else module.variance_epsilon), row.adds_one)
 
 
-def _join(parts: Sequence[nn.Linear]) -> Projection:
-    """Lay the parts' weights (and biases) back to back, and make the parameters views of that."""
-    return _projection(parts, _joined)
-
-
-def _copied(parts: Sequence[nn.Linear]) -> Projection:
-    """The parts' weights (and biases) back to back, in a copy unless the owner of their storage has arranged them so."""
-    return _projection(parts, _whole)
-
-
-def _projection(parts: Sequence[nn.Linear], join: Callable[[list[nn.Parameter]], torch.Tensor]) -> Projection:
-    biases = [part.bias for part in parts if part.bias is not None]
-    assert len(biases) in (0, len(parts)), "either all projections of an input have a bias or none has"
-    weight = join([cast(nn.Parameter, part.weight) for part in parts])
-    return Projection(weight, join(biases) if biases else None, tuple(parts), cut_of(parts[0]))
-
-
-def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    joined, start = _whole(parameters), 0
-    for parameter in parameters if joined.data_ptr() != parameters[0].data_ptr() else ():
-        parameter.data = joined[start : start + len(parameter)]
-        start += len(parameter)
-    return joined
-
-
-def _whole(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The parameters as one tensor: a view if they lie so already, else a copy."""
-    parts = [parameter.data for parameter in parameters]
-    adjacent = _adjacent(parts)
-    return torch.cat(parts) if adjacent is None else adjacent
-
-
-def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """`parts` as one tensor where they lie back to back already, as weights do that were moved together."""
-    first, start = parts[0], parts[0].data_ptr()
-    for part in parts:
-        is_same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
-        if not is_same or part.data_ptr() != start or not part.is_contiguous():
-            return None
-        start += part.numel() * part.itemsize
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+def _norm_if(module: Any, row: ModelFamily) -> Norm | None:
+    return None if module is None else _norm(module, row)

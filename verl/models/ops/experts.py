@@ -24,25 +24,62 @@ class ExpertChoice(NamedTuple):
     scores: torch.Tensor
 
 
+class ChoiceRule(NamedTuple):
+    """The choice of `num_chosen` experts of a token: by the greatest scores, softmax or sigmoids of the router's logits.
+
+    A `bias` [experts] is added for the choice alone. The experts are in `num_groups`, and those of the `num_open` groups with
+    the greatest sums of two scores can be chosen. If the rule `normalizes`, the weights of a token's experts have a sum of
+    `factor`, else they are the scores times `factor`."""
+
+    num_chosen: int
+    normalizes: bool
+    sigmoid: bool = False
+    bias: torch.Tensor | None = None
+    num_groups: int = 1
+    num_open: int = 1
+    factor: float = 1.0
+
+    def experts(self, scores: torch.Tensor) -> torch.Tensor:
+        """The experts, int64 [tokens, num_chosen], for scores [tokens, experts]."""
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.num_open < self.num_groups:
+            grouped = scores.unflatten(1, (self.num_groups, -1))
+            is_open = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=scores.device)
+            is_open.scatter_(1, grouped.topk(2, dim=-1).values.sum(-1).topk(self.num_open, dim=-1).indices, True)
+            scores = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)
+        return scores.topk(self.num_chosen, dim=-1).indices
+
+
+_NO_SUM = 1e-20  # of sigmoids that are all zero
+
+
 def choose_experts(
-    logits: torch.Tensor, num_chosen: int, normalizes: bool, follow: Callable[[torch.Tensor], torch.Tensor]
+    logits: torch.Tensor, rule: ChoiceRule, follow: Callable[[torch.Tensor], torch.Tensor]
 ) -> ExpertChoice:
-    """The experts with the greatest softmax of the router's logits [tokens, experts], or those that `follow` gives in place of
-    them. Their scores are the weights, divided by their sum if it `normalizes`. Differentiable."""
-    scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    experts = follow(scores.detach().topk(num_chosen, dim=-1).indices)
+    """The experts of tokens by the router's logits [tokens, experts], or those that `follow` gives in place of them.
+    Differentiable."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = wide.sigmoid() if rule.sigmoid else wide.softmax(-1)
+    experts = follow(rule.experts(scores.detach()))
     weights = scores.gather(1, experts)
-    return ExpertChoice(experts, weights / weights.sum(-1, keepdim=True) if normalizes else weights, scores)
+    if rule.normalizes:
+        weights = weights / (weights.sum(-1, keepdim=True) + (_NO_SUM if rule.sigmoid else 0.0))
+    return ExpertChoice(experts, weights if rule.factor == 1.0 else weights * rule.factor, scores)
 
 
-def choose_experts_backward(d_weights: torch.Tensor, choice: ExpertChoice, normalizes: bool) -> torch.Tensor:
-    """The gradient of the logits of `choose_experts`, float32 or wider, for weights that are w = s / sum(s), or s: then
-    d_s = (d_w - <d_w, w>) / sum(s), and of a softmax s: d_logits = s (d_s - <d_s, s>)."""
-    if normalizes:
-        total = choice.scores.gather(1, choice.experts).sum(-1, keepdim=True)
-        d_weights = (d_weights - (d_weights * choice.weights).sum(-1, keepdim=True)) / total
-    d_scores = torch.zeros_like(choice.scores).scatter_add_(1, choice.experts, d_weights)
-    return choice.scores * (d_scores - (d_scores * choice.scores).sum(-1, keepdim=True))
+def choose_experts_backward(d_weights: torch.Tensor, choice: ExpertChoice, rule: ChoiceRule) -> torch.Tensor:
+    """The gradient of the logits of `choose_experts`, float32 or wider, for weights that are w = f s / sum(s), or f s: then
+    d_s = (f d_w - <d_w, w>) / sum(s), or f d_w. Of a softmax s: d_logits = s (d_s - <d_s, s>), of sigmoids s (1 - s) d_s."""
+    scores = choice.scores
+    d_chosen = d_weights * rule.factor
+    if rule.normalizes:
+        total = scores.gather(1, choice.experts).sum(-1, keepdim=True) + (_NO_SUM if rule.sigmoid else 0.0)
+        d_chosen = (d_chosen - (d_weights * choice.weights).sum(-1, keepdim=True)) / total
+    d_scores = torch.zeros_like(scores).scatter_add_(1, choice.experts, d_chosen)
+    if rule.sigmoid:
+        return scores * (1 - scores) * d_scores
+    return scores * (d_scores - (d_scores * scores).sum(-1, keepdim=True))
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ values are float32, and are rounded once. Names that end in _ write into argumen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 
@@ -62,8 +63,9 @@ def _compiled_scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Te
 
 @op(compiled=_compiled_scaled_norm)
 def scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The `rms_norm` of x [..., features], for its inverse_rms `scale`."""
-    return torch.mul(x, scale).to(x.dtype).mul_(weight)
+    """The `rms_norm` of x [..., features], for its inverse_rms `scale`. A wider `weight` multiplies before the rounding."""
+    normed = torch.mul(x, scale)
+    return (normed.to(x.dtype) if weight.dtype == x.dtype else normed).mul_(weight).to(x.dtype)
 
 
 @op(triton="norm:launch_rms_norm")
@@ -171,37 +173,87 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return d_gate_up
 
 
-def _compiled_rotate(x: torch.Tensor, cos: torch.Tensor, turn: torch.Tensor) -> object:
-    if x.stride(1) != x.shape[2] or x.stride(2) != 1 or not compiled.usable(x, turn):
+@op(writes=("gate_up",))
+def geglu_backward_(d_out: torch.Tensor, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
+    """As swiglu_backward_, of geglu(gate_up)."""
+    gate, up = gate_up.chunk(2, dim=1)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    for part in _blocks(gate_up):
+        g, u, d = gate[part], up[part], d_out[part]
+        activated = _aten.gelu(g, approximate=approximate)
+        torch.mul(activated, u, out=out[part])
+        d_activated = torch.mul(d, u)
+        torch.mul(d, activated, out=u)
+        _aten.gelu_backward.grad_input(d_activated, g, approximate=approximate, grad_input=g)
+    return out
+
+
+@op()
+def geglu(gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
+    """[tokens, 2 * width] -> gelu(first half) * second half, with the `approximate` of torch's gelu; differentiable."""
+    gate, up = gate_up.chunk(2, dim=1)
+    activated: torch.Tensor = _aten.gelu(gate, approximate=approximate)
+    return activated.mul_(up)
+
+
+def _compiled_rotate(x: torch.Tensor, cos: torch.Tensor, turn: torch.Tensor, pairs: bool) -> object:
+    is_whole = not pairs and cos.shape[-1] == x.shape[-1]
+    if not is_whole or x.stride(1) != x.shape[2] or x.stride(2) != 1 or not compiled.usable(x, turn):
         return NotImplemented
     return compiled.run_rows(compiled.ROTATE, x, columns=x.shape[2], weight=turn, scale=cos)
 
 
 @op(compiled=_compiled_rotate, writes=("x",))
-def rotate_(x: torch.Tensor, cos: torch.Tensor, turn: torch.Tensor) -> None:
-    """x cos + (x with its halves exchanged) turn, of x [tokens, heads, head_dim] by cos and turn [tokens, 1, head_dim]."""
-    swapped = x.roll(x.shape[-1] // 2, -1).mul_(turn)
+def rotate_(x: torch.Tensor, cos: torch.Tensor, turn: torch.Tensor, pairs: bool) -> None:
+    """x cos + (x exchanged) turn, of x [tokens, heads, head_dim] by cos and turn [tokens, 1, width]. The first `width` elements
+    of heads turn, and exchanged are their halves, or with `pairs` neighbours."""
+    x = x[..., : cos.shape[-1]]
+    swapped = _exchanged(x, pairs).mul_(turn)
     x.mul_(cos).add_(swapped)
 
 
-class Turns:
-    """The rotary embedding at fixed positions, for `rotate_`; cos and sin are [tokens, head_dim]."""
+def _exchanged(x: torch.Tensor, pairs: bool) -> torch.Tensor:
+    """A copy of x [..., width] with its halves, or neighbours, exchanged."""
+    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if pairs else x.roll(x.shape[-1] // 2, -1)
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
-        first, second = sin.chunk(2, dim=1)
-        self.cos = cos.contiguous().unsqueeze(1)
-        self.turn = torch.cat([-first, second], dim=1).unsqueeze(1)
+
+class Turns:
+    """The rotary embedding at fixed positions. cos and sin are [tokens, width], their halves alike. If `pairs`, an angle turns
+    two neighbours, else two elements half a width apart."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, pairs: bool = False):
+        self.pairs = pairs
+        if pairs:
+            cos, sin = (x.chunk(2, dim=1)[0].repeat_interleave(2, dim=1) for x in (cos, sin))
+        self.cos, self._sin = cos.contiguous().unsqueeze(1), sin.unsqueeze(1)
+
+    @cached_property
+    def turn(self) -> torch.Tensor:
+        """Sines, negative for the first element of two."""
+        signs = self._sin.new_tensor([-1.0, 1.0])
+        width = self._sin.shape[-1] // 2
+        return self._sin * (signs.repeat(width) if self.pairs else signs.repeat_interleave(width))
 
     @cached_property
     def turn_back(self) -> torch.Tensor:
         """In place of `turn`, for the gradient."""
-        return self.turn.roll(self.turn.shape[-1] // 2, -1)
+        return _exchanged(self.turn, self.pairs)
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """The rotary embedding of x [tokens, heads, head_dim]; differentiable."""
+        width = self.cos.shape[-1]
+        turned = x[..., :width]
+        turned = turned * self.cos + _exchanged(turned, self.pairs) * self.turn
+        return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+    def rotate_(self, x: torch.Tensor, back: bool = False) -> None:
+        """`rotated` in place; with `back` for a gradient."""
+        rotate_(x, self.cos, self.turn_back if back else self.turn, self.pairs)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The rotary embedding of x [tokens, heads, head_dim] by cos and sin [tokens, head_dim]; differentiable."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
+    """The rotary embedding of x [tokens, heads, head_dim] by cos and sin [tokens, head_dim]."""
+    return Turns(cos, sin).rotated(x)
 
 
 @op(triton="rotary:launch_write_kv", writes=("store",))
@@ -254,6 +306,17 @@ def _save_gate(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.T
     ctx.save_for_backward(*inputs)
 
 
+def _save_gelu(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.Tensor) -> None:
+    gate_up, ctx.approximate = inputs
+    ctx.save_for_backward(gate_up)
+
+
+def _gelu_gradient(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    d_gate_up = ctx.saved_tensors[0].clone()
+    geglu_backward_(grad, d_gate_up, ctx.approximate)
+    return d_gate_up, None
+
+
 def _gate_gradient(ctx: AutogradContext, grad: torch.Tensor) -> torch.Tensor:
     return swiglu_backward(grad, *ctx.saved_tensors)
 
@@ -261,3 +324,19 @@ def _gate_gradient(ctx: AutogradContext, grad: torch.Tensor) -> torch.Tensor:
 differentiate(rms_norm, _norm_gradients, _save_norm)
 differentiate(add_norm, _sum_gradients, _save_sum)
 differentiate(swiglu, _gate_gradient, _save_gate)
+differentiate(geglu, _gelu_gradient, _save_gelu)
+
+
+class Activation(NamedTuple):
+    """A gated activation and, as swiglu_backward_, its backward."""
+
+    gated: Callable[[torch.Tensor], torch.Tensor]
+    backward_: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _gelu(approximate: str) -> Activation:
+    return Activation(partial(geglu, approximate=approximate), partial(geglu_backward_, approximate=approximate))
+
+
+# by the name in a config
+ACTIVATIONS = {"silu": Activation(swiglu, swiglu_backward_), "gelu_pytorch_tanh": _gelu("tanh"), "gelu": _gelu("none")}

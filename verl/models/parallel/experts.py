@@ -111,6 +111,11 @@ class _OwnExperts(nn.Module):
             part = parameter.detach().narrow(0, self.first, self.num_local).contiguous()
             self.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
+    @property
+    def here(self) -> slice:
+        """The place of these experts among all."""
+        return slice(self.first, self.first + self.num_local)
+
     def computed(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden] by one of the experts here."""
         gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from verl.models.adapter_weights import AdapterWeights, LowRank
-from verl.models.decoder.weights import Projection
+from verl.models.decoder.projection import Projection
 
 Arranged = TypeVar("Arranged")
 

@@ -22,8 +22,8 @@ from verl.data_proto.samples import Completion, PromptRequest, SampleKey, Sampli
 from verl.errors import ConfigError, ModelError
 from verl.families import ROLLOUT_ENGINES
 from verl.models.adapter_weights import AdapterWeights
+from verl.models.decoder.projection import Projection
 from verl.models.decoder.reuse import version_of
-from verl.models.decoder.weights import Projection
 from verl.models.hf_module import HFModule
 from verl.models.ops.varlen import FLASH, VarlenKernel
 from verl.models.padded import forward_kind
@@ -325,10 +325,8 @@ def _require_quantized(module: Any, quantization: str) -> None:
             f"{full_key('rollout.name')}=vllm or sglang."
         )
     name = type(module).__name__
-    if forward is None or forward.decoder.has_experts:
-        raise ConfigError(
-            f"The native engine quantizes plain dense decoders, and {name} is computed by its modules. {end}."
-        )
+    if forward is None or forward.decoder.has_experts or forward.decoder.departures:
+        raise ConfigError(f"The native engine quantizes plain dense decoders, and {name} is none. {end}.")
     if quantization == "int8":
         head = module.get_output_embeddings()
         projection = Projection(head.weight.detach(), head.bias, (head,))

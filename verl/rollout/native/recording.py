@@ -27,8 +27,8 @@ def obstacle(module: HFModule, config: RolloutConfig) -> str | None:
     decoder, compiled = DenseDecoder.of(module), kernels()
     if setting := reuse_obstacle(config):
         return f"no: {setting}"
-    is_dense = decoder is not None and not decoder.has_experts
-    if decoder is None or not is_dense or decoder.embed.dtype != torch.bfloat16 or is_vision_model(module):
+    is_plain = decoder is not None and not (decoder.has_experts or decoder.departures)
+    if decoder is None or not is_plain or decoder.embed.dtype != torch.bfloat16 or is_vision_model(module):
         return "no: sampler and training forward have equal bits only for undivided dense text models in bfloat16"
     if compiled is None or not compiled.equals_trainer(decoder):
         return "no: sampler and training forward differ in the last bits on this processor"

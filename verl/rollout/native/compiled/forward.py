@@ -17,8 +17,10 @@ import torch.nn.functional as F
 
 from verl.models.adapter_weights import LowRank
 from verl.models.decoder.forward import embedded
+from verl.models.decoder.layers import DenseLayer, Norm
+from verl.models.decoder.projection import Projection
 from verl.models.decoder.reuse import ActivationStore
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.vision import ImageFeatures
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.compiled.library import (
@@ -134,7 +136,7 @@ class CpuForward:
             all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
             and tensors[0].dtype in (torch.float32, torch.bfloat16)
             and len(decoder.layers) > 0
-            and not decoder.has_experts
+            and not (decoder.has_experts or decoder.departures)
             and len({layer.down.weight.shape for layer in decoder.layers}) == 1
             and decoder.head_dim <= MAX_HEAD_DIM
             and decoder.head_dim % 2 == 0

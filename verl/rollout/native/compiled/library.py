@@ -152,7 +152,9 @@ class Kernels:
 
     def equals_trainer(self, decoder: DenseDecoder) -> bool:
         """Whether the fused training forward of a bfloat16 `decoder` computes the kernels' bits."""
-        plain = not decoder.has_experts and all(layer.sliding_window is None for layer in decoder.layers)
+        plain = not (decoder.has_experts or decoder.departures) and all(
+            layer.sliding_window is None for layer in decoder.layers
+        )
         widths = {projection.weight.shape[1] for projection in decoder.projections()}
         return plain and self.kind(torch.bfloat16) == PAIRS and all(self.sum_block(n) is not None for n in widths)
 

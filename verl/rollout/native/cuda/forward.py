@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 from verl.models.adapter_weights import LowRank, join_own
 from verl.models.decoder.forward import DecoderPass, embedded
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Projection
+from verl.models.decoder.layers import DenseLayer
+from verl.models.decoder.projection import Projection
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
 from verl.models.ops.decoding import HeadNorms
@@ -21,6 +23,7 @@ from verl.models.ops.experts import is_grouped
 from verl.models.ops.linear import wide_product
 from verl.models.vision import ImageFeatures
 
+_TAKEN = {"norms", "embedding", "activation", "router"}  # of DenseDecoder.departures
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # they do not depend on the length of the sequence
 
 
@@ -97,8 +100,8 @@ class StraightForward:
             cos, sin = self._cos[positions], self._sin[positions]
         else:
             cos, sin = (t[0] for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(1)))
-        run = _DevicePass(self._adapters, lambda number, qkv, norms: attend(number, qkv, cos, sin, norms))
-        return run.normed(*run.states(self.decoder, x, images), self.decoder.final_norm)[1]
+        run = _DevicePass(self.decoder, self._adapters, lambda number, qkv, norms: attend(number, qkv, cos, sin, norms))
+        return run.normed(*run.states(x, images), self.decoder.final_norm)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, vocab] in float32."""
@@ -108,9 +111,11 @@ class StraightForward:
 class _DevicePass(DecoderPass):
     def __init__(
         self,
+        decoder: DenseDecoder,
         adapters: Mapping[int, JoinedAdapters],
         attend: Callable[[int, torch.Tensor, HeadNorms], torch.Tensor],
     ):
+        super().__init__(decoder)
         self._adapters, self._attend = adapters, attend
 
     def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
@@ -123,13 +128,15 @@ class _DevicePass(DecoderPass):
         """See DecoderPass."""
         norms: HeadNorms = (None, None, 0.0)
         if weights.q_norm is not None and weights.k_norm is not None:
-            norms = weights.q_norm.weight, weights.k_norm.weight, weights.q_norm.eps
+            norms = weights.q_norm.factor, weights.k_norm.factor, weights.q_norm.eps
         return self._attend(number, qkv, norms).flatten(1)
 
 
 def readable(module: HFModule) -> DenseDecoder | None:
-    """The decoder of `module` as StraightForward reads it. If a kernel does not group the products of experts, the host would
-    wait for the experts that tokens chose."""
+    """The decoder of `module` as StraightForward reads it: its kernels turn whole heads in halves, by one table, and cap no
+    scores. If a kernel does not group the products of experts, the host would wait for the experts that tokens chose."""
     decoder = DenseDecoder.of(module, adapters=True)
-    mixtures = [] if decoder is None else [layer.mixture for layer in decoder.layers if layer.mixture is not None]
+    if decoder is None or not decoder.departures <= _TAKEN:
+        return None
+    mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
     return decoder if all(is_grouped(mixture.gate_up) for mixture in mixtures) else None

@@ -7,21 +7,25 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from verl.models.adapter_weights import LowRank
-from verl.models.attention import Scoring
-from verl.models.decoder.forward import DecoderPass, Sum, embedded, turned_heads
-from verl.models.decoder.weights import DenseDecoder, DenseLayer, Mixture, Norm, Projection
+from verl.models.decoder.forward import DecoderPass, Sum, embedded, turned_heads, turns_of
+from verl.models.decoder.layers import DenseLayer, Mixture, Norm
+from verl.models.decoder.projection import Projection
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
+from verl.models.log_probs import Head
 from verl.models.lora import LoRALinear
 from verl.models.ops.linear import Matmul
-from verl.models.ops.pointwise import Turns, inverse_rms, rotate_, scaled_norm
+from verl.models.ops.pointwise import Turns, inverse_rms, scaled_norm
 from verl.models.ops.table import by_torch
 from verl.models.quantized import on_grid
 from verl.models.vision import ImageFeatures, num_deep_layers
@@ -30,6 +34,7 @@ from verl.rollout.layout import StepLayout
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.library import Kernels, kernels
+from verl.rollout.rollout_model import WholeVocabulary
 
 _PLAIN_LOGITS = {"softcap": None, "logit_scale": 1.0}
 
@@ -39,13 +44,13 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # x [tokens, inputs] -> [token
 class DenseForward:
     """Made by `of`. The matmuls may hold a copy of the weights, so it serves while the weights stay as they are."""
 
-    def __init__(self, module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool, fp8: bool = False):
-        self.decoder = decoder
+    def __init__(self, module: HFModule, decoder: DenseDecoder, head: Projection, *, prepack: bool, fp8: bool = False):
+        self.decoder, self._transform = decoder, head_transform(module.config)
         projections = [*decoder.projections(), head]
         self._adapters = ArrangedAdapters(module, projections, _products)
         products = [_Fp8(p) if fp8 and p is not head else product(p, prepack=prepack) for p in projections]
         self._products = {id(p): (number, products[number]) for number, p in enumerate(projections)}
-        self._head = head
+        self._head, self._joins = head, tuple(head.parts[0]._forward_hooks.values())
 
     @classmethod
     def of(
@@ -56,9 +61,8 @@ class DenseForward:
         compiled kernels, or in fp8, which torch emulates."""
         decoder, head = DenseDecoder.of(module, adapters=True), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) in (nn.Linear, LoRALinear)
-        if decoder is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
-            return None
-        if head_transform(module.config) != _PLAIN_LOGITS:
+        hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
+        if decoder is None or not is_plain or not all(isinstance(hook, WholeVocabulary) for hook in hooks):
             return None
         bias = None if head.bias is None else head.bias.detach()
         projection = Projection(head.weight.detach(), bias, (head,))
@@ -86,14 +90,19 @@ class DenseForward:
         `positions` [tokens] or [axes, tokens]; `layout`, `adapters` and `images` have the same tokens."""
         decoder = self.decoder
         x = embedded(decoder, ids, images)
-        cos, sin = decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2))
-        run = _HostPass(decoder, self._products, layout, Turns(cos[0], sin[0]), keep)
+        run = _HostPass(decoder, self._products, layout, turns_of(decoder, x, positions.unsqueeze(-2)), keep)
         keep = keep if run.narrows is None else None  # else the last layer leaves other tokens out
         for adapter, rows in () if adapters is None else adapters.groups():
             run.adapters.append((self._adapters.of(adapter), rows.to(x.device)))
-        x, _ = run.states(decoder, x, images)
+        x, _ = run.states(x, images)
         x = x if keep is None else x.index_select(0, keep)
-        return run.linear(_normed(x, decoder.final_norm), self._head)
+        logits = run.linear(_normed(x, decoder.final_norm), self._head)
+        for join in self._joins:
+            logits = join(self._head.parts[0], (), logits)
+        if self._transform == _PLAIN_LOGITS:
+            return logits
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return Head(**self._transform).transform_(logits.to(wide), None)
 
 
 class _HostPass(DecoderPass):
@@ -105,10 +114,11 @@ class _HostPass(DecoderPass):
         decoder: DenseDecoder,
         products: Mapping[int, tuple[int, Product]],
         layout: StepLayout,
-        turns: Turns,
+        turns: Mapping[str | None, Turns],
         keep: torch.Tensor | None,
     ):
-        self._decoder, self._products, self._layout, self._turns, self._keep = decoder, products, layout, turns, keep
+        super().__init__(decoder)
+        self._products, self._layout, self._turns, self._keep = products, layout, turns, keep
         self.routing, self._matmul = layout.routing, Matmul(decoder.embed.dtype, decoder.embed.device, False)
         self.narrows = None if keep is None or layout.routing is not None else decoder.layers[-1].o
         self.adapters: list[tuple[list[tuple[Product, Product] | None], torch.Tensor]] = []  # each with its tokens
@@ -125,15 +135,19 @@ class _HostPass(DecoderPass):
             if (pair := products[number]) is not None:
                 down, up = pair
                 y.index_add_(0, rows, up(down(x.index_select(0, rows))))
+        if (group := projection.outputs_group) is not None:
+            dist.all_reduce(y, group=group)
+            y = y if projection.bias is None else y.add_(projection.bias)
         return y
 
-    def project(self, x: torch.Tensor, inputs: torch.Tensor, projection: Projection) -> Sum:
+    def project(self, x: torch.Tensor, inputs: torch.Tensor, projection: Projection, norm: Norm | None) -> Sum:
         """See DecoderPass."""
         if projection is self.narrows and (keep := self._keep) is not None:
             x, inputs = x.index_select(0, keep), inputs.index_select(0, keep)
             among = [(products, torch.isin(keep, rows).nonzero()[:, 0]) for products, rows in self.adapters]
             self.adapters = [(products, rows) for products, rows in among if len(rows)]
-        return x.add_(self.linear(inputs, projection)), None
+        y = self.linear(inputs, projection)
+        return x.add_(y if norm is None else _normed(y, norm)), None
 
     def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """See DecoderPass."""
@@ -146,29 +160,39 @@ class _HostPass(DecoderPass):
 
     def by_experts(self, mixture: Mixture, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
+        if (part := mixture.summed) is not None:  # rows of experts elsewhere are zero
+            first, *_, stop = [0, *ends.tolist()][part.start : part.stop + 1]
+            out, here = torch.zeros_like(rows), slice(first, stop)
+            out[here] = self.by_experts(replace(mixture, summed=None), rows[here], ends[part] - first)
+            return out
         gate_up = self._matmul.grouped(rows, mixture.gate_up, ends)
         return self._matmul.grouped(self.activated(gate_up), mixture.down, ends)
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
+        if self.decoder.activation != "silu":
+            return super().activated(gate_up)
         gate, up = gate_up.chunk(2, dim=1)
         return F.silu(gate).mul_(up)
 
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
-        q, k, v = turned_heads(self._decoder, weights, qkv, self._turns, _normed, _rotate_)
-        scoring = Scoring(self._decoder.scale, weights.sliding_window)
-        return self._layout.attend_tokens(number, q, k, v, scoring).flatten(1)
+        turned = self._turns[weights.rotary]
+        if weights.latent is not None:
+            q, k, v = self.latent_heads(weights.latent, qkv, turned)
+        else:
+            q, k, v = turned_heads(self.decoder, weights, qkv, turned, _normed)
+        return self._layout.attend_tokens(number, q, k, v, self.decoder.scoring(weights)).flatten(1)
 
     def deepened(self, images: ImageFeatures, number: int, x: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
-        if self._keep is not None and self.narrows is not None and number == len(self._decoder.layers) - 1:
+        if self._keep is not None and self.narrows is not None and number == len(self.decoder.layers) - 1:
             images = images.among(self._keep)
         return images.deepened(number, x)
 
 
 def compiled(
-    module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool, required: bool
+    module: HFModule, decoder: DenseDecoder, head: Projection, *, prepack: bool, required: bool
 ) -> Kernels | None:
     """The compiled kernels, if they are faster than torch or their batch invariance is `required`; else None."""
     torch_is_faster = head.weight.dtype == torch.bfloat16 and multiplies_bf16_tiles()
@@ -176,6 +200,7 @@ def compiled(
         not prepack
         or (torch_is_faster and not required)
         or num_deep_layers(module)
+        or head_transform(module.config) != _PLAIN_LOGITS
         or not CpuForward.fits(decoder, head)
     ):
         return None
@@ -186,9 +211,10 @@ def product(projection: Projection, *, prepack: bool) -> Product:
     """Multiplication by a projection's weights: with `prepack` by a wider copy of them, on a CPU without instructions for
     bfloat16."""
     weight, matmul = projection.weight.detach(), Matmul(projection.weight.dtype, projection.weight.device, False)
+    bias = projection.local_bias
     if prepack and matmul.widens:
-        return _Widened(weight, projection.bias)
-    return partial(matmul.linear, weight=weight, bias=projection.bias)
+        return _Widened(weight, bias)
+    return partial(matmul.linear, weight=weight, bias=bias)
 
 
 class _Widened:
@@ -205,7 +231,7 @@ class _Fp8:
 
     def __init__(self, projection: Projection):
         parts = projection.weight.detach().split([len(part.weight) for part in projection.parts])
-        self._weight, self._bias = torch.cat([on_grid(p, "fp8", weights=True) for p in parts]), projection.bias
+        self._weight, self._bias = torch.cat([on_grid(p, "fp8", weights=True) for p in parts]), projection.local_bias
         self.num_bytes = 4 * self._weight.numel()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -222,8 +248,8 @@ def _products(joined: list[LowRank | None]) -> list[tuple[Product, Product] | No
     return [None if pair is None else (of(pair.down), of(pair.up)) for pair in joined]
 
 
-_inverse_rms, _scaled_norm, _rotate_ = by_torch(inverse_rms), by_torch(scaled_norm), by_torch(rotate_)
+_inverse_rms, _scaled_norm = by_torch(inverse_rms), by_torch(scaled_norm)
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    return _scaled_norm(x, norm.weight, _inverse_rms(x, norm.eps))
+    return _scaled_norm(x, norm.factor, _inverse_rms(x, norm.eps))
