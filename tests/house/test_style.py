@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_953,
+    "core": 72_440,
     "compat": 7_958,
     "page": 3_760,
-    "planner": 2_755,
+    "planner": 2_754,
     "tinker": 3_794,
     "clusters": 7_110,
     "agents": 5_955,
     "tasks": 2_121,
-    "tests": 86_270,
+    "tests": 86_325,
     "benchmarks": 6_115,
 }
 MAX_MEAN_FUNCTION_LINES = 12
