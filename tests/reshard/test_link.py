@@ -1,8 +1,10 @@
 """Buckets that a worker on another host fetches: what arrives, who gets nothing, and the errors."""
 
 import json
+import resource
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -84,6 +86,26 @@ def test_a_link_that_is_closed_or_silent_ends_in_a_sentence(buckets, monkeypatch
         for place in (description["link"], silent.getsockname()):
             with pytest.raises(ModelError, match="set a folder that both hosts see"):
                 list(read_link(description | {"link": list(place)}))
+
+
+def test_clients_that_say_nothing_keep_no_worker_out(link, buckets, monkeypatch):
+    """The longest silent one goes, and a process without a free file serves again once it has one."""
+    monkeypatch.setattr(module, "_MOST_SILENT", 2)
+    description = offered(link, buckets, 1.0)
+    place = description["link"]
+    silent = [socket.create_connection(place, 30) for _ in range(3)]
+    with socket.socket() as late:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, limits[1]))
+        try:
+            late.connect(tuple(place))
+            assert silent[0].recv(1) == b""
+            time.sleep(0.2)  # connections cannot be accepted
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert [name for name, _ in read_link(description)] == ["a", "b", "c"]
+    for connection in silent:
+        connection.close()
 
 
 def test_the_address_is_that_of_the_way_to_the_engine():

@@ -14,17 +14,21 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
 import torch
 
 from verl.errors import ModelError
+from verl.parallel.framing import most_connections
 from verl.reshard.shared_memory import HEAD_BYTES, Description, Named, bucket_memory, read_bucket, tensor_bytes
 
 _TOKEN_BYTES = 32
 _SILENCE_S = 60.0  # of the other side, until a connection ends
 _MAX_BYTES = 1 << 36  # of a bucket; a description may come from elsewhere
+_MOST_SILENT = 128  # connections that have sent no token; a worker sends its token at once
 
 
 class Link:
@@ -34,6 +38,7 @@ class Link:
         self._server = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self._place = self._server.getsockname()[:2]
         self._token, self._content = b"", memoryview(b"")
+        self._silent: OrderedDict[socket.socket, None] = OrderedDict()  # the longest silent first
         threading.Thread(target=self._serve, name="weights", daemon=True).start()
 
     def offered(self, bucket: Description) -> Description:
@@ -49,16 +54,26 @@ class Link:
         self._server.close()
 
     def _serve(self) -> None:
-        with suppress(OSError):  # it is closed
-            while True:
+        while self._server.fileno() >= 0:
+            try:
                 connection, _ = self._server.accept()
-                threading.Thread(target=self._send, args=(connection,), name="weights", daemon=True).start()
+            except OSError:  # it is closed, the client has gone, or the process has no file left
+                time.sleep(0.05)
+                continue
+            self._silent[connection] = None
+            if len(self._silent) > min(_MOST_SILENT, most_connections()):
+                with suppress(KeyError, OSError):  # its thread has ended meanwhile
+                    self._silent.popitem(last=False)[0].shutdown(socket.SHUT_RDWR)  # ends its thread
+            threading.Thread(target=self._send, args=(connection,), name="weights", daemon=True).start()
 
     def _send(self, connection: socket.socket) -> None:
         with closing(connection), suppress(OSError):  # the other side reports that bytes are missing
             connection.settimeout(_SILENCE_S)
             content, token = self._content, self._token
-            received = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+            try:
+                received = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+            finally:
+                self._silent.pop(connection, None)
             if secrets.compare_digest(received, token):
                 connection.sendall(content)
 
