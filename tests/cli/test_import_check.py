@@ -367,7 +367,8 @@ PROJECTS = {  # layout of a public project: its files -> (runs, runs with notice
     ),
     "a name that is missing": ({"m.py": "from verl.trainer.main_ppo import gone"}, (0, 0, 1), "has no 'gone'"),
     "files of other programs and hidden folders": (
-        {"a.py": "import json", "b.sh": "ls", "c.yaml": "a: 1", ".git/x.py": "from verl import gone"}, (0, 0, 0), "",
+        {"a.py": "import json", "b.sh": "ls", "c.yaml": "a: 1", ".git/x.py": "from verl import gone"}, (0, 0, 0),
+        "nothing was examined",
     ),
 }  # fmt: skip
 

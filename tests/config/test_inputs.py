@@ -38,6 +38,8 @@ def test_random_values_and_files(tmp_path):
         ),
         ("trainer.experiment_name=${", "cannot be resolved"),
         ("data.seed=${oc.env:HOME}", "must be a whole number or null, got"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=0", "must be between 1 and"),
+        ("actor_rollout_ref.nccl_timeout=0", "must be between 1 and"),
     ],
 )
 def test_values_out_of_range(override, words):

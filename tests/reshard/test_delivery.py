@@ -99,6 +99,13 @@ def sent(name, monkeypatch, *, on_device=False, num_updates=2, read=None, weight
     return on_ranks(len(hosts), rank)
 
 
+def check_told(deliveries, replicas):
+    """The ranks that take weights tell of each copied byte once, whichever rank copies it."""
+    takes = [delivery for ranks in replicas for delivery in (deliveries[rank] for rank in ranks)]
+    told = sum(delivery.num_copied_bytes + delivery.num_other_bytes for delivery in takes)
+    assert told == sum(delivery.num_copied_bytes for delivery in deliveries)
+
+
 def read_as(worker, bucket):
     return [(name, tensor.clone()) for name, tensor in read_device_bucket(bucket)]
 
@@ -120,6 +127,7 @@ def test_without_gpus_a_host_gets_each_byte_once_and_has_it_once(name, links, mo
         writes = rank == trains[0] and (bool(far) or any(hosts[r] == hosts[rank] for ranks in replicas for r in ranks))
         assert delivery.num_copied_bytes == (MODEL_BYTES if writes else 0)
         assert delivery.num_received_bytes == sum(n for (_, r), n in links.received.items() if r == rank) // 2
+    check_told(deliveries, replicas)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -136,6 +144,7 @@ def test_each_gpu_gets_each_byte_once_and_a_worker_opens_memory_of_its_gpu(name,
         assert delivery.num_copied_bytes == (MODEL_BYTES if writes else 0), (
             "an engine opens what a broadcast has filled"
         )
+    check_told(deliveries, replicas)
     assert all(place == worker for place, worker in driver.opened)
     receivers = [rank for ranks in replicas for rank in ranks if rank not in trains]
     assert max(links.received.values(), default=0) <= 2 * (MODEL_BYTES + 64 * len(SIZES))

@@ -60,16 +60,16 @@ def answers_of(kind, vocabulary):
             "/collective_rpc": {"results": [{}]},
             "/reset_prefix_cache": {"success": True},
             "/update_weight_version": {"success": True},
-            "/weight_info": {"weight_version": "3"},
+            "/weight_info": {"weight_version": "3-run"},
         }
     meta = {
         "id": "1",
         "finish_reason": {"type": "length", "length": 1},
         "output_token_logprobs": [[-math.log(vocabulary), 5, "a"]],
-        "weight_version": "3",
+        "weight_version": "3-run",
     }
     return {
-        "/get_model_info": {"model_path": "somewhere/model", "weight_version": "3"},
+        "/get_model_info": {"model_path": "somewhere/model", "weight_version": "3-run"},
         "/server_info": {"max_req_input_len": 1 << 20},
         "/generate": {"text": "a", "meta_info": meta},
         "/update_weights_from_disk": {"success": True, "message": "done"},
@@ -95,6 +95,7 @@ def use(kind, url, module, folder, timeout_s=TIMEOUT_S):
         module, make_tokenizer(), config, eos_token_ids=[258], transfer=weight_transfer("somewhere/model")
     )
     if kind != "openai":
+        engine.run_name = "run"
         engine.load(list(module.named_parameters()))
         engine.publish(3)
     (sample,) = engine.generate([PromptRequest(0, (1, 2, 3))], PARAMS, step=0)

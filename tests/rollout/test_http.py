@@ -16,11 +16,14 @@ from tests.rollout.service import MODELS, Raw, choice, running
 from tests.rollout.simulated import send, vllm_server
 from tests.rollout.test_vllm import weights_of
 from verl.cli.supervise import _ending
+from verl.config import RolloutConfig
+from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, UnreachableError
 from verl.reshard.link import read_link
 from verl.rollout.api import RolloutEngine
 from verl.rollout.http import client
+from verl.rollout.http.engine import HTTPRollout
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import LINK_READER
@@ -257,7 +260,7 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
         completions = engine.generate(make_prompts([3]), PARAMS, step=2)
         assert {c.weight_version for c in completions} == {5}
         answers["/weight_info"] = {"weight_version": "4"}  # another client's update
-        with pytest.raises(ModelError, match="version 4, but version 5 was published"):
+        with pytest.raises(ModelError, match="version 4, but version 5-.* was published"):
             engine.generate(make_prompts([3]), PARAMS, step=2)
         answers["/v1/completions"] = choice([1], [-0.7])  # sampled by the server itself
         with pytest.raises(ConfigError, match="does not sample as this run asks"):
@@ -270,6 +273,52 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
         draw_arguments(key, 0, PARAMS)["verl_draw"] for key in keys
     )
     assert all(b["temperature"] == 0.0 for b in bodies)
+
+
+@pytest.mark.parametrize("broken", ["verl_load", "verl_finish"])
+def test_what_went_wrong_first_is_said(broken, make, load):
+    answers = vllm_server(copy.deepcopy(load("llama")))
+    on_workers = answers["/collective_rpc"]
+
+    def failing(body):
+        return (500, f"no {body['method']}") if body["method"] in (broken, "verl_abandon") else on_workers(body)
+
+    answers["/collective_rpc"] = failing
+    with running(answers) as service:
+        engine = make(service.url, api="vllm")
+        with pytest.raises(ModelError, match=f"no {broken}"):
+            send(engine, load("llama"), 1)
+        assert answers["/weight_info"]({}) == {"weight_version": "unfinished"}
+
+
+def test_two_runs_of_one_service_notice_each_other(make, load):
+    """At the same version too: neither samples from the weights of the other one."""
+    with running(vllm_server(copy.deepcopy(load("llama")))) as service:
+        first, second = (make(service.url, api="vllm") for _ in range(2))
+        for engine in (first, second):
+            send(engine, load("llama"), 5)
+        with pytest.raises(
+            ModelError, match="version 5-.*, but version 5-.* was published. Another client changes them"
+        ):
+            first.generate(make_prompts([3]), PARAMS, step=2)
+        assert second.generate(make_prompts([3]), PARAMS, step=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"url": "http://198.51.100.7:8000", "api": "vllm"},
+            "must ask for a token: set the environment variable VERL_",
+        ),
+        ({"url": "http://127.0.0.1:8000", "api": "openai"}, "service.api=openai takes no weights"),
+        ({"url": "127.0.0.1", "api": "vllm"}, "is not an address like"),
+    ],
+)
+def test_keys_that_no_service_can_follow_are_known_before_a_model_loads(settings, words, monkeypatch):
+    monkeypatch.delenv("VERL_ROLLOUT_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        HTTPRollout.require_package(RolloutConfig(name="http", service=ServiceConfig(**settings)))
 
 
 def test_a_service_on_another_host_fetches_the_weights(make, load, tmp_path):
@@ -285,6 +334,7 @@ def test_a_service_on_another_host_fetches_the_weights(make, load, tmp_path):
         messages = [body for body in service.bodies("/collective_rpc") if body["method"] == "verl_load"]
         assert {json.loads(body["args"][0])["reader"] for body in messages} == {LINK_READER}
         assert not list(tmp_path.iterdir())
+        assert engine.num_fetched_bytes == sum(parameter.nbytes for parameter in module.parameters())
         engine.close()
         with pytest.raises(ModelError, match="cannot be fetched from 127.0.0.1"):
             list(read_link(json.loads(messages[-1]["args"][0])["bucket"]))
@@ -304,7 +354,7 @@ def test_a_restart_within_a_step_is_noticed(make, load, tmp_path):
         engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
         send(engine, module, 5)
         answers["/v1/completions"] = restarted  # after `open`
-        with pytest.raises(ModelError, match="version default, but version 5 was published"):
+        with pytest.raises(ModelError, match="version default, but version 5-.* was published"):
             engine.generate(make_prompts([3]), PARAMS, step=2)
 
 
@@ -340,14 +390,20 @@ def test_sglang_has_its_own_routes(route, make, load, tmp_path):
         taken.append(sorted(p.name for p in Path(body["model_path"]).iterdir()))
         return {"success": len(taken) == 1, "message": "no room"}
 
+    def generate(body):
+        answer = sglang(body)
+        answer["meta_info"]["weight_version"] = "3-run"
+        return answer
+
     answers = {
-        route: {"model_path": "where/it/lies/model", "weight_version": "3"},
-        "/generate": sglang,
+        route: {"model_path": "where/it/lies/model", "weight_version": "3-run"},
+        "/generate": generate,
         "/update_weights_from_disk": update,
         "/update_weight_version": {"success": True},
     }
     with running(answers) as service:
         engine = make(service.url, name="sglang", weights_dir=str(tmp_path))
+        engine.run_name = "run"
         send(engine, load("llama"), 3)
         completions = engine.generate(make_prompts([3]), PARAMS, step=0)
         assert [(c.token_ids[1], c.log_probs, c.finish_reason) for c in completions] == [(9, [-0.5, -0.25], "stop")] * 2

@@ -114,7 +114,7 @@ def test_samples_are_the_native_ones_before_and_after_updates(way, server, folde
             completions = require_native(engine, module, tokenizer, params, step)
             assert {c.weight_version for c in completions} == {version}
     engine.client.post("/update_weight_version", {"new_version": "77"})
-    with pytest.raises(ModelError, match="version 77, but version 2 was published"):
+    with pytest.raises(ModelError, match="version 77, but version 2-.* was published"):
         engine.generate(make_prompts(LENGTHS), DRAWS["plain"], step=0)
 
 

@@ -251,6 +251,8 @@ def _examine_folder(folder: Path, report: Report) -> None:
         os.chdir(start)
     verdicts = f"run {counts['pass']}, run with notices {counts['info']}, stop {counts['fail']}"
     report.add(folder.resolve().name, info(f"files that name verl: {verdicts}"))
+    if not counts:
+        report.add(folder.resolve().name, warn("no script, YAML or Python file in it names verl: nothing was examined"))
 
 
 def _is_hidden(file: Path) -> bool:

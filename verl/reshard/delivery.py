@@ -95,6 +95,9 @@ class Delivery:
     on_device: bool | None = None
     num_received_bytes: int = field(default=0, init=False)  # over links, of the newest update
     num_copied_bytes: int = field(default=0, init=False)  # into buckets
+    num_other_bytes: int = field(
+        default=0, init=False
+    )  # on the first rank that takes weights: copied by ranks that take none
 
     def __post_init__(self) -> None:
         self.rank = 0 if self.comm is None else self.comm.rank
@@ -117,6 +120,7 @@ class Delivery:
     def connect(self) -> None:
         """Find out which ranks share a host, and make the groups of the broadcasts; all ranks together."""
         if self.comm is None:
+            self.delta = False
             return
         hosts, by_device = hosts_of(self.comm), self.device.type == "cuda"
         self.route = Route.of(self.trains, self.takes, hosts, by_device=by_device)
@@ -299,7 +303,10 @@ class Delivery:
     def _exchanged(self, number: int, bucket: _Bucket) -> Description:
         """The description of the bucket for the engine of this rank, once all ranks have it."""
         while True:
-            rows = [from_bytes(row) for row in self._gather(to_bytes(self._placed(number, bucket)))]
+            row = {**self._placed(number, bucket), "copied": self.num_copied_bytes}
+            rows = [from_bytes(row) for row in self._gather(to_bytes(row))]
+            if self.rank == self.takes[0]:
+                self.num_other_bytes = sum(row["copied"] for rank, row in enumerate(rows) if rank not in self.takes)
             if not self._falls_back([row["refused"] for row in rows]):
                 return self._described(number, rows)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -38,6 +37,7 @@ class Link:
         self._server = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self._place = self._server.getsockname()[:2]
         self._token, self._content = b"", memoryview(b"")
+        self.num_sent_bytes, self._lock, self._is_closed = 0, threading.Lock(), threading.Event()
         self._silent: OrderedDict[socket.socket, None] = OrderedDict()  # the longest silent first
         threading.Thread(target=self._serve, name="weights", daemon=True).start()
 
@@ -50,15 +50,16 @@ class Link:
 
     def close(self) -> None:
         """Accept no further connection."""
+        self._is_closed.set()
         self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._server.close()
 
     def _serve(self) -> None:
-        while self._server.fileno() >= 0:
+        while not self._is_closed.is_set():
             try:
                 connection, _ = self._server.accept()
             except OSError:  # it is closed, the client has gone, or the process has no file left
-                time.sleep(0.05)
+                self._is_closed.wait(0.05)
                 continue
             self._silent[connection] = None
             if len(self._silent) > min(_MOST_SILENT, most_connections()):
@@ -75,6 +76,8 @@ class Link:
             finally:
                 self._silent.pop(connection, None)
             if secrets.compare_digest(received, token):
+                with self._lock:
+                    self.num_sent_bytes += content.nbytes
                 connection.sendall(content)
 
 

@@ -125,7 +125,8 @@ class RolloutEngine:
 
     @classmethod
     def require_package(cls, config: RolloutConfig, key: str = "rollout.name") -> None:
-        """Raise MissingExtraError if the engine's package is not installed; `key` has named the engine. Nothing is imported."""
+        """Raise MissingExtraError if the engine's package is not installed, ConfigError if its keys or the environment refuse
+        it whatever the model; `key` has named the engine. No package is imported."""
 
     @classmethod
     def require_divisible(cls, config: PreTrainedConfig, size: int) -> None:

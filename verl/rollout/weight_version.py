@@ -87,6 +87,7 @@ class OwnWeights(RolloutEngine):
     """An engine with a copy of the weights. It begins with the weights of the model's files."""
 
     facts = EngineFacts(holds_weights=True)
+    num_fetched_bytes = 0  # over TCP, of the newest update, by all workers
     _is_whole, _is_fresh = True, False  # whether the last update ended well, and came after the last version
     _: KW_ONLY
     transfer: WeightTransfer

@@ -201,12 +201,14 @@ class RankWeightSync:
         return {} if self.memory is None else {**self.memory.metrics(), **self._moved()}
 
     def _moved(self) -> dict[str, float]:
-        """Of the last sync: GB that this rank received from others and copied for its engine, seconds."""
+        """Of the last sync: GB that this rank received from others or its service fetched, GB copied for engines, seconds."""
         received = copied = 0
         if self.update is not None:
             received = self.update.plan.received_bytes.get(self.context.rank, 0)
         elif self.delivery is not None:
-            received, copied = self.delivery.num_received_bytes, self.delivery.num_copied_bytes
+            delivery = self.delivery
+            received, copied = delivery.num_received_bytes, delivery.num_copied_bytes + delivery.num_other_bytes
+            received += getattr(self.rollout and self.rollout.engine, "num_fetched_bytes", 0)
         return {"sync_gb": received / 1e9, "sync_copied_gb": copied / 1e9, "sync_s": self._sync_s}
 
     def describe(self) -> str | None:

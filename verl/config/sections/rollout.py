@@ -131,7 +131,7 @@ class CheckpointEngineConfig(Section):
         sizing=True,
     )
     update_weights_bucket_megabytes: int = used(
-        2048, "most weights sent at a time (vLLM, SGLang)", when="takes_buckets", sizing=True
+        2048, "most weights sent at a time (vLLM, SGLang)", when="takes_buckets", sizing=True, ge=1
     )
 
 

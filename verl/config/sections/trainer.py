@@ -223,9 +223,9 @@ class TrainerConfig(Section):
     call_timeout_s: float = used(
         3600.0, "longest that one call on a worker may take in a run over several processes", sizing=True
     )
-    nccl_timeout: int = used(600, "deadline of collectives in seconds", sizing=True)
+    nccl_timeout: int = used(600, "deadline of collectives in seconds", sizing=True, ge=1)
     ray_wait_register_center_timeout: int = used(
-        300, "seconds that the processes of a run may take to find each other", sizing=True
+        300, "seconds that the processes of a run may take to find each other", sizing=True, ge=1
     )
     guards: StepGuardsConfig = section(StepGuardsConfig, "action on NaN, infinity and values beyond a limit")
     page: PageConfig = section(PageConfig, "the live page of the run")

@@ -42,15 +42,7 @@ class Client:
     def __init__(self, url: str, *, token_env: str, timeout_s: float, num_retries: int, keys: str = "rollout.service"):
         self.keys, self.url = full_key(keys), url.rstrip("/")
         self.timeout_s, self.num_retries = timeout_s, num_retries
-        self._token_env = token_env
-        token, host = os.environ.get(token_env, ""), _host(self.url, self.keys)
-        if not token and not is_loopback(host):
-            raise ConfigError(
-                f"The service at {self.url} is on another machine and must ask for a token: set the environment variable "
-                f"{token_env} to it."
-            )
-        if not (token.isascii() and token.isprintable()):
-            raise ConfigError(f"The environment variable {token_env} has characters that no token has; set it again.")
+        self._token_env, token = token_env, bearer_token(self.url, token_env, keys)
         self._loop, self._running = _loop(), set[Future[tuple[int, bytes, float]]]()
         self._http = httpx.AsyncClient(
             headers={
@@ -207,6 +199,19 @@ def _loop() -> asyncio.AbstractEventLoop:
 def tls_context() -> ssl.SSLContext:
     """The certificates that this process's clients trust (SSL_CERT_FILE, SSL_CERT_DIR); reading them takes 20 ms."""
     return httpx.create_ssl_context()
+
+
+def bearer_token(url: str, token_env: str, keys: str = "rollout.service") -> str:
+    """The token of the service at `url` in the environment, "" for none. Raises ConfigError as a Client does."""
+    token, host = os.environ.get(token_env, ""), _host(url, full_key(keys))
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"The service at {url} is on another machine and must ask for a token: set the environment variable "
+            f"{token_env} to it."
+        )
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"The environment variable {token_env} has characters that no token has; set it again.")
+    return token
 
 
 def _host(url: str, keys: str) -> str:

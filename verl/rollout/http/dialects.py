@@ -6,12 +6,13 @@ import json
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from verl.config import full_key
 from verl.data_proto.samples import SamplingParams
-from verl.errors import ConfigError, ModelError, RefusedError
+from verl.errors import ConfigError, ModelError, RefusedError, VerlError
 from verl.foreign_text import clean
 from verl.rollout.http.answers import SampleReply, SampleRequest, checked_reply, require_prompt
 from verl.rollout.http.client import Client
@@ -59,7 +60,7 @@ class Dialect(Protocol):
         """Let the service read the described buckets, or one folder, and drop results of the old weights; `reader` names our
         function that reads them. Raises ModelError when it did not."""
 
-    def label(self, client: Client, version: int) -> None:
+    def label(self, client: Client, version: str) -> None:
         """Tell the service the version of the weights that it holds."""
 
     def version(self, client: Client) -> str | None:
@@ -99,7 +100,7 @@ class OpenAI:
     def update(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
         self.try_bucket(client, {}, reader)
 
-    def label(self, client: Client, version: int) -> None:
+    def label(self, client: Client, version: str) -> None:
         """Nothing: the weights of such a service never change."""
 
     def version(self, client: Client) -> str | None:
@@ -190,21 +191,23 @@ class VLLM(OpenAI):
 
     def update(self, client: Client, buckets: Iterable[Description], reader: str) -> None:
         manifest = Manifest()
+        self.label(client, _UNFINISHED)  # for a client that generates meanwhile
         self._on_workers(client, "verl_begin")
         try:
             for bucket in buckets:
                 self._on_workers(client, "verl_load", json.dumps({"reader": reader, "bucket": bucket}))
                 manifest.add(bucket)
-        except ModelError:
-            client.post("/collective_rpc", {"method": "verl_abandon"})
+        except VerlError:
+            with suppress(VerlError):  # what went wrong first is raised
+                client.post("/collective_rpc", {"method": "verl_abandon"})
             raise
         self._on_workers(client, "verl_finish", manifest.digest)
         if not client.post("/reset_prefix_cache", {}).get(bool, "success"):
             raise ModelError(f"The service at {client.url} did not drop what it computed with the old weights.")
 
-    def label(self, client: Client, version: int) -> None:
+    def label(self, client: Client, version: str) -> None:
         if self._labels:
-            client.post("/update_weight_version", {"new_version": str(version)})
+            client.post("/update_weight_version", {"new_version": version})
 
     def version(self, client: Client) -> str | None:
         return client.get(_WEIGHT_INFO).label("weight_version") if self._labels else None
@@ -335,8 +338,8 @@ class SGLang:
         if not answer.get(bool, "success"):
             raise ModelError(f"The service at {client.url} did not take the new weights: {answer.label('message')}")
 
-    def label(self, client: Client, version: int) -> None:
-        client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+    def label(self, client: Client, version: str) -> None:
+        client.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def version(self, client: Client) -> str | None:
         return client.get(self._info).label("weight_version")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from verl.config import full_key
+from verl.config import RolloutConfig, full_key
 from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, RefusedError
@@ -25,7 +26,7 @@ from verl.registry import load_object
 from verl.reshard.link import Link
 from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
-from verl.rollout.http.client import Client
+from verl.rollout.http.client import Client, bearer_token
 from verl.rollout.http.dialects import DIALECTS, Dialect, require_tempered
 from verl.rollout.http.server import require_space
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
@@ -46,14 +47,39 @@ class HTTPRollout(OwnWeights):
     another model, UnreachableError when it cannot be reached.
     """
 
+    run_name: str = field(
+        default_factory=partial(secrets.token_hex, 4), init=False
+    )  # other runs have versions 1, 2, 3 too
     facts = ROLLOUT_ENGINES.facts["http"]
     api = ""  # "" for the value of service.api
     _link: Link | None = field(
         default=None, init=False
     )  # the service fetches buckets by it; None: it reads them in memory
 
+    @classmethod
+    def require_package(cls, config: RolloutConfig, key: str = "rollout.name") -> None:
+        """See RolloutEngine: what the keys and the environment say of the service."""
+        service = config.service
+        bearer_token(service.url or _URL, service.token_env)
+        cls._require_comparable(config)
+        if (cls.api or service.api) == "openai":
+            raise ConfigError(
+                f"{full_key('rollout.service.api')}=openai takes no weights, and a run sends new ones before each generation. "
+                "Set it to vllm or sglang, for a server that was started with verl's parts."
+            )
+
+    @classmethod
+    def _require_comparable(cls, config: RolloutConfig) -> None:
+        if (cls.api or config.service.api) == "openai" and (config.top_p < 1 or config.top_k > 0 or config.min_p > 0):
+            raise ConfigError(
+                "With rollout.service.api=openai log-probabilities are of the tokens that top_k, top_p and min_p leave, "
+                f"and cannot be compared with the trained model's. Leave these keys of {full_key('rollout')} out, or start "
+                "vLLM's server with verl's sampler (service.api=vllm)."
+            )
+
     def __post_init__(self) -> None:
         config, service = self.config, self.config.service
+        self._require_comparable(config)
         self.client = Client(
             service.url or _URL,
             token_env=service.token_env,
@@ -61,12 +87,6 @@ class HTTPRollout(OwnWeights):
             num_retries=service.num_retries,
         )
         api = self.api or service.api
-        if api == "openai" and (config.top_p < 1 or config.top_k > 0 or config.min_p > 0):
-            raise ConfigError(
-                "With rollout.service.api=openai log-probabilities are of the tokens that top_k, top_p and min_p leave, "
-                f"and cannot be compared with the trained model's. Leave these keys of {full_key('rollout')} out, or start "
-                "vLLM's server with verl's sampler (service.api=vllm)."
-            )
         self.dialect: Dialect = DIALECTS[api]()
         path, size = self.transfer.model.path, vocab_size(self.module)
         self.dialect.check(self.client, path, service.served_model_name, size)
@@ -109,7 +129,9 @@ class HTTPRollout(OwnWeights):
         with self.updating(), self.watched():
             buckets = checked_buckets(self.transfer.write_buckets(weights), self.module)
             if self._link is not None:
+                before = self._link.num_sent_bytes
                 self.dialect.update(self.client, map(self._link.offered, buckets), LINK_READER)
+                self.num_fetched_bytes = self._link.num_sent_bytes - before
             elif not self._buckets_problem or root is None:
                 self.dialect.update(self.client, buckets, self.transfer.reader)
             else:
@@ -144,6 +166,13 @@ class HTTPRollout(OwnWeights):
                 link.close()
             return problem if str(error) == problem else f"{problem} It cannot fetch it either: {error}"
         self._link = link
+        if self.config.checkpoint_engine.backend == "delta":
+            log.warning(
+                "%s=delta has no effect: the service at %s fetches all weights in each update. Changes travel between hosts of "
+                "a run.",
+                full_key("rollout.checkpoint_engine.backend"),
+                self.client.url,
+            )
         return ""
 
     def close(self) -> None:
@@ -155,8 +184,8 @@ class HTTPRollout(OwnWeights):
     def publish(self, version: int) -> None:
         super().publish(version)
         with self.watched():
-            self.dialect.label(self.client, version)
-        self._labelled = str(version)
+            self.dialect.label(self.client, label := f"{version}-{self.run_name}")
+        self._labelled = label
 
     def _require_room(self) -> None:
         """Raise ConfigError when the service takes no sequence as long as a run's longest."""

@@ -40,6 +40,8 @@ class SGLangRollout(HTTPRollout):
         if config.service.url is None and importlib.util.find_spec("sglang") is None:
             fix = f"set {full_key('rollout.service.url')} to a server of SGLang that is running"
             raise MissingExtraError(f"{full_key(key)}=sglang", "sglang", "sglang", fix)
+        if config.service.url is not None:
+            super().require_package(config, key)
 
     def __post_init__(self) -> None:
         self.server: SGLangServer | None = None

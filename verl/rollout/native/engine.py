@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -350,9 +350,10 @@ def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:
             f"{_INVARIANT}=require cannot be kept: {invariance.why}. Set it to auto to run without the guarantee."
         )
     if config.speculative.methods and not invariance.holds:
+        can_be = _examined(module, replace(config, batch_invariant="require")).holds
+        other = f", or {_INVARIANT}=require to compute with the compiled kernels" if can_be else ""
         raise ConfigError(
-            f"{_METHODS}={config.speculative.methods} would change samples: {invariance.why}. Set it to [], or "
-            f"{_INVARIANT}=require to compute with the compiled kernels."
+            f"{_METHODS}={config.speculative.methods} would change samples: {invariance.why}. Set it to []{other}."
         )
     return invariance
 
