@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_440,
-    "compat": 7_958,
+    "core": 72_452,
+    "compat": 7_960,
     "page": 3_760,
     "planner": 2_754,
     "tinker": 3_794,
-    "clusters": 7_110,
+    "clusters": 7_167,
     "agents": 5_955,
     "tasks": 2_121,
-    "tests": 86_325,
+    "tests": 86_420,
     "benchmarks": 6_115,
 }
 MAX_MEAN_FUNCTION_LINES = 12
