@@ -24,7 +24,6 @@ TORCH_FLAGS ?=
 CONFIG ?= grpo_smollm2
 ARGS ?=
 JOBS ?= 3
-KILLS ?= 20
 WORK := work
 
 comma := ,
@@ -69,7 +68,7 @@ help:
 	@echo "make venv    install only, into $(VENV)"
 	@echo "make docs    the site of all guides in $(WORK)/site, with search"
 	@echo "make versions   the table of docs/versions.md, with an environment for each row (hours, some 60 GB in $(WORK)/versions)"
-	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about ten minutes)"
+	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU (about ten minutes)"
 	@echo "make wheels  wheels of all distributions in dist/: the core's for each Python from 3.10 to 3.14 on the PATH"
 	@echo "make clean   remove what tests and builds leave; the virtual environment and $(WORK)/ stay"
 
@@ -172,7 +171,7 @@ versions: $(STAMPS)/package
 
 gpu-rehearsal: $(STAMPS)/package
 	@rm -rf $(WORK)/gpu-rehearsal
-	@$(BIN)/python benchmarks/gpu/rehearse.py --out $(WORK)/gpu-rehearsal --kills $(KILLS)
+	@$(BIN)/python benchmarks/gpu/rehearse.py --out $(WORK)/gpu-rehearsal
 
 # the core's compiled kernels are of one version of Python; a part (packages/) has none
 wheels:

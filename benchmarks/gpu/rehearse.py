@@ -1,30 +1,25 @@
 """The GPU report on a CPU, as a machine with a GPU runs it: its packages, a fresh clone, no network, tiny shapes.
 
-    python benchmarks/gpu/rehearse.py --out DIR --kills 20 --environments work/versions
+    python benchmarks/gpu/rehearse.py --out DIR --environments work/versions
 
-The environment has the releases of MACHINE, the clone has no compiled libraries, and WHEELS come as files. After all steps the
-runner is killed at random moments. Exit code 1: a step failed. An assertion says which limit of such machines was passed, or
-which report or archive cannot be read.
+The environment has the releases of MACHINE, the clone has no compiled libraries, and WHEELS come as files. Exit code 1: a step
+failed. An assertion says which limit of such machines was passed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu.report import STEPS, read_report, section
+from gpu.report import STEPS, read_report
 from gpu.results import ROOT
 from versions import Environment
 
@@ -43,9 +38,6 @@ _MAX_FILES, _MAX_FILE_BYTES, _MAX_DEPTH = 8, 16 << 20, 3
 _INSTALL = "python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target {site} .whl/*.whl && "
 _RUN = "export PYTHONPATH={site} && exec python3 benchmarks/gpu/report.py run --device cpu --out $OUT {arguments}"
 _PATIENCE = 6  # the steps must run, however busy the machine is
-# short steps, so that a kill falls into any moment of the runner and of a step that writes numbers
-_SHORT_STEP = "import sys; sys.path.insert(0, 'benchmarks'); from gpu.results import Results; r = Results()"
-_SHORT_STEP += "; [r.add(f'number {i}', i) for i in range(300)]"
 
 
 class Rehearsal(NamedTuple):
@@ -83,19 +75,6 @@ class Rehearsal(NamedTuple):
             assert set(numbers) == {"skipped tests"}, f"tests of {name} that are not skipped on a CPU: {numbers}"
         return status == 0 and list(rows) == [step.name for step in STEPS]
 
-    def kill_at_random(self, out: Path, kills: int, within_s: float) -> None:
-        """Start the runner with short steps and kill it at a random moment, `kills` times; each report must be readable."""
-        moments = random.Random(0)
-        table = out / "short-steps.json"
-        table.write_text(json.dumps([[f"step {i}", ["-c", _SHORT_STEP], 10.0] for i in range(1000)]), encoding="utf-8")
-        folders = [out / f"kill-{number:02d}" for number in range(kills)]
-        for folder in folders:
-            with self.start(folder, _RUN, f"--steps {table}") as runner:
-                time.sleep(moments.uniform(0, within_s))
-                runner.kill()
-        num_steps = [readable_steps(folder) for folder in folders]
-        print(f"steps in the reports of {kills} kills: {num_steps}", flush=True)
-
 
 def prepare(out: Path, environments: Path) -> Rehearsal:
     """Make the clone in `out`, and environment and wheels in `environments` where they are missing."""
@@ -128,32 +107,16 @@ def check_output(out: Path) -> None:
         assert file.stat().st_size <= _MAX_FILE_BYTES, f"{file} is too large"
 
 
-def readable_steps(folder: Path) -> int:
-    """The number of steps in the report of `folder`, whose files are all read. Raises ValueError or tarfile.TarError when one
-    cannot be."""
-    lines, logs = folder / "report.jsonl", folder / "logs.tar.gz"
-    rows = read_report(lines) if lines.exists() else []
-    section(rows)
-    if logs.exists():
-        with tarfile.open(logs) as archive:
-            archive.getmembers()
-    return len(rows)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--environments", type=Path, default=ROOT / "work/versions", help="kept for the next rehearsal")
     parser.add_argument("--minutes", type=float, default=120.0, help="of all steps")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--within-s", type=float, default=15.0, help="latest moment of a kill")
     arguments = parser.parse_args(argv)
     out = arguments.out.resolve()
     out.mkdir(parents=True)
     rehearsal = prepare(out, arguments.environments.resolve())
-    passed = rehearsal.run_all(out / "whole", arguments.minutes)
-    rehearsal.kill_at_random(out, arguments.kills, arguments.within_s)
-    return int(not passed)
+    return int(not rehearsal.run_all(out / "report", arguments.minutes))
 
 
 if __name__ == "__main__":
