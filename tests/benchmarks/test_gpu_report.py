@@ -60,20 +60,16 @@ def test_logs_are_cut_to_their_end(tmp_path, monkeypatch):
 
 
 def test_a_runner_that_is_killed_leaves_a_report_that_parses(tmp_path):
-    table = tmp_path / "steps.json"
+    table, moments = tmp_path / "steps.json", random.Random(0)
     table.write_text(json.dumps([[f"step {i}", ["-c", NUMBER], 10.0] for i in range(200)]))
-    moments = random.Random(0)
-    for number in range(4):
-        out = tmp_path / str(number)
+    for out in (tmp_path / str(number) for number in range(4)):
         command = [sys.executable, report.__file__, "run", "--out", str(out), "--steps", str(table)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as runner:
             time.sleep(moments.uniform(0, 1.5))
             runner.kill()
-        lines, logs = out / "report.jsonl", out / "logs.tar.gz"
-        section(read_report(lines) if lines.exists() else [])
-        if logs.exists():
-            with tarfile.open(logs) as archive:
-                archive.getmembers()
+        section([row for file in out.glob("report.jsonl") for row in read_report(file)])
+        for logs in out.glob("logs.tar.gz"):
+            tarfile.open(logs).getmembers()
     (tmp_path / "other.jsonl").write_text("3\n")
     with pytest.raises(ValueError, match="not the result of a step"):
         read_report(tmp_path / "other.jsonl")
