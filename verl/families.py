@@ -153,6 +153,7 @@ class EngineFacts:
     reads_images: bool = _can("reads images")
     verifies_invariance: bool = _can("can verify that a sample does not depend on its batch")
     keeps_partial_kv: bool = _can("keeps keys and values of unfinished responses while weights change")
+    pauses: bool = _can("pauses samples between two decode steps")
     reuses_activations: bool = _can("keeps activations that the first update reads")
     samples_adapters: bool = _can("samples with several LoRA adapters at once")
     records_experts: bool = _can("returns the experts that it chose")
@@ -191,8 +192,9 @@ ROLLOUT_ENGINES = Registry(
     {
         "native": _row(
             "verl.rollout.native.engine:NativeRollout",
-            "divides_model scales reads_images verifies_invariance keeps_partial_kv reuses_activations samples_adapters "
-            "records_experts records_stopped_experts pages_by_key drafts drafts_history quantizes_int8 quantizes_fp8",
+            "divides_model scales reads_images verifies_invariance keeps_partial_kv pauses reuses_activations "
+            "samples_adapters records_experts records_stopped_experts pages_by_key drafts drafts_history quantizes_int8 "
+            "quantizes_fp8",
         ),
         "hf": _row("verl.rollout.hf:HFRollout", "scales reads_images"),
         "vllm": _row(

@@ -53,6 +53,8 @@ _RAY = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2")
 _ENGINE, _TOOLS, _RUNNER = (Path(__file__).with_name(f"chaos_{name}.py") for name in ("engine", "tools", "runner"))
 _ROLLOUT = "actor_rollout_ref.rollout"
 _LONGER = ("data.max_response_length=96", f"{_ROLLOUT}.stop_token_ids={list(range(80))}")  # turns of some tokens each
+# few slots, so that samples of several batches pause in them
+_IN_FLIGHT = (*_LONGER, f"{_ROLLOUT}.max_num_seqs=6", f"{_ROLLOUT}.in_flight_updates=True")
 # scores are computed in the process of the run, so that all other processes belong to tools
 _AGENTS = (
     *_LONGER,
@@ -74,6 +76,7 @@ RUNTIMES = {
         tuple(f"{_ROLLOUT}.{key}" for key in ("prefetch_num=2", "partial_rollout=True", "keep_partial_kv_cache=True")),
         _ONE,
     ),
+    "in-flight": Runtime((*_IN_FLIGHT, f"{_ROLLOUT}.prefetch_num=2"), _ONE),
     "agents": Runtime(_AGENTS, ("tool process", "tool process", "driver", "driver", "supervisor")),
     "agents-ahead": Runtime(
         (*_AGENTS, f"{_ROLLOUT}.prefetch_num=2", f"{_ROLLOUT}.partial_rollout=True"),
@@ -93,6 +96,10 @@ RUNTIMES = {
     # rank 0 trains, rank 1 only generates, a batch ahead
     "ray-apart": Runtime(
         (*_RAY, "trainer.placement={actor: [0], rollout: [1]}", "actor_rollout_ref.rollout.prefetch_num=1"),
+        ("engine", "engine", "rank", "driver", "supervisor", "node", "reward worker"),
+    ),
+    "ray-in-flight": Runtime(
+        (*_RAY, *_IN_FLIGHT, "trainer.placement={actor: [0], rollout: [1]}", f"{_ROLLOUT}.prefetch_num=2"),
         ("engine", "engine", "rank", "driver", "supervisor", "node", "reward worker"),
     ),
     # rank 0 trains, 1 generates, 2 scores, and others join and leave the latter two, see chaos_scale.py

@@ -152,6 +152,13 @@ error    ROLLOUT.keep_partial_kv_cache  ROLLOUT.prefetch_num=1  ROLLOUT.partial_
         ROLLOUT.keep_partial_kv_cache=True  ROLLOUT.name=hf
 error    ROLLOUT.keep_partial_kv_cache  ROLLOUT.prefetch_num=1  ROLLOUT.partial_rollout=True
         ROLLOUT.keep_partial_kv_cache=True  ROLLOUT.enable_rollout_routing_replay=True
+error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True  ROLLOUT.name=vllm
+error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True  ROLLOUT.name=sglang
+error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True
+        ROLLOUT.multi_turn.enable=True
+error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True  ROLLOUT.stop=[END]
+error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True
+        ROLLOUT.partial_rollout=True
 error    MODEL.quantization  MODEL.quantization=nf4
 error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True
 error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True  MODEL.lora_rank=4  MODEL.use_dora=True

@@ -91,3 +91,79 @@ def test_what_is_forgotten_is_computed_again(make_engine):
         request = PromptRequest(0, (1,) * (5 + FIRST), done.sample, FIRST, 1, 2)
         engine.generate([request], sampling(1, FIRST), step=later)
         assert engine.stats()["num_prompt_tokens_computed"] == 5 + FIRST
+
+
+STOPS = tuple(range(12))  # lengths of 1 to LIMIT tokens
+
+
+def in_flight(make_engine, name, between, keeps="kept", **settings):
+    """The parts of each sample of four prompts, which are due one after the other; `between` follows each pause."""
+    engine = make_engine(name, max_num_seqs=5, in_flight_updates=True, in_flight_keys=keeps, **settings)
+    engine.trains, engine.resumes_below = True, LIMIT
+    params, prompts = SamplingParams(n=3, max_new_tokens=LIMIT, stop_token_ids=STOPS), make_prompts(LENGTHS)
+    parts, requests, counts = {(p.ordinal, i): [] for p in prompts for i in range(3)}, prompts, []
+    for step, due in enumerate(reversed(prompts), 1):  # the longest begin first
+        engine.due = frozenset((due.ordinal, i) for i in range(3))
+        for done in engine.generate(requests, params, step=step) if requests else ():
+            parts[done.key].append(done)
+        between(step)
+        engine.publish(step)
+        counts.append(engine.stats()["num_prompt_tokens_computed"])
+        drawn = {key: [t for part in made for t in part.token_ids] for key, made in parts.items()}
+        unfinished = [
+            key for key, made in parts.items() if made[-1].finish_reason == "length" and len(drawn[key]) < LIMIT
+        ]
+        assert all(key[0] < due.ordinal for key in unfinished)
+        requests = [
+            PromptRequest(
+                ordinal, (*prompts[ordinal].token_ids, *drawn[ordinal, i]), i, len(drawn[ordinal, i]), 1, random_step=1,
+                max_new_tokens=LIMIT - len(drawn[ordinal, i]),
+            )
+            for ordinal, i in unfinished
+        ]  # fmt: skip
+    assert not requests
+    assert max(map(len, parts.values())) >= 2
+    return prompts, parts, counts
+
+
+@COMPILED
+@pytest.mark.parametrize("keeps", ["kept", "computed_again"])
+@pytest.mark.parametrize(("dtype", "cache"), [("float32", None), ("float32", FULL), ("bfloat16", None)])
+def test_samples_that_pause_in_flight_are_the_whole_samples(make_engine, tmp_path, dtype, cache, keeps):
+    path = make_tiny_model(tmp_path / "model")
+    module = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype=getattr(torch, dtype))
+    settings = {"module": module, "batch_invariant": "require"}
+    params = SamplingParams(n=3, max_new_tokens=LIMIT, stop_token_ids=STOPS)
+    unbroken = make_engine("native", **settings).generate(make_prompts(LENGTHS), params, step=1)
+    settings |= {} if cache is None else {"kv_cache_config": cache}
+    _, parts, _ = in_flight(make_engine, "native", lambda step: None, keeps, **settings)
+    for name in ("token_ids", "log_probs"):
+        expected = {done.key: getattr(done, name) for done in unbroken}
+        assert {key: [v for part in made for v in getattr(part, name)] for key, made in parts.items()} == expected
+
+
+@pytest.mark.parametrize("name", ["native", "device"])
+def test_weights_enter_between_two_decode_steps(make_engine, load, name):
+    """Each part is of the weights of its version, over the keys of the versions before."""
+    module, models = copy.deepcopy(load("llama")), [copy.deepcopy(load("llama", "eager")).eval()]
+
+    def train(step):
+        generator = torch.Generator().manual_seed(step)
+        models.append(copy.deepcopy(models[-1]))
+        with torch.no_grad():
+            for ours, theirs in zip(module.parameters(), models[-1].parameters(), strict=True):
+                ours.add_(0.02 * torch.randn(ours.shape, generator=generator))
+                theirs.copy_(ours)
+
+    prompts, parts, _ = in_flight(make_engine, name, train, module=module)
+    for (ordinal, _), made in parts.items():
+        history, cache = list(prompts[ordinal].token_ids), None
+        for part in made:
+            ids = [*history, *part.token_ids[:-1]]
+            with torch.no_grad():
+                seen = 0 if cache is None else cache.get_seq_length()
+                output = models[part.weight_version](torch.tensor([ids[seen:]]), past_key_values=cache, use_cache=True)
+            cache, logits = output.past_key_values, output.logits[0, len(history) - 1 - seen :]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(part.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(part.log_probs), expected, atol=1e-4, rtol=0, check_dtype=False)
+            history += part.token_ids

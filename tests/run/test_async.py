@@ -39,6 +39,17 @@ def in_parts(shared_run, tiny_overrides):
     return shared_run(tiny_overrides, f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=1")
 
 
+class Later(Finished):
+    waited = False
+
+    def ready(self):
+        return self.waited
+
+    def get(self):
+        self.__dict__["waited"] = True
+        return self.value
+
+
 def tokens(batch):
     columns = batch.batch
     return [row[mask].tolist() for row, mask in zip(columns["responses"], columns["response_mask"], strict=True)]
@@ -277,17 +288,6 @@ def test_ages_count_versions():
 
 def test_a_slow_rollout_changes_no_sample(tiny_run, in_parts, monkeypatch):
     """Answers that come late, as from separate devices: the same samples train in the same steps."""
-
-    class Later(Finished):
-        waited = False
-
-        def ready(self):
-            return self.waited
-
-        def get(self):
-            self.__dict__["waited"] = True
-            return self.value
-
     monkeypatch.setattr(local, "Finished", Later)
     late = tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5")
     assert late.repeatable == in_parts.repeatable

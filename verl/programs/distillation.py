@@ -235,9 +235,12 @@ class RowResponses:
         return Trajectory(ordinal, 0, objects["prompt_token_ids"][row], [segment], "length" if is_cut else "stop")
 
     def advance(
-        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int
-    ) -> Future[tuple[DataProto, DataProto]]:
-        return self.rollout.advance(prompts, rows, step=step, params=params, first=first, split=split, limit=limit)
+        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int,
+        due: int | None = None,
+    ) -> Future[tuple[DataProto, DataProto]]:  # fmt: skip
+        return self.rollout.advance(
+            prompts, rows, step=step, params=params, first=first, split=split, limit=limit, due=due
+        )
 
     def end_generation(self, *, syncs: bool = False) -> Future[dict[str, Metric]]:
         return self.rollout.end_generation(syncs=syncs)

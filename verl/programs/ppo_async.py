@@ -39,6 +39,7 @@ from verl.programs.ppo_roles import old_log_prob_source
 from verl.programs.rollout_queue import RolloutQueue
 from verl.roles.api import Roles
 from verl.roles.guards import StepBatch
+from verl.rollout.api import keeps_keys
 from verl.tracking.ledger.records import OpenSample
 
 
@@ -114,7 +115,8 @@ class AheadCollector(Collector):
             count=prompts_per_generation(config),
             depth=rollout.prefetch_num + 1,
             partial=rollout.partial_rollout,
-            keeps_kv=rollout.partial_rollout and rollout.keep_partial_kv_cache,
+            keeps_kv=keeps_keys(rollout) and (rollout.partial_rollout or rollout.in_flight_updates),
+            in_flight=rollout.in_flight_updates,
             agents_folder=self.run.folder if runs_agents(config) else None,
             records_experts=rollout.enable_rollout_routing_replay,
         )

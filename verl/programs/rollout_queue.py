@@ -93,7 +93,8 @@ class RolloutQueue:
     """Holds `depth` batches of `count` prompts after `advance`, and fewer before the run ends. The oldest is about to train.
     With `partial`, responses are made in `depth` parts; first parts are shorter and begin last, so that few slots are empty at
     the end of a generation. With `keeps_kv` ranks read keys and values of earlier parts that they made, unless a checkpoint
-    lies between. `agents_folder`: of the run, if samples are episodes of agents."""
+    lies between. With `in_flight` a generation lasts until the batch of the next step is complete and a slot lacks a sample.
+    `agents_folder`: of the run, if samples are episodes of agents."""
 
     rollout: RolloutHandle
     loader: PromptLoader
@@ -103,6 +104,7 @@ class RolloutQueue:
     depth: int
     partial: bool
     keeps_kv: bool = False
+    in_flight: bool = False
     agents_folder: Path | None = None
     records_experts: bool = False
 
@@ -132,7 +134,10 @@ class RolloutQueue:
         num_new = max(0, min(self.depth, num_left) - self.qsize())
         started = [self._issued(following + number * self.count, step) for number in range(num_new)]
         self._batches += started
-        generates = self._generate(started, earlier, self.part, step, self.first)
+        due = (
+            ordinal + 2 * self.count if self.in_flight else None
+        )  # this step's batch is complete but for the first step
+        generates = self._generate(started, earlier, self.part, step, self.first, due)
         self.metrics = [self.rollout.end_generation()] if generates else []
 
     def start_scoring(self, reward: RewardHandle) -> None:
@@ -173,7 +178,9 @@ class RolloutQueue:
         self.samples.issue(step, issued, num_samples=self.params.n, split=split, limit=self.limit)
         return Batch(ordinal, self.count, step, step, split, prompts, self.samples)
 
-    def _generate(self, started: Sequence[Batch], begun: Sequence[Batch], part: int, step: int, first: int) -> bool:
+    def _generate(
+        self, started: Sequence[Batch], begun: Sequence[Batch], part: int, step: int, first: int, due: int | None = None
+    ) -> bool:
         """Start batches of one split, with responses of at most `first` tokens, and make a part of the unfinished responses of
         begun batches, in one generation: short parts fill the places that long ones leave. Returns whether there are any."""
         for batch in begun:
@@ -185,7 +192,9 @@ class RolloutQueue:
         prompts = [batch.prompts for batch in started] or [resumed[0].prompts.slice(0, 0)]
         params, split = replace(self.params, max_new_tokens=part), started[0].split if started else "train"
         both = self.samples.lengths.expected(DataProto.concat(prompts)), DataProto.concat(rows) if rows else DataProto()
-        future = self.rollout.advance(*both, step=step, params=params, first=first, split=split, limit=self.limit)
+        future = self.rollout.advance(
+            *both, step=step, params=params, first=first, split=split, limit=self.limit, due=due
+        )
         sizes = [self.count * self.params.n] * len(started), list(map(len, rows))
         for kind, batches in enumerate((started, resumed)):
             for batch, end, size in zip(batches, itertools.accumulate(sizes[kind]), sizes[kind], strict=True):

@@ -264,9 +264,11 @@ class RolloutHandle(Protocol):
         ...
 
     def advance(
-        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int
-    ) -> Future[tuple[DataProto, DataProto]]:
-        """Both in one generation: new samples of `prompts`, `first` tokens at most, and more tokens for unfinished `rows`."""
+        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int,
+        due: int | None = None,
+    ) -> Future[tuple[DataProto, DataProto]]:  # fmt: skip
+        """Both in one generation: new samples of `prompts`, `first` tokens at most, and more tokens for unfinished `rows`. With
+        `due` it pauses on each rank when samples of prompts before `due` have ended and a slot lacks a sample."""
         ...
 
     def end_generation(self, *, syncs: bool = False) -> Future[dict[str, Metric]]:

@@ -118,12 +118,13 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ND_ADVANCE_PROTO, blocking=False)
     def advance(
-        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int
-    ) -> tuple[DataProto, DataProto]:
+        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int,
+        due: int | None = None,
+    ) -> tuple[DataProto, DataProto]:  # fmt: skip
         """New samples of `prompts` as by `generate`, of at most `first` tokens, and up to params.max_new_tokens more for
         unfinished `rows` (prompts' and rollout's columns, `begun_step` and `expected_tokens`), all under the current weights.
         Returns all rollout columns of both. They share one generation. Longer parts begin before shorter ones, so that a step
-        waits only once for its last samples."""
+        waits only once for its last samples. With `due` running samples may stop before, see RolloutHandle."""
         self._ends, self.engine.trains = GroupEnds(), split == "train"
         self.engine.resumes_below = limit if self.engine.trains and self.agents is None else 0
         if len(rows) and "kv_rank" in rows.batch and (rows.batch["kv_rank"] < 0).any():
@@ -150,6 +151,7 @@ class RolloutWorker:
                 key = sample_key(one.split, sample.ordinal, sample.sample)
                 self.score_stream(score_request(one.rows, one.row, key, sample.response_ids, self.tokenizer))
 
+        self.engine.due = None if due is None else frozenset(key for key in by_key if key[0] < due)
         # a rank that only takes part has no requests
         requests, count = [one.request for one in rollouts], len(rows)
         completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if rollouts else []

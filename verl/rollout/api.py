@@ -121,6 +121,9 @@ class RolloutEngine:
     trains: bool = field(default=False, init=False)  # whether updates will read the samples of the next generation
     syncs: bool = field(default=False, init=False)  # whether new weights come before the next generation
     resumes_below: int = field(default=0, init=False)  # tokens of responses that may continue in a later generation
+    due: frozenset[SampleKey] | None = field(
+        default=None, init=False
+    )  # samples of a generation that pauses behind them
     _stats: Stats = field(default_factory=dict, init=False)
 
     @classmethod
@@ -200,6 +203,11 @@ class RolloutEngine:
         """Statistics of the last generation: num_prompt_tokens, num_prompt_tokens_computed, num_generated_tokens, seconds,
         num_decode_steps, max_running, kv_cache_bytes."""
         return dict(self._stats)
+
+
+def keeps_keys(config: RolloutConfig) -> bool:
+    """Whether keys and values of unfinished responses stay while the weights change."""
+    return config.in_flight_keys == "kept" if config.in_flight_updates else config.keep_partial_kv_cache
 
 
 def require_reads(engine: RolloutEngine, has_images: bool) -> None:

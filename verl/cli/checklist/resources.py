@@ -42,6 +42,7 @@ from verl.models.memory import (
 )
 from verl.models.shapes import ModelShape
 from verl.parallel.memory import available_memory, memory_limit
+from verl.rollout.api import keeps_keys
 
 ADAM_STATES = 2 * FLOAT32
 # a Python process with PyTorch and transformers; a reward worker with its scorers
@@ -128,8 +129,10 @@ def memory_needed(
         parts["KV cache" if cache > active else "activations"] = max(cache, active)
     else:
         parts["KV cache"], parts["activations"] = cache, active
-    if rollout.keep_partial_kv_cache and rollout.partial_rollout and not offloads:  # a GPU's are in the host's memory
+    pauses = rollout.partial_rollout or rollout.in_flight_updates
+    if keeps_keys(rollout) and pauses and not offloads:  # a GPU's are in the host's memory
         unfinished = rollout.prefetch_num * data.train_batch_size * rollout.n
+        unfinished = min(unfinished, rollout.max_num_seqs) if rollout.in_flight_updates else unfinished
         parts["KV cache of unfinished responses"] = cache_bytes(
             policy, unfinished, 1, rollout.prompt_length, rollout.response_length, width
         )

@@ -15,6 +15,7 @@ from verl.config.active_keys import (
 )
 from verl.config.rules.agents import check_agents
 from verl.config.rules.ppo_parts import (
+    check_ahead,
     check_correction,
     check_distillation,
     check_policy,
@@ -288,31 +289,6 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"their comparison. Set {ROLLOUT}.do_sample=True, a temperature and a top_p well above 0, top_k other than 1, or "
             "n=1.",
         )
-    oldest = c.trainer.v1.sampler.max_off_policy_threshold
-    if not 0 <= rollout.prefetch_num <= oldest:
-        yield error(
-            f"{ROLLOUT}.prefetch_num",
-            f"{ROLLOUT}.prefetch_num={rollout.prefetch_num} makes samples that are so many weight versions old when they "
-            f"train; it must lie between 0 and trainer.v1.sampler.max_off_policy_threshold={oldest}.",
-        )
-    if rollout.partial_rollout and rollout.stop:
-        yield error(
-            f"{ROLLOUT}.partial_rollout",
-            f"{ROLLOUT}.partial_rollout=True does not go with stop strings, which may lie across two parts. Use "
-            f"{ROLLOUT}.stop_token_ids.",
-        )
-    keeps = f"{ROLLOUT}.keep_partial_kv_cache"
-    if rollout.keep_partial_kv_cache and not facts.keeps_partial_kv:
-        yield error(
-            keeps,
-            f"{needs_engine(f'{keeps}=True', 'keeps_partial_kv')}. Set it to False to compute earlier parts again.",
-        )
-    elif rollout.keep_partial_kv_cache and (runs_agents(c) or rollout.enable_rollout_routing_replay):
-        yield error(
-            keeps,
-            f"{keeps}=True is for single turns without {ROLLOUT}.enable_rollout_routing_replay. Set it to False to compute "
-            "earlier parts again.",
-        )
 
 
 def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
@@ -394,6 +370,7 @@ RULES = (
     check_correction,
     check_quantization,
     check_sampling,
+    check_ahead,
     check_rewards,
     check_routing,
 )

@@ -188,6 +188,50 @@ def check_quantization(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
+def check_ahead(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """Samples made ahead of training, and responses that pause while weights change."""
+    rollout = c.actor_rollout_ref.rollout
+    facts = engine_facts(rollout.name)
+    oldest = c.trainer.v1.sampler.max_off_policy_threshold
+    if not 0 <= rollout.prefetch_num <= oldest:
+        yield error(
+            f"{_ROLLOUT}.prefetch_num",
+            f"{_ROLLOUT}.prefetch_num={rollout.prefetch_num} makes samples that are so many weight versions old when they "
+            f"train; it must lie between 0 and trainer.v1.sampler.max_off_policy_threshold={oldest}.",
+        )
+    if rollout.partial_rollout and rollout.stop:
+        yield error(
+            f"{_ROLLOUT}.partial_rollout",
+            f"{_ROLLOUT}.partial_rollout=True does not go with stop strings, which may lie across two parts. Use "
+            f"{_ROLLOUT}.stop_token_ids.",
+        )
+    in_flight, others = f"{_ROLLOUT}.in_flight_updates", (rollout.partial_rollout, rollout.stop)
+    if rollout.in_flight_updates and not facts.pauses:
+        yield error(
+            in_flight,
+            f"{needs_engine(f'{in_flight}=True', 'pauses')}. Set it to False; {_ROLLOUT}.partial_rollout=True cuts responses "
+            "at fixed lengths on every engine.",
+        )
+    elif rollout.in_flight_updates and any((*others, runs_agents(c), rollout.enable_rollout_routing_replay)):
+        yield error(
+            in_flight,
+            f"{in_flight}=True is for single turns without partial_rollout, enable_rollout_routing_replay and stop strings, "
+            f"which may lie across a pause. Set it to False, or remove these; {_ROLLOUT}.stop_token_ids ends responses too.",
+        )
+    keeps = f"{_ROLLOUT}.keep_partial_kv_cache"
+    if rollout.keep_partial_kv_cache and not facts.keeps_partial_kv:
+        yield error(
+            keeps,
+            f"{needs_engine(f'{keeps}=True', 'keeps_partial_kv')}. Set it to False to compute earlier parts again.",
+        )
+    elif rollout.keep_partial_kv_cache and (runs_agents(c) or rollout.enable_rollout_routing_replay):
+        yield error(
+            keeps,
+            f"{keeps}=True is for single turns without {_ROLLOUT}.enable_rollout_routing_replay. Set it to False to compute "
+            "earlier parts again.",
+        )
+
+
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORD = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import Section, section, used
-from verl.config.sections.rollout import AGENTS, TOOLS
+from verl.config.sections.multi_turn import TOOLS
+from verl.config.sections.rollout import AGENTS
 
 ROW_FORMATS = (None, "messages", "conversations", "prompt_completion", "text", "alpaca", "prompt_response")
 

@@ -30,7 +30,7 @@ from verl.models.padded import forward_kind
 from verl.models.parallel.tensor import check_divisible
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
-from verl.rollout.api import Invariance, RolloutEngine, Stats
+from verl.rollout.api import Invariance, RolloutEngine, Stats, keeps_keys
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.batch import SavedTokens
 from verl.rollout.native.compiled.forward import CpuForward
@@ -210,7 +210,7 @@ class NativeGeneration:
             max_num_batched_tokens=config.max_num_batched_tokens,
             shared=params.n > 1 and not keep,
             max_saved_bytes=_kept_bytes(config) if keep else None,
-            paused=engine._paused if config.keep_partial_kv_cache and engine.trains and not keep else None,
+            paused=engine._paused if keeps_keys(config) and engine.trains and not keep else None,
             resumes_below=engine.resumes_below,
         )
         if config.enable_rollout_routing_replay and not keep:  # episodes are not recorded
@@ -243,6 +243,8 @@ class NativeGeneration:
                 while not self.scheduler.is_finished:
                     self._choose_backend()
                     done = self.scheduler.step()
+                    if done and self._is_due():
+                        done += self.scheduler.pause()
                     if done or (until is not None and time.monotonic() >= until):
                         return done
         except BaseException:
@@ -252,6 +254,11 @@ class NativeGeneration:
             self.close()
             raise
         return []
+
+    def _is_due(self) -> bool:
+        """Whether the samples to wait for have ended, and there are fewer samples than slots."""
+        due = self.engine.due
+        return due is not None and self.scheduler.lacks_samples and due.isdisjoint(self.samples.running)
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
         keys = list(keys)

@@ -124,6 +124,11 @@ class Scheduler:
         """Whether no sample is running or waits."""
         return self.prompts.is_empty and not self.rows.num_running and not self._flight
 
+    @property
+    def lacks_samples(self) -> bool:
+        """Whether a row is free and no sample waits for one."""
+        return self.prompts.is_empty and self.rows.num_free > 0
+
     def add(self, request: PromptRequest) -> None:
         """Queue a request of OpenSamples.admit."""
         count = request.num_samples or self.params.n
@@ -132,6 +137,14 @@ class Scheduler:
         self.prompts.waiting.append(group)
         self.longest_prompt = max(self.longest_prompt, group.num_tokens)
         self._has_new = True
+
+    def pause(self) -> list[Completion]:
+        """End the running samples where they are, with the reason "length", as a limit of tokens does."""
+        self._ended = []
+        self._read_all_but(0)
+        for row in [row for row, group in enumerate(self.rows.groups[: self.rows.end]) if group is not None]:
+            self._end(row, False)
+        return self._ended
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
         """Drop samples, running or saved."""
