@@ -118,11 +118,13 @@ def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:
     )  # fmt: skip
 
 
-def start_verl(stack: ExitStack, work: Workload, logs: Path, limit_s: float, overrides: list[str]) -> Peer:
+def start_verl(
+    stack: ExitStack, work: Workload, logs: Path, limit_s: float, overrides: list[str], name: str = OURS
+) -> Peer:
     """Our process, built; `bare` has its usage before the build."""
-    ours = stack.enter_context(Peer(OURS, "child_verl.py", log=logs / "verl.log"))
+    ours = stack.enter_context(Peer(name, "child_verl.py", log=logs / f"{name}.log"))
     ours.bare = ours.ask("nothing", limit_s)
-    ours.build(limit_s, work=work.to_json(), folder=str(logs / "verl"), overrides=overrides)
+    ours.build(limit_s, work=work.to_json(), folder=str(logs / name), overrides=overrides)
     return ours
 
 

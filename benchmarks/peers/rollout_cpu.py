@@ -2,6 +2,7 @@
 
     python benchmarks/peers/rollout_cpu.py                       # 8 prompts x 8 samples, 64 + 128 tokens, against generate
     python benchmarks/peers/rollout_cpu.py --vllm --dtype bfloat16 --json results.json
+    python benchmarks/peers/rollout_cpu.py --dtype bfloat16 --forms float32 int8 --prompts 1    # our engine in other numbers
 
 Rounds are as in peers_cpu.py; every sample has the full length. A further result is the distance of sampled log-probs from
 the training forward.
@@ -14,6 +15,7 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_options(parser, response_tokens=128)
     parser.add_argument("--vllm", action="store_true", help="run vLLM too, in its own environment (made if absent)")
+    parser.add_argument(
+        "--forms", nargs="*", default=[], help="our engine with these numbers, in place of other engines"
+    )
     parser.add_argument("--vllm-env", type=Path, help="vLLM's environment; implies --vllm")
     return parser.parse_args(argv)
 
@@ -47,7 +52,13 @@ def vllm_environment() -> dict[str, str]:
 def start(stack: ExitStack, options: argparse.Namespace, work: Workload, logs: Path) -> list[Peer]:
     """Every engine's process, built."""
     peers = [start_verl(stack, work, logs, options.limit_s, options.ours)]
-    engines: dict[str, dict[str, Any]] = {"generate": {"environment": {"HF_HUB_OFFLINE": "1"}}}
+    for form in options.forms:  # a dtype, or what layers of the dtype are quantized to
+        quantized = [] if form.startswith(("float", "bfloat")) else [f"actor_rollout_ref.rollout.quantization={form}"]
+        its_work = work if quantized else replace(work, dtype=form)
+        peers.append(start_verl(stack, its_work, logs, options.limit_s, [*options.ours, *quantized], form))
+    engines: dict[str, dict[str, Any]] = (
+        {"generate": {"environment": {"HF_HUB_OFFLINE": "1"}}} if not options.forms else {}
+    )
     if options.vllm or options.vllm_env:
         engines["vllm"] = {"python": ensure("vllm", options.vllm_env), "environment": vllm_environment()}
     for name, settings in engines.items():
@@ -94,10 +105,11 @@ def main(argv: list[str] | None = None) -> Report:
         report.facts = {"workload": describe(work), **{peer.name: peer.facts for peer in peers}}
         fill(report, work, generations)
         idle = {peer.name: peer.idle_share for peer in peers}
-        gap = peers[0].ask("log_prob_gap", options.limit_s)["log_prob_gap"]
-    report.results |= {"idle_processor_share": idle, "log_prob_gap": gap}
+        gaps = {p.name: p.ask("log_prob_gap", options.limit_s)["log_prob_gap"] for p in peers[: 1 + len(options.forms)]}
+    report.results |= {"idle_processor_share": idle, "log_prob_gap": gaps[OURS], "log_prob_gaps": gaps}
     report.notes.append("Processor time while another engine computed, share of one core: " + shares(idle) + ".")
-    report.notes.append(f"Sampled log-probs against the training forward, largest difference: {number(gap)}.")
+    words = ", ".join(f"{name} {number(gap)}" for name, gap in gaps.items())
+    report.notes.append(f"Sampled log-probs against the training forward, largest difference: {words}.")
     report.finish(options.json)
     return report
 

@@ -205,18 +205,27 @@ def test_weights_that_changed_are_quantized_again_and_nan_shows(load, make_engin
 
 
 @pytest.mark.parametrize(
-    ("family", "isa", "grid", "words"),
+    ("engine", "family", "isa", "grid", "words"),
     [
-        ("gemma", None, "int8", "plain dense decoders, and GemmaForCausalLM"),
-        ("gemma", None, "fp8", "plain dense decoders"),
-        ("llama", "none", "int8", "int8 needs the compiled decoder, .*Set actor_rollout_ref.rollout.quantization=null"),
+        ("hf", "llama", None, "fp8", "sampled by transformers, .*Set actor_rollout_ref.rollout.quantization=null"),
+        ("native", "gemma", None, "int8", "plain dense decoders, and GemmaForCausalLM"),
+        ("native", "gemma", None, "fp8", "plain dense decoders"),
+        (
+            "native",
+            "llama",
+            "none",
+            "int8",
+            "int8 needs the compiled decoder, .*Set actor_rollout_ref.rollout.quantization=null",
+        ),
     ],
 )
-def test_a_model_or_processor_that_cannot_is_refused_at_the_start(family, isa, grid, words, make_engine, monkeypatch):
+def test_a_model_or_processor_that_cannot_is_refused_at_the_start(
+    engine, family, isa, grid, words, make_engine, monkeypatch
+):
     if isa is not None:
         monkeypatch.setenv("VERL_CPU_ISA", isa)
     with pytest.raises(ConfigError, match=words):
-        make_engine("native", family, quantization=grid)
+        make_engine(engine, family, quantization=grid)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from verl.config import full_key
 from verl.data_proto.media import Media
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.errors import ConfigError
 from verl.families import ROLLOUT_ENGINES
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
@@ -37,6 +39,11 @@ class HFRollout(RolloutEngine):
     facts = ROLLOUT_ENGINES.facts["hf"]
 
     def __post_init__(self) -> None:
+        if self.config.quantization is not None:  # the native engine may have passed a model on
+            raise ConfigError(
+                f"{type(self.module).__name__} is sampled by transformers, which does not quantize it here. Set "
+                f"{full_key('rollout.quantization')}=null."
+            )
         self.is_padded = forward_kind(self.module) != "packed"
         self.view = own_view(self.module) if self.is_padded else eager_view(self.module)
         self.caches = not self.is_padded or _cache_is_exact(self.view)

@@ -373,7 +373,8 @@ class RolloutConfig(Section):
         False, "record the experts that rollout chooses, for actor.router_replay.mode=R3"
     )
     quantization: str | None = used(
-        None, "numbers of the sampler's layers, made of the weights of each update (docs/low-precision.md)",
-        choices=(None, "int8", "fp8"), strict=OURS,
-    )  # fmt: skip
-    kv_cache_dtype: str = ours("auto", "numbers of the KV cache; auto: those of the model", choices=("auto", "fp8"))
+        None,
+        "numbers of the sampler's layers, made of each update (docs/low-precision.md)",
+        choices=(None, "int8", "fp8"),
+    )
+    kv_cache_dtype: str = used("auto", "numbers of the KV cache; auto: those of the model", choices=("auto", "fp8"))
