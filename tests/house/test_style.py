@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_553,
+    "core": 72_561,
     "compat": 7_960,
     "page": 3_760,
     "planner": 2_754,
@@ -21,8 +21,8 @@ MAX_LINES = {
     "clusters": 7_167,
     "agents": 5_955,
     "tasks": 2_121,
-    "tests": 86_651,
-    "benchmarks": 6_217,
+    "tests": 86_691,
+    "benchmarks": 6_231,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
