@@ -30,7 +30,7 @@ def one(tmp_path_factory, worker_id):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, worker_id):
-    return results_once(parallel_checks.__name__, 2, tmp_path_factory, worker_id)
+    return results_once(parallel_checks.__name__, 2, tmp_path_factory, worker_id, timeout_s=300.0)
 
 
 @pytest.fixture(scope="module")
