@@ -28,7 +28,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.cli.import_check",
         "verl.trainer.main_ppo",
     ),
-    "verl-page": ("verl.page", "verl.cli.view"),
+    "verl-page": (
+        "verl.page",
+        "verl.cli.view",
+        "verl.tracking.console_notebook",
+        *(f"verl.tracking.sinks.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")),
+    ),
     "verl-planner": ("verl.planner", "verl.cli.plan"),
     "verl-tinker": ("verl.tinker", "verl.cli.serve"),
     "verl-clusters": (
@@ -45,6 +50,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.data.tasks",
         "verl.data.prepare",
         "verl.programs.label",
+        "verl.programs.rejection",
         "verl.cli.data",
         "verl.agents.games",
         "verl.agents.tools.calculator",

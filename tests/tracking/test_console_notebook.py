@@ -8,7 +8,7 @@ import pytest
 
 from tests.tracking.test_console import METRICS, STEP, summary
 from verl.run.host import _console
-from verl.tracking import console_notebook
+from verl.tracking import console
 from verl.tracking.console import Console
 from verl.tracking.console_notebook import NotebookConsole
 
@@ -98,4 +98,4 @@ def test_a_run_that_ends_early_says_so(outputs):
 def test_only_a_notebook_has_the_display(monkeypatch, is_notebook, kind):
     monkeypatch.setattr("verl.run.host.is_notebook", lambda: is_notebook)
     assert type(_console(SimpleNamespace(is_rank_zero=True))) is kind
-    assert not console_notebook.is_notebook()  # in this process
+    assert not console.is_notebook()  # in this process

@@ -19,6 +19,7 @@ from verl.config.diff import changed_keys
 from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
 from verl.data_proto.tokenizer import Tokenizer
+from verl.distributions import is_installed, load_part
 from verl.errors import ConfigError, FewRowsError
 from verl.parallel.torch_settings import run_settings
 from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
@@ -39,8 +40,7 @@ from verl.run.state import (
 )
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking import run_folder
-from verl.tracking.console import Console
-from verl.tracking.console_notebook import NotebookConsole, is_notebook
+from verl.tracking.console import Console, is_notebook
 from verl.tracking.files import read_metrics, write_atomically
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.summary import Summary
@@ -235,7 +235,9 @@ def _create_repository(trainer: TrainerConfig) -> None:
 def _console(runtime: Runtime, steps: bool = True) -> Any:
     if not runtime.is_rank_zero:
         return NullOutput()
-    return NotebookConsole(steps=steps) if is_notebook() else Console(steps=steps)
+    if is_notebook() and is_installed("verl-page"):
+        return load_part("verl.tracking.console_notebook").NotebookConsole(steps=steps)
+    return Console(steps=steps)
 
 
 def _tracker(

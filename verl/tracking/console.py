@@ -49,6 +49,11 @@ _HOST_METRICS = {"perf/throughput": ("tokens_per_s", "{:.0f}"), "perf/time_per_s
 _UNITS = {"tokens_per_s": " tok/s", "seconds": " s"}
 
 
+def is_notebook() -> bool:
+    """Whether this process displays in a notebook."""
+    return RichConsole().is_jupyter
+
+
 class _Clock(ProgressColumn):
     """A text that changes with time, at the end of the bar."""
 

@@ -24,11 +24,6 @@ _COLOURS = ("#0b57b7", "#c2410c")  # of training, and of validation
 Points = list[tuple[int, float]]
 
 
-def is_notebook() -> bool:
-    """Whether this process displays in a notebook."""
-    return RichConsole().is_jupyter
-
-
 class _Lines(io.TextIOBase):
     """A stream that gives its finished lines to `add`."""
 
