@@ -13,14 +13,14 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_561,
+    "core": 72_023,
     "compat": 7_960,
-    "page": 3_760,
+    "page": 4_113,
     "planner": 2_754,
     "tinker": 3_794,
     "clusters": 7_167,
     "agents": 5_955,
-    "tasks": 2_121,
+    "tasks": 2_314,
     "tests": 86_691,
     "benchmarks": 6_231,
 }
