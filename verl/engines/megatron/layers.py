@@ -108,7 +108,7 @@ class Experts(MegatronModule):
     """This rank's experts as two tensors with the dimensions of the checkpoint's."""
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, submodules: object = None, pg_collection: Any = None
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, name: str | None = None
     ):
         super().__init__(config=config)
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()

@@ -135,7 +135,7 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> object:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if has_experts:
-        layer.mlp.submodules.experts = ModuleSpec(module=Experts)
+        getattr(layer.mlp, "keywords", vars(layer.mlp))["submodules"].experts = Experts  # a partial in 0.19
     if config.latent is not None:
         layer.self_attention = ModuleSpec(module=LatentAttention)
         return spec
