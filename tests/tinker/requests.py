@@ -23,7 +23,7 @@ from verl.tinker.journal import RequestJournal
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenant, TenantLimits, Tenants
 
-UNSERVED = ("save_weights_external", "create_custom_loss", "models/M/odd")
+UNSERVED = ("auth/token", "create_custom_loss", "models/M/odd")
 KEYS = {"ada": "tml-ada", "bob": "tml-bob"}
 INTEGERS = (-1, 0, 1, 2, 7, 100, 101, 1 << 31, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, -(1 << 63) - 1, 10**40)
 ODD = (None, True, 1.5, math.nan, math.inf, 1e38, 1e-40, "", "x", "\0", "../..", "a" * 5000, [], {}, [[]], "\ud800")
@@ -46,9 +46,12 @@ class Caller:
         self.service, self.http, self.name = service, http, name
         self.seq_id, self.sample_seq = 1, 0
 
-    async def open(self):
+    async def open_session(self):
         answer = await self.post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})
-        self.session = answer.json()["session_id"]
+        return answer.json()["session_id"]
+
+    async def open(self):
+        self.session = await self.open_session()
         named = {"session_id": self.session, "base_model": self.service.names[0]}
         created = await self.post("create_model", {**named, "model_seq_id": 0, "lora_config": {"rank": 2, "seed": 1}})
         self.model = (await self.result(created))["model_id"]
@@ -66,7 +69,7 @@ class Caller:
         return await self.post("retrieve_future", {"request_id": answer.json()["request_id"]})
 
     async def lose(self, route, body):
-        """A request whose connection ends inside the body: the status that nobody reads."""
+        """A request whose connection ends inside the body: the status that no client reads."""
         messages, sent = [{"type": "http.request", "body": body[: len(body) // 2], "more_body": True}], []
 
         async def receive():

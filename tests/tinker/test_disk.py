@@ -21,9 +21,9 @@ from verl.cli.main import main  # noqa: E402
 from verl.errors import CheckpointError  # noqa: E402
 from verl.models.adapter_weights import AdapterWeights  # noqa: E402
 from verl.tinker import checkpoints, journal, service  # noqa: E402
-from verl.tinker.checkpoints import Snapshots  # noqa: E402
 from verl.tinker.journal import COVERED, AcceptedRequest, RequestJournal  # noqa: E402
 from verl.tinker.records import RefusedRequest  # noqa: E402
+from verl.tinker.snapshots import Snapshots  # noqa: E402
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 PROMPT = types.ModelInput.from_ints([3, 4, 5, 6])

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tinker", reason="the extra tinker is not installed")
+tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+from starlette.routing import Match  # noqa: E402
 
 from tests.forked import run_forked  # noqa: E402
 from tests.tinker.served import running  # noqa: E402
 from tests.tinker.test_tenants import PROTOBUF, model_of, post, rows  # noqa: E402
 from verl.cli.main import main  # noqa: E402
+from verl.tinker.app import application  # noqa: E402
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text(encoding="utf-8")
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
@@ -30,6 +33,28 @@ def test_the_snippets_run(bench, tmp_path):
         (tmp_path / "snippets.py").write_text(f"import faulthandler\nfaulthandler.enable()\n{CODE}")
         code, output = run_forked(tmp_path / "snippets.py", env=environment, cwd=tmp_path, timeout_s=120)
         assert code == 0, output[-2000:]
+
+
+CALL = re.compile(r"\b_?(get|post|put|delete)\(\s*f?\"(/api/v1/[^\"]+)\"")
+
+
+def sdk_routes():
+    """(method, path) of the routes that the installed SDK calls, with NAME for what it fills in."""
+    files = [file for file in Path(tinker.__file__).parent.rglob("*.py") if not file.name.endswith("_test.py")]
+    calls = {call for file in files for call in CALL.findall(file.read_text(encoding="utf-8"))}
+    return sorted({(re.sub(r"\{\w+\}", "NAME", path), method.upper()) for method, path in calls})
+
+
+def test_the_table_of_routes_is_that_of_the_sdk(shared):
+    def is_served(path, method):
+        scope = {"type": "http", "method": method, "path": path.replace("NAME", "m")}
+        (first, *_) = [r for r in application(shared.service).routes if r.matches(scope)[0] == Match.FULL]
+        return first.path != "/api/v1/{path:path}"
+
+    calls = [(path, f"{method} {path.removeprefix('/api/v1/')}", method) for path, method in sdk_routes()]
+    rows = [f"| `{call}` | {'yes' if is_served(path, method) else ''} |" for path, call, method in calls]
+    table = "\n".join(["| route of the SDK, below `/api/v1/` | served |", "|---|---|", *rows])
+    assert table in TEXT, table
 
 
 def answers(section):
@@ -65,8 +90,14 @@ def test_each_request_that_is_not_served_has_its_answer(shared):
             "save_weights_for_sampler",
             {"model_id": model, "seq_id": 3, "kind": "inflight"},
         ),
-        "`publish`": ("training_runs/M/checkpoints/weights/N/publish", {}),
-        **{f"`{name}`": (name, {}) for name in ("save_weights_external", "create_custom_loss", "copy_weights")},
+        "another optimizer": (
+            "create_model",
+            {**base, "model_seq_id": 9, "lora_config": {"rank": 2}, "optimizer_config": {"type": "dimuon"}},
+        ),
+        "a file encrypted by age": (
+            "save_weights_external",
+            {"model_id": model, "seq_id": 4, "path": "a", "age_encryption_recipients": ["age1x"]},
+        ),
     }
     assert set(REFUSED) == {*requests, *STARTS}
     for name, (route, body) in requests.items():

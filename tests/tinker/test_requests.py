@@ -107,7 +107,7 @@ def packed(model, damage):
 
 REFUSED_EARLY = {  # route, body of a model, headers, status
     "value": ("optim_step", lambda m: numbered(m, adam_params={"learning_rate": math.nan}), {}, 400),
-    "route": ("save_weights_external", lambda m: numbered(m, path="a"), {}, 404),
+    "route": ("create_custom_loss", lambda m: numbered(m, path="a"), {}, 404),
     "path": ("training_runs/M/checkpoints/weights/a/odd", numbered, {}, 404),
     "cut": ("optim_step", lambda m: numbered(m, adam_params={"beta1": 0.9})[:-9], {}, 400),
     "text": ("optim_step", lambda m: numbered(m)[:-1] + b', "a": "\xff"}', {}, 400),

@@ -149,7 +149,7 @@ def test_a_small_tenant_waits_for_two_slices_at_most():
     assert taken.count("small") == 2
 
 
-def test_a_step_beside_a_long_sample_waits_for_three_turns_of_it_at_most():
+def test_a_step_waits_for_two_turns_of_a_long_sample_at_most():
     """256 samples of 900 tokens take a step of 256 tokens each; the step of a small tenant is two requests."""
     lanes, lane = Lanes(), SampleLane("params", 1024)
     lanes.put(lane, QueuedJob(None, "long", "large", 256 * 900))
@@ -287,7 +287,7 @@ def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared)
     assert all((before[key] == value).all() for key, value in adapter.weights.tensors.items())
     assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
     assert post(shared, "client/config", {}, "tml-wrong").status_code == 401
-    unknown = ("nowhere", "training_runs/..%2f..%2fetc", "sessions", "audit", "asample")
+    unknown = ("nowhere", "training_runs/..%2f..%2fetc", "sessions/none", "audit", "asample")
     answers = [post(shared, route, b"", method="GET") for route in unknown]
     assert [answer.status_code for answer in answers] == [404] * 5
     assert all(answer.json()["detail"] for answer in answers)

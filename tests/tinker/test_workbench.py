@@ -149,7 +149,7 @@ def drawn(output):
     return [(c.token_ids, c.log_probs) for c in output.completions]
 
 
-def test_requests_join_an_open_lane_and_have_the_samples_that_each_has_alone(bench):
+def test_requests_join_an_open_lane_and_have_the_samples_of_lanes_for_themselves(bench):
     """Also with parts of a request that has more samples than rows, and between training steps of another adapter."""
     adapters = [new_adapter(bench, seed).snapshot() for seed in (1, 2)]
     asks = [SamplingRequest((1, 2, n), n + 1, 20 + n, SamplingParams(), n) for n in range(4)]

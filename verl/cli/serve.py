@@ -19,6 +19,7 @@ _OPTIONS = {
     "port": "port to listen at (default: any that is free)",
     "folder": "folder for models and checkpoints (default: runs/tinker)",
     "rank": "largest rank of an adapter (default: 64)",
+    "models": "most models of all clients together, without keys= (default: 64)",
     "keys": "file with SHA-256 sums of API keys, tenants and limits (default: any key is taken)",
     "tls_cert": "file with the certificate of the server, PEM (default: no TLS)",
     "tls_key": "file with the key of that certificate, PEM",
@@ -43,7 +44,7 @@ def run_serve(argv: list[str]) -> int:
         raise MissingExtraError("verl serve tinker", "tinker", "tinker")
     from verl.page.launch import listen
     from verl.tinker.server import serve_tinker
-    from verl.tinker.tenants import Tenants, read_tenants
+    from verl.tinker.tenants import TenantLimits, Tenants, read_tenants
 
     folder = Path(options.get("folder", "runs/tinker")).expanduser()
     keys = [f"trainer.default_local_dir={folder}", *keys]
@@ -51,7 +52,12 @@ def run_serve(argv: list[str]) -> int:
     host, certificate = options.get("host", "127.0.0.1"), _certificate(options)
     if "keys" not in options and host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(f"host={host} lets other machines in, so give their API keys with keys=FILE.")
-    tenants = read_tenants(options["keys"]) if "keys" in options else Tenants()
+    if "keys" in options and "models" in options:
+        raise ConfigError(
+            "models= is for a service without keys. With keys=FILE, write models=N in the lines of the file."
+        )
+    limits = TenantLimits(models=_count("models", options["models"])) if "models" in options else TenantLimits()
+    tenants = read_tenants(options["keys"]) if "keys" in options else Tenants(limits=limits)
     listening = listen(host, _count("port", options.get("port", "0")))
 
     def say(address: str) -> None:

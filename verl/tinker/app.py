@@ -25,6 +25,7 @@ from starlette.staticfiles import StaticFiles
 from tinker import types
 
 from verl.page.server import STATIC, is_own_name
+from verl.tinker.chat import ChatRoutes
 from verl.tinker.codec import MAX_BYTES, TOO_LARGE, decompressed
 from verl.tinker.journal import trouble
 from verl.tinker.model_routes import ModelRoutes
@@ -33,12 +34,14 @@ from verl.tinker.records import RefusedRequest
 from verl.tinker.routes import Routes, StatusRoutes
 from verl.tinker.served import ClientCall
 from verl.tinker.service import Service
+from verl.tinker.sharing import SharingRoutes
 from verl.tinker.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 30.0
 _FIRST_PART_S = 0.2  # for the beginning of a body that is refused for its length
+_DOWNLOAD = "download/{until}/{signature}/{model_id}/{kind}/{name}/{file}"  # the signature stands for a key
 _PAGE = "page"  # the route that a browser opens
 _READS = {  # posts that write nothing, so they are answered while the disk is full
     "client/config", "client/dynamic_config", "telemetry", "session_heartbeat", "get_info", "weights_info", "retrieve_future",
@@ -50,6 +53,10 @@ Handler = Callable[[ClientCall], Awaitable[object]]
 def application(service: Service) -> Starlette:
     """The application. Every request but healthz needs the key of a tenant."""
     routes, models, states, post, get = Routes(service), ModelRoutes(service), StatusRoutes(service), ["POST"], ["GET"]
+    shared, chat = SharingRoutes(service), ChatRoutes(routes)
+    openai: list[tuple[str, list[str], Handler]] = [
+        ("models", get, chat.models), ("chat/completions", post, chat.chat), ("completions", post, chat.complete),
+    ]  # fmt: skip
     run, checkpoint = "training_runs/{model_id}", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
     table: list[tuple[str, list[str], Handler]] = [
         ("healthz", get, routes.health), ("client/config", post, routes.config),
@@ -61,6 +68,11 @@ def application(service: Service) -> Starlette:
         ("optim_step", post, models.optim_step), ("save_weights", post, models.save_weights),
         ("save_weights_for_sampler", post, models.save_weights_for_sampler), ("load_weights", post, models.load_weights),
         ("weights_info", post, routes.weights_info), ("checkpoints", get, routes.list_checkpoints),
+        (f"{checkpoint}/publish", post, shared.publish), (f"{checkpoint}/publish", ["DELETE"], shared.unpublish),
+        (f"{checkpoint}/external_weights_urls", get, shared.urls), (_DOWNLOAD, get, shared.download),
+        ("copy_weights", post, shared.copy), ("save_weights_external", post, models.save_weights_external),
+        ("sessions", get, shared.sessions), ("sessions/search", post, shared.search),
+        ("sessions/{session_id}", get, shared.session),
         (f"{run}/checkpoints", get, routes.list_checkpoints), (checkpoint, ["DELETE"], routes.delete_checkpoint),
         (f"{checkpoint}/ttl", ["PUT"], routes.set_ttl), (run, get, routes.training_run),
         ("training_runs", get, routes.training_runs),
@@ -78,6 +90,10 @@ def application(service: Service) -> Starlette:
             Route(
                 "/api/v1/{path:path}", partial(_answer, service, "", _nowhere), methods=["GET", "PUT", "DELETE", *post]
             )
+        ]
+        + [
+            Route(f"/v1/{path}", partial(_answer, service, f"/v1/{path}", handler), methods=methods)
+            for path, methods, handler in openai
         ]
         + [Route("/", partial(_answer, service, _PAGE, states.page)), Mount("/static", StaticFiles(directory=STATIC))],
         exception_handlers={HTTPException: _http_error},
@@ -106,7 +122,7 @@ async def _lifespan(service: Service, handlers: Mapping[str, Handler]) -> AsyncI
 
 async def _answer(service: Service, route: str, handler: Handler, request: Request) -> Response:
     """Check key and size, read the body, call the handler, and write the journal; a RefusedRequest becomes its status. Unless
-    the client is told to repeat a request, its number is used, whatever becomes of it: later ones would wait for it."""
+    the answer asks for a repetition, its number is used, whatever becomes of it: later ones would wait for it."""
     call: ClientCall | None = None
     try:
         try:
@@ -127,7 +143,10 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
             headers["WWW-Authenticate"] = 'Basic realm="verl: any name, and the API key as the password"'
         if error.status == 413:  # the server would read what is still to come, and discard it
             headers["Connection"] = "close"
-        return JSONResponse({"detail": error.sentence}, error.status, headers)
+        body: dict[str, object] = {"detail": error.sentence}
+        if route.startswith("/v1/"):  # as clients of OpenAI's API read it
+            body["error"] = {"message": error.sentence, "type": "invalid_request_error"}
+        return JSONResponse(body, error.status, headers)
     except ClientDisconnect:
         return Response(status_code=499)
     except sqlite3.Error as error:  # the request stays in memory, and the repeated one finds it there
@@ -147,13 +166,18 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
 
 async def _call(service: Service, route: str, request: Request) -> tuple[ClientCall, RefusedRequest | None]:
     """The request, and why it is refused, if its body is too large or damaged: it has the beginning of the body then."""
-    tenant = Tenant() if route == "healthz" else _tenant(service, request)
-    with service.arriving(tenant):
+    tenant = Tenant() if route in ("healthz", _DOWNLOAD) else _tenant(service, request)
+    service.arriving[tenant.name] += 1  # it may be the request that others wait for
+    try:
         raw, refusal = await _body(request)
+    finally:
+        service.arriving[tenant.name] -= 1
     body, unread = decompressed(raw, request.headers.get("content-encoding", ""))
     digest = hashlib.sha256(body).hexdigest()
     parameters = (request.path_params, request.query_params)
-    return ClientCall(route, body, tenant, digest, *parameters, method=request.method), refusal or unread
+    address = str(request.base_url).rstrip("/")
+    call = ClientCall(route, body, tenant, digest, *parameters, method=request.method, address=address)
+    return call, refusal or unread
 
 
 def _tenant(service: Service, request: Request) -> Tenant:

@@ -1,11 +1,12 @@
 """Saved adapters, named tinker://MODEL/KIND/NAME, in folders that peft reads.
 
     models/MODEL/{model.json, metrics.jsonl}                    the model as it was created, and its steps: a run folder
-    models/MODEL/{weights,sampler_weights}/NAME/
+    models/MODEL/{weights,sampler_weights,external_weights}/NAME/
       {adapter_model.safetensors, adapter_config.json}
       optimizer.safetensors                                     of weights
       state.json                                                rank, optimizer steps, times, the request that saved it
       expires                                                   time when it is removed, if it has one; with its digest
+      public                                                    if every tenant may read it
     models/MODEL/states/SEQ/                                    the same, of the model after request SEQ, for a restart
       manifest.json                                             size and digest of every file; written last
 
@@ -21,9 +22,8 @@ import math
 import os
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,18 +31,20 @@ from typing import Any, Literal
 from verl.checkpoint.files import read_document, write_json
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.errors import CheckpointError
-from verl.manifest import MANIFEST, find_damage, new_folder, put_in_place, read_sealed, record_of, sealed
+from verl.manifest import MANIFEST, find_damage, new_folder, read_sealed, record_of, sealed
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
-from verl.regular_files import make_folder, sync_folder, whole_file
+from verl.regular_files import make_folder, whole_file
 from verl.tinker.adapters import Adapter
 from verl.tinker.records import RefusedRequest
 from verl.tracking.files import has, is_count, is_number, is_text, write_atomically
 
-KINDS: dict[str, Literal["training", "sampler"]] = {"weights": "training", "sampler_weights": "sampler"}
+KINDS: dict[str, Literal["training", "sampler", "external"]] = {
+    "weights": "training", "sampler_weights": "sampler", "external_weights": "external",
+}  # fmt: skip
 log = logging.getLogger(__name__)
 
-_EXPIRES, _STATES = "expires", "states"
+_EXPIRES, _STATES, _PUBLIC = "expires", "states", "public"
 _FACTS = {"model_id", "base_model", "rank", "parts", "tenant", "created", "user_metadata"}
 _ARE_FACTS = has(
     base_model=is_text, rank=is_count, tenant=is_text, created=is_number, parts=lambda v: isinstance(v, list)
@@ -75,6 +77,15 @@ class SavedAdapter:
         """The time when it is removed, if ever; None also if it cannot be read."""
         return _expiry(self.folder)
 
+    @property
+    def is_public(self) -> bool:
+        """Whether every tenant may read it."""
+        return (self.folder / _PUBLIC).is_file()
+
+    def files(self) -> list[str]:
+        """The names of its files, without the manifest."""
+        return sorted(read_document(self.folder / MANIFEST)["files"])
+
     def num_bytes(self) -> int:
         return _num_bytes(self.folder)
 
@@ -90,6 +101,11 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
         saved = [folder.name for folder in self.root.iterdir() if folder.is_dir()]
         self._facts = {name: facts for name in saved if (facts := self._read_facts(name)) is not None}
+
+    @property
+    def tokenizer(self) -> str:
+        """The place from which a client loads the tokenizer: the model's folder, or its name on a hub."""
+        return os.path.abspath(self.base) if os.path.isdir(self.base) else self.base
 
     def register(self, model_id: str, facts: Mapping[str, object]) -> None:
         """Write down a model as it was created, once."""
@@ -118,7 +134,7 @@ class Checkpoints:
             if _ARE_FACTS(facts := {"tenant": "local", **document}):
                 return facts
         except CheckpointError as error:
-            _warn(f"A model is left out: {error}")
+            warn_once(f"A model is left out: {error}")
         return None
 
     def _names(self) -> list[str]:
@@ -184,7 +200,7 @@ class Checkpoints:
         for folder in sorted(folders, key=lambda folder: int(folder.name), reverse=True):
             if (damage := find_damage(folder)) is None:
                 return int(folder.name)
-            _warn(f"The state {folder} is damaged and not used: {damage}.")
+            warn_once(f"The state {folder} is damaged and not used: {damage}.")
         return None
 
     def load_state(self, model_id: str, seq_id: int) -> Adapter:
@@ -237,7 +253,7 @@ class Checkpoints:
             try:
                 state = read_document(folder / "state.json")
             except CheckpointError as error:
-                _warn(f"A checkpoint is left out: {error}")
+                warn_once(f"A checkpoint is left out: {error}")
                 continue
             if _IS_STATE(state):
                 yield SavedAdapter(folder.parents[1].name, folder.parent.name, folder.name, folder, state)
@@ -251,6 +267,22 @@ class Checkpoints:
 
     def delete(self, saved: SavedAdapter) -> None:
         shutil.rmtree(saved.folder)
+
+    def set_public(self, saved: SavedAdapter, *, is_public: bool) -> None:
+        """Let every tenant read a checkpoint, or its owner alone."""
+        if is_public:
+            (saved.folder / _PUBLIC).touch()
+        else:
+            (saved.folder / _PUBLIC).unlink(missing_ok=True)
+
+    def copy(self, saved: SavedAdapter, model_id: str) -> SavedAdapter:
+        """The checkpoint of the model `model_id` with the files of another one, which they share on the disk."""
+        final = self._folder(model_id, saved.kind, saved.name)
+        with new_folder(final, replaces=True) as (temporary, records):
+            for name in saved.files():
+                link_or_copy(saved.folder / name, temporary / name)
+                records[name] = record_of(temporary / name)
+        return SavedAdapter(model_id, saved.kind, saved.name, final, saved.state)
 
     def set_expiry(self, saved: SavedAdapter, ttl_s: int | None) -> None:
         """Remove a checkpoint in `ttl_s` seconds; None: never."""
@@ -290,6 +322,15 @@ class Checkpoints:
         return self.run_folder(model_id) / kind / name
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Let `target` be `source`: the same file, or a copy on a file system without links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        with whole_file(target) as temporary:
+            shutil.copyfile(source, temporary)
+
+
 def _num_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
@@ -303,7 +344,7 @@ def _time_of(file: Path) -> float:
 
 
 @functools.lru_cache(4096)
-def _warn(sentence: str) -> None:
+def warn_once(sentence: str) -> None:
     """Log a sentence once."""
     log.warning("%s", sentence)
 
@@ -317,60 +358,5 @@ def _expiry(folder: Path) -> float | None:
         expires = read_sealed(file)["time"]
         return float(expires) if is_number(expires) else None
     except (CheckpointError, KeyError) as error:
-        _warn(f"A checkpoint is not removed after its time: {error}")
+        warn_once(f"A checkpoint is not removed after its time: {error}")
         return None
-
-
-class Snapshots:
-    """Weights of samplers below `root`, in files named by the digest of their content. A sampler of a checkpoint has a hard
-    link to its file and outlives the checkpoint. Hold `lock` from `write` or `link` until a sampler names the digest, and
-    while unused files are removed."""
-
-    def __init__(self, root: Path):
-        self.root = root / "snapshots"
-        make_folder(self.root)
-        self.lock = threading.Lock()
-
-    def write(self, weights: AdapterWeights) -> str:
-        """Save weights: their digest."""
-        temporary = self.root / f".{os.getpid()}.tmp"
-        temporary.unlink(missing_ok=True)
-        try:
-            digest = write_tensors(temporary, peft_names(weights.tensors)).blake2b
-            put_in_place(temporary, self._file(digest))
-        finally:
-            temporary.unlink(missing_ok=True)
-        return digest
-
-    def link(self, file: Path, digest: str) -> None:
-        """Share the adapter file of a checkpoint; `digest` is that of its content."""
-        if not self._file(digest).exists():
-            try:
-                os.link(file, self._file(digest))
-            except OSError:  # a file system without links
-                with whole_file(self._file(digest)) as temporary:
-                    shutil.copyfile(file, temporary)
-            sync_folder(self.root)
-
-    def load(self, digest: str) -> AdapterWeights:
-        """The weights with this digest. Raises RefusedRequest if the file is gone or damaged."""
-        file = self._file(digest)
-        if not file.is_file():
-            raise RefusedRequest("The weights of this sampler are not on the server's disk any more.", 404)
-        if record_of(file).blake2b != digest:
-            _warn(f"{file} does not have the content that was saved (its digest differs).")
-            raise RefusedRequest(
-                "The weights of this sampler are damaged. Create another from a checkpoint or a model."
-            )
-        tensors = own_names(read_tensors(file))
-        rank = next(value.shape[0] for name, value in tensors.items() if name.endswith(".lora_A"))
-        return AdapterWeights(rank, tensors)
-
-    def remove_unused(self, used: Collection[str]) -> None:
-        """Remove the files that no sampler of `used` names."""
-        for file in self.root.glob("*.safetensors"):
-            if file.stem not in used:
-                file.unlink(missing_ok=True)
-
-    def _file(self, digest: str) -> Path:
-        return self.root / f"{digest}.safetensors"

@@ -124,6 +124,8 @@ def _settings(message: wire.ForwardBackwardRequest) -> dict[str, float]:
     for name, value in values.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise RefusedRequest(f"The setting {name} of the loss {message.loss_fn} is {value!r}; give a number.")
+    if values.get("clip_low_threshold", 0) > values.get("clip_high_threshold", 0):
+        raise RefusedRequest("clip_low_threshold is above clip_high_threshold, so every ratio would be clipped.")
     return {name: float(value) for name, value in values.items()}
 
 

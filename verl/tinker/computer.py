@@ -14,12 +14,13 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from verl.errors import DeadlineError, VerlError, WorkerLostError, os_error_of
-from verl.tinker.checkpoints import Checkpoints, Snapshots
+from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.codec import PROTOBUF, sample_result
 from verl.tinker.journal import RequestJournal, trouble
 from verl.tinker.queues import SLICE_TOKENS, TURN_TOKENS, Lanes, QueuedJob, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SampleOutput
 from verl.tinker.served import ServedModel, Work
+from verl.tinker.snapshots import Snapshots
 from verl.tinker.worker import Bench
 
 log = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ class _Used(NamedTuple):
 
 
 def _room(job: QueuedJob) -> tuple[str, bool]:
-    """What a sample request uses: the room of its tenant for large requests, or for small ones."""
+    """The room that a sample request uses: the one of its tenant for large requests, or for small ones."""
     return job.tenant, job.cost <= SLICE_TOKENS
 
 

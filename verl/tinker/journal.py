@@ -1,6 +1,6 @@
 """The journal: requests that the service has accepted, and their answers, in an SQLite file that survives a kill.
 
-about      the base model that the folder belongs to
+about      the base model that the folder belongs to: its content, and all paths and names that it had
 sessions   sessions that have not ended, with their tenant
 samplers   sampling sessions, with the digest of their weights
 requests   a request in the order of acceptance, its body while it may have to run again, and its answer
@@ -11,8 +11,10 @@ repeats the requests with an effect that no saved state of their model has; a re
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -86,14 +88,21 @@ class RequestJournal:
                 f"PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; BEGIN; {_SCHEMA} COMMIT;"
             )
             self._file.execute("PRAGMA synchronous=FULL")
+            self.path.chmod(0o600)  # it has the data of all tenants
             self._file.execute("INSERT OR IGNORE INTO about VALUES ('base', ?)", (base,))
-            (belongs,) = self._file.execute("SELECT value FROM about WHERE name = 'base'").fetchone()
+            about = dict(self._file.execute("SELECT name, value FROM about").fetchall())
         except sqlite3.Error as error:
             raise CheckpointError(
                 f"{self.path} cannot be opened ({error}). Only one service can use a folder; choose another with folder=..."
             ) from error
-        if belongs != base:
+        belongs, content = about["base"], _content_of(base)
+        is_same = belongs == base or os.path.realpath(belongs) == os.path.realpath(base)
+        if not is_same and (content is None or about.get("content") != content):
             raise CheckpointError(f"{folder} belongs to a service of {belongs}, not of {base}. Choose another folder.")
+        self.bases = [belongs, *(value for name, value in about.items() if name.startswith("base:"))]
+        self._add("INSERT OR REPLACE INTO about VALUES (?, ?)", f"base:{base}", base)
+        if content is not None:
+            self._add("INSERT OR REPLACE INTO about VALUES ('content', ?)", content)
 
     def session(self, session_id: str, tenant: str) -> None:
         self._add("INSERT OR REPLACE INTO sessions VALUES (?, ?)", session_id, tenant)
@@ -183,6 +192,15 @@ class RequestJournal:
     def close(self) -> None:
         self.flush()
         self._file.close()
+
+
+def _content_of(base: str) -> str | None:
+    """The digest of the config and of the names and sizes of all files of a model folder, wherever it lies; None for a name."""
+    folder = Path(base)
+    if not (folder / "config.json").is_file():
+        return None
+    sizes = sorted((file.name, file.stat().st_size) for file in folder.iterdir() if file.is_file())
+    return hashlib.sha256((folder / "config.json").read_bytes() + repr(sizes).encode()).hexdigest()
 
 
 def trouble(error: sqlite3.Error) -> str:

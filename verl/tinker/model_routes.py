@@ -23,7 +23,10 @@ from verl.tinker.routes import check_room, checked_ttl
 from verl.tinker.served import ClientCall, ServedModel, ServedSampler, Work, at_once
 from verl.tinker.service import Service
 
-SaveRequest: TypeAlias = types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
+SaveRequest: TypeAlias = (
+    types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest | types.SaveWeightsExternalRequest
+)
+_REPLACED_S = 900.0  # without a request, of a snapshot that makes room for others
 
 
 class ModelRoutes:
@@ -62,10 +65,12 @@ class ModelRoutes:
         make: Callable[[str], int],
         answer: types.CreateModelResponse | types.LoadWeightsResponse,
     ) -> RequestFuture:
+        if (optimizer := message.optimizer_config) is not None and optimizer.type != "adamw":
+            raise RefusedRequest(f"The optimizer here is AdamW, not {optimizer.type}. Leave out optimizer.")
         model_id, models = f"{message.session_id}:train:{message.model_seq_id}", self.service.models
         tenant = self.service.sessions[message.session_id].tenant
         if model_id not in models:
-            check_room(call, "models", models)
+            check_room(self.service, call, "models")
         if rank > tenant.limits.rank and call.stored is None:
             raise RefusedRequest(f"The limit of this API key is a rank of {tenant.limits.rank}; the model has {rank}.")
         base = self.service.base_model(base)
@@ -81,7 +86,7 @@ class ModelRoutes:
         model = self.service.model(call, call.read(types.GetInfoRequest).model_id)
         facts = self.service.bench.facts
         data = types.ModelData(
-            arch=facts.architecture, model_name=model.base_model, tokenizer_id=str(self.service.checkpoints.base)
+            arch=facts.architecture, model_name=model.base_model, tokenizer_id=self.service.checkpoints.tokenizer
         )
         return types.GetInfoResponse(
             type="get_info", model_data=data, model_id=model.model_id, is_lora=True, lora_rank=model.rank,
@@ -165,9 +170,12 @@ class ModelRoutes:
                 return WireAnswer.of(types.SaveWeightsForSamplerResponseInternal(path=saved.uri))
             snapshots = self.service.snapshots
             sampler_id = f"{model.session_id}:sample:{message.sampling_session_seq_id}"
+            weights = model.created().state(model.model_id, optimizer=False).weights
+            self._require_room(model, weights.num_bytes())
             with model.run.spans("save"), snapshots.lock:
-                digest = snapshots.write(model.created().state(model.model_id, optimizer=False).weights)
-                sampler = ServedSampler(sampler_id, model.session_id, model.tenant, model.base_model, digest)
+                digest = snapshots.write(weights)
+                owner = (model.session_id, model.tenant)
+                sampler = ServedSampler(sampler_id, *owner, model.base_model, digest, snapshot_of=model.model_id)
                 self.service.add_sampler(sampler)
             return WireAnswer.of(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id))
 
@@ -175,7 +183,7 @@ class ModelRoutes:
             if message.kind != "snapshot":
                 raise RefusedRequest("Samplers that follow the weights (inflight) are not available. Use snapshots.")
             if message.path is None:
-                check_room(call, "samplers", self.service.samplers)
+                check_room(self.service, call, "samplers")
             return self._saving(model, message, work)
 
         return self.service.queue(call, model, message.seq_id, prepare)
@@ -185,21 +193,45 @@ class ModelRoutes:
         return Work(model, at_once(work))
 
     def _save(self, model: ServedModel, kind: str, name: str, message: SaveRequest, *, overwrite: bool) -> SavedAdapter:
-        checkpoints, max_bytes = self.service.checkpoints, model.tenant.limits.bytes
+        checkpoints = self.service.checkpoints
         request = f"{model.model_id}/{message.seq_id}"
-        notes = {"base_model": model.base_model, "user_metadata": message.user_metadata, "request": request}
+        metadata = getattr(message, "user_metadata", None)
+        notes = {"base_model": model.base_model, "user_metadata": metadata, "request": request}
         adapter = model.created().state(model.model_id, optimizer=kind == "weights")
         num_bytes = adapter.weights.num_bytes() * (3 if kind == "weights" else 1)
         if overwrite:
             num_bytes -= checkpoints.replaced_bytes(model.model_id, kind, name)
-        if checkpoints.stored_bytes(model.tenant.name) + num_bytes > max_bytes:
-            raise RefusedRequest(
-                f"The limit of this API key is {max_bytes} bytes of checkpoints. Delete some, and save again."
-            )
+        self._require_room(model, num_bytes)
         with model.run.spans("save"):
             return checkpoints.save(
                 model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, ttl_s=message.ttl_seconds
             )
+
+    def _require_room(self, model: ServedModel, num_bytes: int) -> None:
+        """Raise RefusedRequest if the tenant may not store so many bytes more. Snapshots that were replaced go first."""
+        tenant, most = model.tenant.name, model.tenant.limits.bytes
+        if self.service.stored_bytes(tenant) + num_bytes > most:
+            self.service.drop_replaced(_REPLACED_S, tenant)
+        if self.service.stored_bytes(tenant) + num_bytes > most:
+            raise RefusedRequest(
+                f"The limit of this API key is {most} bytes of checkpoints and snapshots. Delete some, and save again."
+            )
+
+    async def save_weights_external(self, call: ClientCall) -> RequestFuture:
+        message = call.read(types.SaveWeightsExternalRequest)
+        model = self.service.model(call, message.model_id)
+
+        def work() -> WireAnswer:
+            saved = self._save(model, "external_weights", message.path, message, overwrite=False)
+            size = saved.num_bytes()
+            return WireAnswer.of(types.SaveWeightsExternalResponseInternal(path=saved.uri, size_bytes=size))
+
+        def prepare() -> Work:
+            if message.age_encryption_recipients:
+                raise RefusedRequest("Encrypted files are not available. Leave out age_encryption_recipients.")
+            return self._saving(model, message, work)
+
+        return self.service.queue(call, model, message.seq_id, prepare)
 
     async def load_weights(self, call: ClientCall) -> RequestFuture:
         message = call.read(types.LoadWeightsRequest)
@@ -240,7 +272,7 @@ class ModelRoutes:
 
 def _adam_step(values: object) -> AdamStep:
     if not isinstance(values, types.AdamParams):
-        raise RefusedRequest("The optimizer here is AdamW; send adam_params.")
+        raise RefusedRequest("The optimizer here is AdamW. Send AdamParams as optim_params.")
     rates, betas = (values.learning_rate, values.weight_decay), (values.beta1, values.beta2)
     clip_grad = max(0.0, values.grad_clip_norm)
     fits = all(0 <= r <= 1e3 for r in rates) and all(0 <= b < 1 for b in betas) and 0 <= values.eps <= 1

@@ -20,6 +20,7 @@ import pydantic
 from verl.tinker.records import RefusedRequest
 
 SLICE_TOKENS = 8192  # of training between two looks at who is next
+_SHORTEST = 256  # tokens of a sample, for all lower limits
 TURN_TOKENS = 512  # of sampling between two such looks, and what a tenant gets when it is passed over
 _MOST_AHEAD = 1 << 16  # numbers between a request and the next one in order
 
@@ -82,6 +83,14 @@ class SampleLane(NamedTuple):
     params: Hashable
     longest: int
     alone: str = ""
+
+    @classmethod
+    def of(cls, params: Hashable, max_tokens: int) -> SampleLane:
+        """The lane of requests up to this limit; larger limits share a lane up to four times as many tokens."""
+        longest = _SHORTEST
+        while longest < max_tokens:
+            longest *= 4
+        return cls(params, longest)
 
 
 @dataclass

@@ -62,10 +62,11 @@ class Routes:
         return types.GetServerCapabilitiesResponse(supported_models=models)
 
     async def create_session(self, call: ClientCall) -> object:
-        call.read(types.CreateSessionRequest)
-        check_room(call, "sessions", self.service.sessions)
+        message = call.read(types.CreateSessionRequest)
+        check_room(self.service, call, "sessions")
         session_id = str(uuid.uuid4())
-        self.service.new_session(session_id, call.tenant)
+        notes = {"user_metadata": message.user_metadata, "display_name": message.display_name}
+        self.service.new_session(session_id, call.tenant, notes)
         return types.CreateSessionResponse(session_id=session_id)
 
     async def heartbeat(self, call: ClientCall) -> object:
@@ -85,7 +86,7 @@ class Routes:
 
     async def weights_info(self, call: ClientCall) -> object:
         saved = self.service.saved(call, call.read(_WeightsInfoRequest).tinker_path)
-        parts = self.service.facts(call, saved.model_id)["parts"]
+        parts = self.service.checkpoints.facts(saved.model_id)["parts"]
         return types.WeightsInfoResponse(
             base_model=saved.state["base_model"], is_lora=True, lora_rank=saved.state["rank"],
             train_attn="attention" in parts, train_mlp="mlp" in parts, train_unembed="head" in parts,
@@ -100,7 +101,7 @@ class Routes:
         listed = [_checkpoint(one) for one in saved]
         if model_id is not None:
             return types.CheckpointsListResponse(checkpoints=listed)
-        page, cursor = _page(call, listed)
+        page, cursor = page_of(call, listed)
         return types.CheckpointsListResponse(checkpoints=page, cursor=cursor)
 
     async def delete_checkpoint(self, call: ClientCall) -> object:
@@ -122,7 +123,7 @@ class Routes:
         return self._run(call, call.path["model_id"])
 
     async def training_runs(self, call: ClientCall) -> object:
-        page, cursor = _page(call, self._owned(call))
+        page, cursor = page_of(call, self._owned(call))
         return types.TrainingRunsResponse(training_runs=[self._run(call, name) for name in page], cursor=cursor)
 
     def _run(self, call: ClientCall, model_id: str) -> types.TrainingRun:
@@ -137,13 +138,13 @@ class Routes:
             user_metadata=facts["user_metadata"],
         )  # fmt: skip
 
-    async def create_sampling_session(self, call: ClientCall) -> object:
+    async def create_sampling_session(self, call: ClientCall) -> types.CreateSamplingSessionResponse:
         message = call.read(types.CreateSamplingSessionRequest)
         self.service.touch(call, message.session_id)
         service, sampler_id = self.service, f"{message.session_id}:sample:{message.sampling_session_seq_id}"
         tenant = service.sessions[message.session_id].tenant
         if sampler_id not in service.samplers:  # a repeated request gets the first one's sampler
-            check_room(call, "samplers", service.samplers)
+            check_room(service, call, "samplers")
             path = message.model_path
             saved = None if path is None else service.saved(call, path)
             base = service.base_model(message.base_model if saved is None else saved.state["base_model"])
@@ -157,10 +158,10 @@ class Routes:
     async def get_sampler(self, call: ClientCall) -> object:
         sampler = self.service.sampler(call, call.path["sampler_id"])
         return types.GetSamplerResponse(
-            sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
+            sampler_id=sampler.sampler_id, base_model=self.service.checkpoints.tokenizer, model_path=sampler.model_path
         )
 
-    async def sample(self, call: ClientCall) -> object:
+    async def sample(self, call: ClientCall) -> types.UntypedAPIFuture:
         message = call.read(types.SampleRequest)
         sampler = self.service.sampler(call, message.sampling_session_id or "")
         facts = self.service.bench.facts
@@ -191,11 +192,14 @@ def checked_ttl(ttl_s: int | None) -> int | None:
     return ttl_s
 
 
-def check_room(call: ClientCall, name: str, held: Mapping[str, ClientSession | ServedModel | ServedSampler]) -> None:
-    """Raise RefusedRequest if the tenant holds as many `name` as its limit says."""
+def check_room(service: Service, call: ClientCall, name: str) -> None:
+    """End silent sessions while the tenant holds as many `name` as its limit says. Raises RefusedRequest if none is silent."""
+    held: Mapping[str, ClientSession | ServedModel | ServedSampler] = getattr(service, name)
     limit = getattr(call.tenant.limits, name)
-    if call.stored is None and sum(one.tenant.name == call.tenant.name for one in list(held.values())) >= limit:
-        raise RefusedRequest(f"The limit of this API key is {limit} {name}, which are in use. End a session first.")
+    while call.stored is None and sum(one.tenant.name == call.tenant.name for one in list(held.values())) >= limit:
+        holders = set(held) if name == "sessions" else {getattr(one, "session_id", "") for one in list(held.values())}
+        if not service.give_up(call.tenant, holders):
+            raise RefusedRequest(f"The limit of this API key is {limit} {name}, which are in use. End a session first.")
 
 
 def _time(seconds: float) -> datetime:
@@ -206,11 +210,11 @@ def _checkpoint(saved: SavedAdapter) -> types.Checkpoint:
     return types.Checkpoint(
         checkpoint_id=f"{saved.kind}/{saved.name}", checkpoint_type=KINDS[saved.kind], time=_time(saved.state["time"]),
         tinker_path=saved.uri, size_bytes=saved.num_bytes(), user_metadata=saved.state["user_metadata"],
-        expires_at=None if saved.expires is None else _time(saved.expires),
+        expires_at=None if saved.expires is None else _time(saved.expires), public=saved.is_public,
     )  # fmt: skip
 
 
-def _page(call: ClientCall, rows: list[Row]) -> tuple[list[Row], types.Cursor]:
+def page_of(call: ClientCall, rows: list[Row]) -> tuple[list[Row], types.Cursor]:
     """The rows from `offset` on, at most `limit`, and the cursor of the answer."""
     try:
         limit = int(call.query.get("limit", _LISTED))

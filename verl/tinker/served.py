@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 
@@ -22,10 +22,12 @@ _WORD = 1 << 63
 
 @dataclass
 class ClientSession:
-    """A client at work. `last_sign` is the time of its last sign of life, monotonic."""
+    """A client at work. `last_sign` is the time of its last sign of life, monotonic; `notes` is what it says about itself."""
 
     tenant: Tenant
     last_sign: float = field(default_factory=time.monotonic)
+    created: float = field(default_factory=time.time)
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,7 +71,7 @@ class ServedModel:
 @dataclass
 class ServedSampler:
     """A sampling session: the digest of weights that never change (None: the base model), and the address that they came
-    from."""
+    from, or the model that they are a snapshot of."""
 
     sampler_id: str
     session_id: str
@@ -77,7 +79,15 @@ class ServedSampler:
     base_model: str
     digest: str | None
     model_path: str | None = None
+    snapshot_of: str | None = None
     last_use: float = field(default_factory=time.monotonic)
+
+
+def replaced(samplers: Mapping[str, ServedSampler], before: float, tenant: str | None) -> list[str]:
+    """Snapshots of a model that has a newer one, of a tenant or of all, whose last request was `before` that time."""
+    newest = {sampler.snapshot_of: name for name, sampler in samplers.items()}
+    old = [(n, s) for n, s in samplers.items() if s.snapshot_of and newest[s.snapshot_of] != n and s.last_use < before]
+    return [name for name, sampler in old if tenant in (None, sampler.tenant.name)]
 
 
 class SampleJob(NamedTuple):
@@ -133,6 +143,7 @@ class ClientCall:
     query: Mapping[str, str] = field(default_factory=dict)
     stored: AcceptedRequest | None = None
     method: str = "POST"
+    address: str = ""  # of the server, as the client calls it
 
     def read(self, kind: type[Message]) -> Message:
         try:

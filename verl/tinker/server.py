@@ -63,6 +63,7 @@ def serve_tinker(
             service.close()  # the application does so unless its start has failed
         return service.lost
 
+    RequestJournal(folder, path).close()  # a folder that is in use is refused before the model is loaded
     for life in range(config.trainer.max_restarts + 1):
         with open_bench(config) as bench:
             lost = asyncio.run(run(bench, life == 0))

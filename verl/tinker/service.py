@@ -11,17 +11,28 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from verl.tinker.checkpoints import Checkpoints, SavedAdapter, Snapshots
+from verl.tinker.checkpoints import Checkpoints, SavedAdapter
 from verl.tinker.codec import number_of
 from verl.tinker.computer import Computer
 from verl.tinker.journal import REFUSED, AcceptedRequest, RequestJournal
 from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
-from verl.tinker.served import ClientCall, ClientSession, SampleJob, ServedModel, ServedSampler, Work, at_once, failing
+from verl.tinker.served import (
+    ClientCall,
+    ClientSession,
+    SampleJob,
+    ServedModel,
+    ServedSampler,
+    Work,
+    at_once,
+    failing,
+    replaced,
+)
+from verl.tinker.snapshots import Snapshots
 from verl.tinker.tenants import Tenant, Tenants
 from verl.tinker.worker import Bench
 
@@ -29,9 +40,9 @@ log = logging.getLogger(__name__)
 
 KEEP_ANSWERS_S = 900.0  # after an answer is there
 SESSION_S = 1800.0  # without a heartbeat
-IDLE_SAMPLER_S = 6 * 3600.0  # without a request
+IDLE_SAMPLER_S, REPLACED_S = 6 * 3600.0, 3600.0  # without a request; of a snapshot that has a newer one
+SILENT_S = 120.0  # without a heartbeat, of which the SDK sends one in 10 s: it may end to make room
 RETRY_S = 2
-_SHORTEST = 256  # tokens of a sample: limits up to this one share a lane, and so do limits up to four times as many
 
 
 class Service:
@@ -53,7 +64,7 @@ class Service:
         self.models: dict[str, ServedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
         self.futures: dict[str, RequestFuture] = {}
-        self._arriving: Counter[str] = Counter()  # bodies of tenants
+        self.arriving: Counter[str] = Counter()  # bodies of tenants
         self.lost: Exception | None = None
         self.on_lost: Callable[[], object] = lambda: None
         self._lanes = Lanes()
@@ -79,8 +90,8 @@ class Service:
 
     # -- sessions ---------------------------------------------------------------------------------------------------------
 
-    def new_session(self, session_id: str, tenant: Tenant) -> None:
-        self.sessions[session_id] = ClientSession(tenant)
+    def new_session(self, session_id: str, tenant: Tenant, notes: Mapping[str, Any]) -> None:
+        self.sessions[session_id] = ClientSession(tenant, notes=notes)
         self.journal.session(session_id, tenant.name)
 
     def touch(self, call: ClientCall, session_id: str) -> None:
@@ -107,12 +118,32 @@ class Service:
         silent = [s for s, session in self.sessions.items() if now - session.last_sign > SESSION_S]
         idle = [n for n, sampler in list(self.samplers.items()) if now - sampler.last_use > IDLE_SAMPLER_S]
         parts: list[Callable[[], None]] = [partial(self._end_silent, session_id) for session_id in silent]
-        parts += [partial(self._drop_samplers, idle), self._forget_answers, self.checkpoints.remove_expired]
+        parts += [partial(self._drop_samplers, idle), partial(self.drop_replaced, REPLACED_S), self._forget_answers]
+        parts += [self.checkpoints.remove_expired, self.tenants.refresh]
         for part in parts:
             try:
                 part()
             except Exception:  # of one session or one file; the next ones do not wait for it
                 log.exception("A part of the regular clean-up has failed.")
+
+    def give_up(self, tenant: Tenant, session_ids: Collection[str]) -> bool:
+        """End the session of a tenant that was silent for the longest time, beyond SILENT_S: whether there was one."""
+        silent = [
+            (s.last_sign, n) for n, s in self.sessions.items() if n in session_ids and s.tenant.name == tenant.name
+        ]
+        if not silent or min(silent)[0] > time.monotonic() - SILENT_S:
+            return False
+        self._end_silent(min(silent)[1])
+        return True
+
+    def drop_replaced(self, idle_s: float, tenant: str | None = None) -> None:
+        """Forget snapshots of a model that has a newer one, and that had no request for `idle_s` seconds."""
+        self._drop_samplers(replaced(dict(self.samplers), time.monotonic() - idle_s, tenant))
+
+    def stored_bytes(self, tenant: str) -> int:
+        """Bytes of a tenant's checkpoints and snapshots."""
+        shots = {s.digest for s in list(self.samplers.values()) if s.tenant.name == tenant and s.model_path is None}
+        return self.checkpoints.stored_bytes(tenant) + self.snapshots.num_bytes({digest for digest in shots if digest})
 
     def _end_silent(self, session_id: str) -> None:
         log.info("The session %s has ended without a word; its unsaved models are gone.", session_id)
@@ -172,12 +203,17 @@ class Service:
         return facts
 
     def saved(self, call: ClientCall, uri: str) -> SavedAdapter:
-        return self.checkpoints.read(self.addressed(call, uri))
+        """A checkpoint that the tenant may read."""
+        return self.checkpoints.read(self.addressed(call, uri, may_be_public=True))
 
-    def addressed(self, call: ClientCall, uri: str) -> SavedAdapter:
-        """A checkpoint of the tenant; it may be damaged."""
+    def addressed(self, call: ClientCall, uri: str, *, may_be_public: bool = False) -> SavedAdapter:
+        """A checkpoint of the tenant, or if it `may_be_public`, of another one; it may be damaged."""
         saved = self.checkpoints.find(uri)
-        self.facts(call, saved.model_id)
+        if not (may_be_public and saved.is_public):
+            try:
+                self.facts(call, saved.model_id)
+            except RefusedRequest as error:  # the sentence for one that does not exist
+                raise RefusedRequest(f"There is no checkpoint {uri[:400]!r}.", 404) from error
         return saved
 
     def base_model(self, name: str | None) -> str:
@@ -239,18 +275,9 @@ class Service:
         self.journal.accept(entry)
         self._release(model, seq_id, None)
 
-    @contextlib.contextmanager
-    def arriving(self, tenant: Tenant) -> Iterator[None]:
-        """Inside, the body of a request of `tenant` is on its way: it may be the one that others wait for."""
-        self._arriving[tenant.name] += 1
-        try:
-            yield
-        finally:
-            self._arriving[tenant.name] -= 1
-
     def close_hole(self, model: ServedModel, after_s: float) -> bool:
         """Fail the requests of a model that wait for one that has not come for `after_s` seconds, and use its number."""
-        now, is_coming = time.monotonic(), self._arriving[model.tenant.name] > 0
+        now, is_coming = time.monotonic(), self.arriving[model.tenant.name] > 0
         if is_coming:
             model.order.moved_at = now
         if is_coming or not model.order.missing or now - model.order.moved_at < after_s:
@@ -276,10 +303,7 @@ class Service:
         self._admit(call, tokens)
         future = self._future(call, sampler.sampler_id, sampler.session_id, seq_id, tokens)
         job = QueuedJob(future, SampleJob(sampler.digest, request), sampler.tenant.name, tokens)
-        longest = _SHORTEST
-        while longest < request.max_tokens:
-            longest *= 4
-        self._sample_lanes.put(SampleLane(request.params, longest), job)
+        self._sample_lanes.put(SampleLane.of(request.params, request.max_tokens), job)
         return future
 
     def _load_state(self, model_id: str, seq_id: int) -> int:
@@ -336,6 +360,9 @@ class Service:
     async def recover(self, handlers: Mapping[str, Callable[[ClientCall], Awaitable[object]]]) -> None:
         """Take the requests of the journal, in order. A request with an answer retains it, and is computed again only if its
         effect on the model is in no saved state."""
+        self.names += [
+            base for base in self.journal.bases if base not in self.names
+        ]  # requests of the journal name them
         for session_id, tenant in self.journal.sessions():
             self.sessions[session_id] = ClientSession(self.tenants.named(tenant))
         for name, session_id, base, digest, path in self.journal.samplers():

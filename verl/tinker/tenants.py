@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -19,6 +21,8 @@ from dataclasses import dataclass, field, fields
 from verl.errors import ConfigError
 from verl.regular_files import read_user_text
 from verl.tinker.records import RefusedRequest
+
+log = logging.getLogger(__name__)
 
 _KEY_HASH = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -48,10 +52,30 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants by the SHA-256 sum of their keys. Without keys, every key is the tenant `local`."""
+    """The tenants by the SHA-256 sum of their keys, in the file `path` if they have one. Without keys, every key is the tenant
+    `local`, with `limits`."""
 
-    def __init__(self, keys: Mapping[str, Tenant] | None = None):
-        self._keys = dict(keys or {})
+    def __init__(
+        self, keys: Mapping[str, Tenant] | None = None, path: str | None = None, limits: TenantLimits | None = None
+    ):
+        self._keys, self._path, self._limits = dict(keys or {}), path, limits or TenantLimits()
+        self._read_at = self._changed_at()
+
+    def _changed_at(self) -> int:
+        try:
+            return 0 if self._path is None else os.stat(self._path).st_mtime_ns
+        except OSError:
+            return 0
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed. One that cannot be read leaves the keys as they are."""
+        if self._path is None or self._changed_at() in (0, self._read_at):
+            return
+        self._read_at = self._changed_at()
+        try:
+            self._keys = read_tenants(self._path)._keys
+        except (ConfigError, OSError) as error:
+            log.warning("The keys stay as they were: %s", error)
 
     @property
     def has_keys(self) -> bool:
@@ -60,7 +84,8 @@ class Tenants:
     def of_key(self, key: str) -> Tenant:
         """The tenant of a key. Raises RefusedRequest (401) for a key that is none."""
         if not self._keys:
-            return Tenant()
+            return Tenant(limits=self._limits)
+        self.refresh()
         digest = hashlib.sha256(key.encode()).hexdigest()
         matches = [tenant for key_digest, tenant in self._keys.items() if hmac.compare_digest(digest, key_digest)]
         if not matches:
@@ -69,7 +94,9 @@ class Tenants:
 
     def named(self, name: str) -> Tenant:
         """The tenant of this name, as a user."""
-        return next((tenant for tenant in self._keys.values() if tenant.name == name), Tenant(name))
+        return next(
+            (tenant for tenant in self._keys.values() if tenant.name == name), Tenant(name, limits=self._limits)
+        )
 
 
 def read_tenants(path: str) -> Tenants:
@@ -84,7 +111,7 @@ def read_tenants(path: str) -> Tenants:
             keys[words[0]] = _tenant(words[0][:12], words[1:], place)
     if not keys:
         raise ConfigError(f"keys={path} has no key. Add a line with a SHA-256 sum, or leave keys out.")
-    return Tenants(keys)
+    return Tenants(keys, path)
 
 
 def _tenant(name: str, settings: list[str], place: str) -> Tenant:

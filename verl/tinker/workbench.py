@@ -125,6 +125,7 @@ class Workbench:
             if top is not None:  # nothing predicts the first token
                 empty = np.zeros((1, request.top_of_prompt))
                 top = TopTokens(np.concatenate([empty, top.ids]), np.concatenate([empty - 99999.0, top.log_probs]))
+                top.ids[:unscored], top.log_probs[:unscored] = 0, -99999.0
         if request.top_of_samples:
             ends = (tuple(completion.token_ids) for completion in completions)
             tops = [

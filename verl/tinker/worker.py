@@ -40,14 +40,15 @@ _ON_FIRST: dict[str, Any] = {"dispatch_mode": Dispatch.ONE_TO_ALL, "execute_mode
 @record
 @dataclass(frozen=True)
 class BenchFacts:
-    """The base model: the size of its vocabulary, tokens of the longest sequence, family, the largest rank of an adapter, and
-    samples of a tenant that decode at once."""
+    """The base model: the size of its vocabulary, tokens of the longest sequence, family, the largest rank of an adapter,
+    samples of a tenant that decode at once, and the end-of-sequence tokens."""
 
     vocabulary: int
     longest: int
     architecture: str
     most_rank: int
     most_rows: int
+    ends: tuple[int, ...]
 
 
 class BenchWorker:
@@ -63,8 +64,8 @@ class BenchWorker:
     def facts(self) -> BenchFacts:
         bench = self.bench
         assert bench.engine.spec is not None
-        rank, rows = bench.engine.spec.rank, bench.most_rows
-        return BenchFacts(bench.vocabulary, bench.longest, bench.architecture, rank, rows)
+        rank, rows, ends = bench.engine.spec.rank, bench.most_rows, tuple(bench.eos_token_ids)
+        return BenchFacts(bench.vocabulary, bench.longest, bench.architecture, rank, rows, ends)
 
     @register(**_ON_FIRST)
     def create(self, model_id: str, rank: int, seed: int, parts: Collection[str]) -> int:

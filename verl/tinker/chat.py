@@ -1,0 +1,170 @@
+"""An endpoint for clients of OpenAI's API: chat completions and completions of a checkpoint, or of the base model.
+
+    client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="tml-...")
+    client.chat.completions.create(model="tinker://MODEL/sampler_weights/NAME", messages=[...])
+
+A request becomes a sample request of a session that the tenant has for this endpoint, with its limits and turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pydantic
+from tinker import types
+from tinker.proto import tinker_public_pb2 as wire
+
+from verl.tinker.checkpoints import KINDS
+from verl.tinker.records import RefusedRequest
+from verl.tinker.routes import Routes
+from verl.tinker.served import ClientCall
+
+_WAIT_S = 3600.0
+
+
+class _Asked(pydantic.BaseModel):
+    """The settings that both requests have."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    model: str
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: int = 1
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: Literal[False] = False
+    user: str | None = None
+
+
+class _ChatRequest(_Asked):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+
+
+class _CompletionRequest(_Asked):
+    prompt: str | list[int]
+    logprobs: Literal[0] | None = None
+
+
+class ChatRoutes:
+    """One method for each route."""
+
+    def __init__(self, routes: Routes):
+        self.routes, self.service, self._numbers = routes, routes.service, itertools.count(time.time_ns())
+
+    async def models(self, call: ClientCall) -> object:
+        checkpoints, mine = self.service.checkpoints, self.service.checkpoints.models(call.tenant.sees)
+        saved = [(one.uri, one.state["time"]) for name in mine for one in checkpoints.listed(name) if one.kind in KINDS]
+        rows = [*((name, 0.0) for name in self.service.names), *saved]
+        data = [{"id": name, "object": "model", "created": int(at), "owned_by": call.tenant.name} for name, at in rows]
+        return {"object": "list", "data": data}
+
+    async def chat(self, call: ClientCall) -> object:
+        message, tokenizer = call.read(_ChatRequest), self.service.bench.tokenizer
+        try:
+            ids = tokenizer.apply_chat_template(message.messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # templates of users raise whatever they like
+            raise RefusedRequest(f"The chat template takes no such messages ({type(error).__name__}).") from error
+        if message.max_completion_tokens is not None:
+            message = message.model_copy(update={"max_tokens": message.max_completion_tokens})
+        samples = await self._samples(call, message, list(ids))
+        choices = [
+            {
+                "index": number, "finish_reason": reason, "message": {"role": "assistant", "content": text},
+                "logprobs": {"content": self._scored(tokens, scores)} if message.logprobs else None,
+            }
+            for number, (text, reason, tokens, scores) in enumerate(samples)
+        ]  # fmt: skip
+        return self._answer("chat.completion", message, len(ids), samples, choices)
+
+    async def complete(self, call: ClientCall) -> object:
+        message = call.read(_CompletionRequest)
+        ids = (
+            message.prompt if isinstance(message.prompt, list) else self.service.bench.tokenizer.encode(message.prompt)
+        )
+        samples = await self._samples(call, message, ids)
+        choices = [
+            {"index": number, "finish_reason": reason, "text": text, "logprobs": None}
+            for number, (text, reason, _, _) in enumerate(samples)
+        ]
+        return self._answer("text_completion", message, len(ids), samples, choices)
+
+    async def _samples(self, call: ClientCall, message: _Asked, ids: list[int]) -> list[tuple[str, str, Any, Any]]:
+        """Text, reason of its end, tokens and log-probs of each sample."""
+        sampling = types.SamplingParams(
+            max_tokens=message.max_tokens,
+            temperature=message.temperature,
+            top_p=message.top_p,
+            seed=message.seed,
+            stop=None,
+        )
+        stops = [message.stop] if isinstance(message.stop, str) else message.stop or []
+        if stops:  # a stop replaces the end-of-sequence tokens for the SDK, and is one more here
+            ends = [self.service.bench.tokenizer.decode([token]) for token in self.service.bench.facts.ends]
+            sampling = sampling.model_copy(update={"stop": [*stops, *filter(None, ends)]})
+        request = types.SampleRequest(
+            sampling_session_id=await self._sampler(call, message.model), seq_id=next(self._numbers), num_samples=message.n,
+            prompt=types.ModelInput.from_ints(ids), sampling_params=sampling,
+        )  # fmt: skip
+        future = self.service.futures[(await self.routes.sample(_as(call, "asample", request))).request_id]
+        answer = await future.wait(_WAIT_S)
+        if answer is None or answer.failure is not None:
+            raise RefusedRequest(answer.failure or "" if answer else f"No samples came in {_WAIT_S:g} s.", 500)
+        samples, tokenizer = list[tuple[str, str, Any, Any]](), self.service.bench.tokenizer
+        for sequence in wire.SampleResponse.FromString(answer.body).sequences:
+            tokens, scores = (
+                np.frombuffer(sequence.tokens, "<i4").tolist(),
+                np.frombuffer(sequence.logprobs, "<f4").tolist(),
+            )
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            text = min((text.partition(stop)[0] for stop in stops), key=len, default=text)
+            reason = "length" if sequence.stop_reason == wire.STOP_REASON_LENGTH else "stop"
+            samples.append((text, reason, tokens, scores))
+        return samples
+
+    async def _sampler(self, call: ClientCall, model: str) -> str:
+        """The sampler of a model in the tenant's session for this endpoint."""
+        session_id = f"openai-{call.tenant.name}"
+        if session_id not in self.service.sessions:
+            self.service.new_session(session_id, call.tenant, {"display_name": "OpenAI endpoint"})
+        is_saved = model.startswith("tinker://")
+        number = int.from_bytes(hashlib.sha256(model.encode()).digest()[:6], "big")
+        request = types.CreateSamplingSessionRequest(
+            session_id=session_id, sampling_session_seq_id=number, base_model=None if is_saved else model,
+            model_path=model if is_saved else None,
+        )  # fmt: skip
+        made = await self.routes.create_sampling_session(_as(call, "create_sampling_session", request))
+        return made.sampling_session_id
+
+    def _scored(self, tokens: list[int], scores: list[float]) -> list[dict[str, object]]:
+        texts = [self.service.bench.tokenizer.decode([token]) for token in tokens]
+        return [
+            {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, score in zip(texts, scores, strict=True)
+        ]
+
+    def _answer(
+        self, kind: str, message: _Asked, num_prompt: int, samples: list[tuple[str, str, Any, Any]], choices: list[Any]
+    ) -> dict[str, object]:
+        num_sampled = sum(len(tokens) for _, _, tokens, _ in samples)
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        }
+        identity = f"cmpl-{next(self._numbers)}"
+        named = {"id": identity, "object": kind, "created": int(time.time()), "model": message.model}
+        return {**named, "choices": choices, "usage": usage}
+
+
+def _as(call: ClientCall, route: str, message: pydantic.BaseModel) -> ClientCall:
+    """The call that a client of the SDK would have made."""
+    body = message.model_dump_json(exclude_none=True).encode()
+    return replace(call, route=route, body=body, digest=hashlib.sha256(body).hexdigest())
