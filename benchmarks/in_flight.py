@@ -46,8 +46,8 @@ class LongTails(NativeRollout):
     def generate(self, prompts: Sequence[PromptRequest], params: SamplingParams, **more: Any) -> list[Completion]:
         """See RolloutEngine."""
         began = time.process_time()
-        asked = [one for p in prompts for one in one_by_one(replace(p, num_samples=p.num_samples or params.n))]
-        completions = super().generate([self._bounded(request, params) for request in asked], params, **more)
+        requests = [one for p in prompts for one in one_by_one(replace(p, num_samples=p.num_samples or params.n))]
+        completions = super().generate([self._bounded(request, params) for request in requests], params, **more)
         self._stats["processor_s"] = time.process_time() - began
         return completions
 

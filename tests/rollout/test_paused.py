@@ -109,9 +109,9 @@ def in_flight(make_engine, name, between, keeps="kept", **settings):
         between(step)
         engine.publish(step)
         counts.append(engine.stats()["num_prompt_tokens_computed"])
-        drawn = {key: [t for part in made for t in part.token_ids] for key, made in parts.items()}
+        drawn = {key: [t for part in sequence for t in part.token_ids] for key, sequence in parts.items()}
         unfinished = [
-            key for key, made in parts.items() if made[-1].finish_reason == "length" and len(drawn[key]) < LIMIT
+            key for key, sequence in parts.items() if sequence[-1].finish_reason == "length" and len(drawn[key]) < LIMIT
         ]
         assert all(key[0] < due.ordinal for key in unfinished)
         requests = [
@@ -139,7 +139,9 @@ def test_samples_that_pause_in_flight_are_the_whole_samples(make_engine, tmp_pat
     _, parts, _ = in_flight(make_engine, "native", lambda step: None, keeps, **settings)
     for name in ("token_ids", "log_probs"):
         expected = {done.key: getattr(done, name) for done in unbroken}
-        assert {key: [v for part in made for v in getattr(part, name)] for key, made in parts.items()} == expected
+        assert {
+            key: [v for part in sequence for v in getattr(part, name)] for key, sequence in parts.items()
+        } == expected
 
 
 @pytest.mark.parametrize("name", ["native", "device"])
@@ -156,14 +158,16 @@ def test_weights_enter_between_two_decode_steps(make_engine, load, name):
                 theirs.copy_(ours)
 
     prompts, parts, _ = in_flight(make_engine, name, train, module=module)
-    for (ordinal, _), made in parts.items():
+    for (ordinal, _), sequence in parts.items():
         history, cache = list(prompts[ordinal].token_ids), None
-        for part in made:
+        for part in sequence:
             ids = [*history, *part.token_ids[:-1]]
             with torch.no_grad():
-                seen = 0 if cache is None else cache.get_seq_length()
-                output = models[part.weight_version](torch.tensor([ids[seen:]]), past_key_values=cache, use_cache=True)
-            cache, logits = output.past_key_values, output.logits[0, len(history) - 1 - seen :]
+                num_cached = 0 if cache is None else cache.get_seq_length()
+                output = models[part.weight_version](
+                    torch.tensor([ids[num_cached:]]), past_key_values=cache, use_cache=True
+                )
+            cache, logits = output.past_key_values, output.logits[0, len(history) - 1 - num_cached :]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(part.token_ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(part.log_probs), expected, atol=1e-4, rtol=0, check_dtype=False)
             history += part.token_ids

@@ -27,8 +27,8 @@ LONG_TAILED = (
     f"trainer.total_training_steps={STEPS}",
 )
 IN_FLIGHT = (*LONG_TAILED, f"{ROLLOUT}.in_flight_updates=True")
-KEPT, AGAIN = (f"{ROLLOUT}.in_flight_keys={name}" for name in ("kept", "computed_again"))
-BOTH = pytest.mark.parametrize("keys", [KEPT, AGAIN], ids=["kept", "computed again"])
+KEEP, AGAIN = (f"{ROLLOUT}.in_flight_keys={name}" for name in ("kept", "computed_again"))
+BOTH = pytest.mark.parametrize("keys", [KEEP, AGAIN], ids=["kept", "computed again"])
 
 
 def of_samples(batch, name):
@@ -86,7 +86,7 @@ def test_a_resumed_run_equals_the_unbroken_one(tiny_run, shared_run, tiny_overri
 
 
 def test_a_slow_rollout_changes_no_sample(tiny_run, shared_run, tiny_overrides, monkeypatch):
-    settings = (*IN_FLIGHT, KEPT, "trainer.save_freq=2")
+    settings = (*IN_FLIGHT, KEEP, "trainer.save_freq=2")
     in_time = shared_run(tiny_overrides, *settings)
     monkeypatch.setattr(local, "Finished", Later)
     late = tiny_run(*settings)

@@ -205,14 +205,14 @@ def check_ahead(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{_ROLLOUT}.partial_rollout=True does not go with stop strings, which may lie across two parts. Use "
             f"{_ROLLOUT}.stop_token_ids.",
         )
-    in_flight, others = f"{_ROLLOUT}.in_flight_updates", (rollout.partial_rollout, rollout.stop)
+    in_flight, excluded = f"{_ROLLOUT}.in_flight_updates", (rollout.partial_rollout, rollout.stop)
     if rollout.in_flight_updates and not facts.pauses:
         yield error(
             in_flight,
             f"{needs_engine(f'{in_flight}=True', 'pauses')}. Set it to False; {_ROLLOUT}.partial_rollout=True cuts responses "
             "at fixed lengths on every engine.",
         )
-    elif rollout.in_flight_updates and any((*others, runs_agents(c), rollout.enable_rollout_routing_replay)):
+    elif rollout.in_flight_updates and any((*excluded, runs_agents(c), rollout.enable_rollout_routing_replay)):
         yield error(
             in_flight,
             f"{in_flight}=True is for single turns without partial_rollout, enable_rollout_routing_replay and stop strings, "
