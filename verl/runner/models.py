@@ -26,7 +26,7 @@ def load_module(path: str, arguments: Mapping[str, Any], *, is_reward_model: boo
 
     kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
     more = {"num_labels": 1} if is_reward_model else {}
-    return kind.from_pretrained(path, use_safetensors=True, **more, **arguments)  # type: ignore[attr-defined]
+    return kind.from_pretrained(path, use_safetensors=True, **more, **arguments)
 
 
 def special_tokens(args: object) -> dict[str, str]:

@@ -296,7 +296,7 @@ class RLRunner:
         for split, part in (("train", self.train_dataset), ("val", self.eval_dataset)):
             keys[f"data.{split}_files"] = "[]" if not part else self._rows.write(split, part, _values(self.overrides))
         rows = self.train_dataset or self.eval_dataset or []
-        more_keys = {
+        more_keys: dict[str, Callable[[], dict[str, Any]]] = {
             "sft": partial(self._rows.loss_on, rows),
             "reward": dict,
             **dict.fromkeys(PREFERENCES, self._reference),
