@@ -52,8 +52,8 @@ class LongTails(NativeRollout):
         return completions
 
     def _bounded(self, request: PromptRequest, params: SamplingParams) -> PromptRequest:
-        left = length_of(request.ordinal, request.first_sample) - request.num_drawn
-        return replace(request, max_new_tokens=min(left, request.max_new_tokens or params.max_new_tokens))
+        num_tokens = length_of(request.ordinal, request.first_sample) - request.num_drawn
+        return replace(request, max_new_tokens=min(num_tokens, request.max_new_tokens or params.max_new_tokens))
 
     def open(self, *arguments: Any, **more: Any) -> NativeGeneration:
         """See RolloutEngine."""
@@ -72,8 +72,8 @@ class LongTails(NativeRollout):
 
 def length_of(ordinal: int, sample: int) -> int:
     """Tokens of a response: log-normal, 1% at the limit, half of the variance between prompts."""
-    of_prompt, *of_samples = np.random.default_rng((7, ordinal)).normal(size=1 + SAMPLES)
-    deviation = np.sqrt(0.5) * (of_prompt + of_samples[sample])
+    prompt_deviation, *sample_deviations = np.random.default_rng((7, ordinal)).normal(size=1 + SAMPLES)
+    deviation = np.sqrt(0.5) * (prompt_deviation + sample_deviations[sample])
     return int(np.exp(np.log(LIMIT) - 2.326 + deviation).clip(1, LIMIT))
 
 

@@ -51,6 +51,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.data.prepare",
         "verl.programs.label",
         "verl.programs.rejection",
+        "verl.models.convert",
+        "verl.models.gguf_header",
         "verl.cli.data",
         "verl.agents.games",
         "verl.agents.tools.calculator",

@@ -13,14 +13,14 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_023,
+    "core": 71_704,
     "compat": 7_960,
     "page": 4_113,
     "planner": 2_754,
-    "tinker": 4_340,
+    "tinker": 4_338,
     "clusters": 7_167,
     "agents": 5_955,
-    "tasks": 2_314,
+    "tasks": 2_634,
     "tests": 87_059,
     "benchmarks": 6_231,
 }

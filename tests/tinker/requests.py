@@ -18,7 +18,7 @@ from tests.tinker.test_tenants import PROTOBUF, rows, sample
 from verl.tinker import routes
 from verl.tinker.app import application
 from verl.tinker.checkpoints import Checkpoints
-from verl.tinker.codec import number_of
+from verl.tinker.codec import request_number
 from verl.tinker.journal import RequestJournal
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenant, TenantLimits, Tenants
@@ -186,7 +186,7 @@ async def hostile(rng, caller, sent):
         body = json.dumps(edited(rng, body) if kind == "edited" else body).encode()
         body = body[: rng.randrange(len(body))] if kind == "cut" else body
     caller.sample_seq += 1
-    number = (number_of(body) or ("", 0))[1]
+    number = (request_number(body) or ("", 0))[1]
     caller.seq_id = max(caller.seq_id, number if number < caller.seq_id + 1000 else 0) + 1
     if kind == "lost":  # the SDK repeats it, or gives it up
         assert await caller.lose(route, body) == 499

@@ -125,7 +125,7 @@ def test_bytes_that_are_no_message_and_bombs_are_refused():
     ],
 )
 def test_the_number_of_a_damaged_request_is_read_if_it_is_certain(body, number):
-    assert codec.number_of(body) == number
+    assert codec.request_number(body) == number
 
 
 def test_results_are_read_by_the_sdk():

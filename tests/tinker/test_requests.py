@@ -75,7 +75,7 @@ def test_a_statement_that_cannot_be_written_is_dropped(tmp_path, caplog):
 
 def test_a_request_that_fails_in_a_batch_fails_alone(bench, tmp_path, around):
     def advanced(original, lane, tokens):
-        if any(asked.request.max_tokens == 3 for asked in lane._asked.values()):
+        if any(entry.request.max_tokens == 3 for entry in lane._requests.values()):
             raise RuntimeError
         return original(lane, tokens)
 
@@ -229,7 +229,7 @@ def test_a_sample_without_end_holds_up_nobody(bench, tmp_path, around):
 
     def advanced(advance, lane, tokens):
         open_lanes.add(id(lane))
-        is_long = any(asked.request.max_tokens == 50 for asked in lane._asked.values())
+        is_long = any(entry.request.max_tokens == 50 for entry in lane._requests.values())
         return [] if is_long and not endless.is_set() else advance(lane, tokens)
 
     around(bench, "advance", advanced)
@@ -254,7 +254,7 @@ def test_requests_beyond_the_room_of_a_tenant_wait_and_small_ones_pass(bench, tm
     turns = []
 
     def advanced(advance, lane, tokens):
-        turns.append(sorted(asked.request.max_tokens for asked in lane._asked.values()))
+        turns.append(sorted(entry.request.max_tokens for entry in lane._requests.values()))
         return advance(lane, 1)
 
     around(bench, "advance", advanced)

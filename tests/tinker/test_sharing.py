@@ -98,8 +98,8 @@ def test_an_owner_lists_searches_and_ends_its_sessions(bench, tmp_path):
         session = (await ada.post("create_session", body)).json()["session_id"]
         listed = (await ada.post("sessions", b"", "GET")).json()["sessions"]
         assert listed == [session, ada.session]
-        shown = (await ada.post(f"sessions/{ada.session}", b"", "GET")).json()
-        assert (shown["training_run_ids"], shown["sampler_ids"]) == ([ada.model], [ada.sampler])
+        session_facts = (await ada.post(f"sessions/{ada.session}", b"", "GET")).json()
+        assert (session_facts["training_run_ids"], session_facts["sampler_ids"]) == ([ada.model], [ada.sampler])
         assert (await bob.post(f"sessions/{session}", b"", "GET")).status_code == 404
         for request, sessions in (
             ({"display_name": "best my"}, [session]), ({"display_name": "worst"}, []),
@@ -108,11 +108,11 @@ def test_an_owner_lists_searches_and_ends_its_sessions(bench, tmp_path):
             ({"owner": {"type": "accessible"}, "limit": 1}, [session]), ({"statuses": [{"type": "failed"}]}, []),
             ({"owner": {"type": "user", "owner_urns": ["bob"]}}, []),
         ):  # fmt: skip
-            found = (await ada.post("sessions/search", request)).json()
-            assert [row["session_id"] for row in found["sessions"]] == sessions, request
+            answer = (await ada.post("sessions/search", request)).json()
+            assert [row["session_id"] for row in answer["sessions"]] == sessions, request
         cursor = (await ada.post("sessions/search", {"limit": 1})).json()["next_cursor"]
-        found = (await ada.post("sessions/search", {"limit": 1, "cursor": cursor})).json()
-        assert ([row["session_id"] for row in found["sessions"]], found.get("next_cursor")) == ([ada.session], None)
+        answer = (await ada.post("sessions/search", {"limit": 1, "cursor": cursor})).json()
+        assert ([row["session_id"] for row in answer["sessions"]], answer.get("next_cursor")) == ([ada.session], None)
         assert (await ada.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})).status_code == 204
         assert (await ada.post("sessions", b"", "GET")).json()["sessions"] == [ada.session]
 
@@ -194,9 +194,9 @@ def test_a_sampling_client_loads_the_tokenizer_of_the_model_folder(served):
 def test_top_log_probs_begin_with_the_scored_tokens_of_a_prompt(served):
     sampler = served.client().create_sampling_client(base_model=served.service.names[0]).result()
     params = types.SamplingParams(max_tokens=1)
-    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    wishes = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
     every, last = (
-        sampler.sample(PROMPT, 1, params, **asked, **more).result() for more in ({}, {"prompt_logprobs_last_n": 2})
+        sampler.sample(PROMPT, 1, params, **wishes, **more).result() for more in ({}, {"prompt_logprobs_last_n": 2})
     )
     assert last.prompt_logprobs == [None, None, *every.prompt_logprobs[2:]]
     assert last.topk_prompt_logprobs == [None, None, *every.topk_prompt_logprobs[2:]]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl.cli.parser import Parser
+from verl.distributions import load_part
 from verl.errors import ConfigError
 
 _DTYPE = "dtype of the weights (default: bfloat16)"
@@ -35,9 +36,7 @@ def run_convert(argv: list[str]) -> int:
     parser.add_argument("output", help="folder to write; must not exist")
     parser.add_argument("--dtype", default="bfloat16", help=_DTYPE)
     arguments = parser.parse_args(argv)
-    from verl.models.convert import convert_gguf
-
-    print(f"wrote {convert_gguf(arguments.source, arguments.output, arguments.dtype)}")
+    print(f"wrote {load_part('verl.models.convert').convert_gguf(arguments.source, arguments.output, arguments.dtype)}")
     return 0
 
 

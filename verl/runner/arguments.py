@@ -100,7 +100,7 @@ _OF_SET_FIELDS = (
 
 
 def algorithm_of(args: object, rows: Sequence[Mapping[str, object]], *, has_rewards: bool) -> str:
-    """The algorithm of a config of TRL, by its class; else the one that rewards or the columns of `rows` need."""
+    """The algorithm of a config of TRL, by its class; else by rewards and the columns of `rows`."""
     algorithm = next((_OF_CONFIG[kind.__name__] for kind in type(args).__mro__ if kind.__name__ in _OF_CONFIG), None)
     if has_rewards:
         return algorithm if algorithm in ("ppo", "rloo") else "grpo"

@@ -20,13 +20,13 @@ _HOW = ("attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache", "
 _REFUSED = ("lora_dropout", "modules_to_save")  # fields of peft's LoraConfig
 
 
-def load_module(path: str, arguments: Mapping[str, Any], *, is_reward_model: bool) -> Any:
+def load_script_model(path: str, arguments: Mapping[str, Any], *, is_reward_model: bool) -> Any:
     """The model of a folder or hub name, with a head for one score if it is a reward model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
-    more = {"num_labels": 1} if is_reward_model else {}
-    return kind.from_pretrained(path, use_safetensors=True, **more, **arguments)
+    labels = {"num_labels": 1} if is_reward_model else {}
+    return kind.from_pretrained(path, use_safetensors=True, **labels, **arguments)
 
 
 def special_tokens(args: object) -> dict[str, str]:
@@ -46,7 +46,7 @@ def set_special_tokens(tokenizer: Any, module: Any, tokens: Mapping[str, str]) -
             module.generation_config.eos_token_id = tokenizer.eos_token_id
 
 
-def push(module: Any, tokenizer: Any, args: Any, message: str) -> Any:
+def push_model(module: Any, tokenizer: Any, args: Any, message: str) -> Any:
     """Upload model and tokenizer to the hub, as transformers' Trainer names the repository: huggingface_hub's CommitInfo."""
     name = args.hub_model_id or Path(args.output_dir).name
     where = {"token": args.hub_token, "private": args.hub_private_repo, "revision": args.hub_revision}

@@ -33,8 +33,8 @@ from verl.runner.arguments import COMPARING, GIVEN_ROWS, PREFERENCES, Arguments,
 from verl.runner.models import (
     init_arguments,
     is_peft,
-    load_module,
-    push,
+    load_script_model,
+    push_model,
     set_special_tokens,
     special_tokens,
     take_weights,
@@ -118,8 +118,7 @@ class RLRunner:
             self._module = with_adapters(self.model, peft_config)  # model and tokenizer are written into one folder
         if tokens:
             set_special_tokens(self.processing_class, self._module, tokens)
-        self.accelerator = Processes()
-        self.hub_model_id = getattr(self.args, "hub_model_id", None)
+        self.accelerator, self.hub_model_id = Processes(), getattr(self.args, "hub_model_id", None)
         self.rewards = _reward_list(reward_funcs)
         if self.algorithm not in GIVEN_ROWS and not self.rewards:
             raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
@@ -151,7 +150,7 @@ class RLRunner:
         """The module; if `model` is a path, loaded on first use."""
         if self._module is None:
             is_reward_model = self.algorithm == "reward"
-            self._module = load_module(self._path, self._init_arguments, is_reward_model=is_reward_model)
+            self._module = load_script_model(self._path, self._init_arguments, is_reward_model=is_reward_model)
         return self._module
 
     @property
@@ -252,7 +251,9 @@ class RLRunner:
     def push_to_hub(self, commit_message: str = "End of training", **card_fields: object) -> None:
         """Upload the model and the tokenizer to the repository of args.hub_model_id, without a card."""
         if self.accelerator.is_main_process:
-            self.hub_model_id = push(self.model, self.processing_class, self.args, commit_message).repo_url.repo_id
+            self.hub_model_id = push_model(
+                self.model, self.processing_class, self.args, commit_message
+            ).repo_url.repo_id
 
     def end(self) -> None:
         """Nothing is left to end: train() closes its trackers and processes."""
@@ -295,9 +296,8 @@ class RLRunner:
         }
         for split, part in (("train", self.train_dataset), ("val", self.eval_dataset)):
             keys[f"data.{split}_files"] = "[]" if not part else self._rows.write(split, part, _values(self.overrides))
-        rows = self.train_dataset or self.eval_dataset or []
         more_keys: dict[str, Callable[[], dict[str, Any]]] = {
-            "sft": partial(self._rows.loss_on, rows),
+            "sft": partial(self._rows.loss_on, self.train_dataset or self.eval_dataset or []),
             "reward": dict,
             **dict.fromkeys(PREFERENCES, self._reference),
         }

@@ -140,8 +140,8 @@ class ChatRoutes:
             session_id=session_id, sampling_session_seq_id=number, base_model=None if is_saved else model,
             model_path=model if is_saved else None,
         )  # fmt: skip
-        made = await self.routes.create_sampling_session(_as(call, "create_sampling_session", request))
-        return made.sampling_session_id
+        session = await self.routes.create_sampling_session(_as(call, "create_sampling_session", request))
+        return session.sampling_session_id
 
     def _scored(self, tokens: list[int], scores: list[float]) -> list[dict[str, object]]:
         texts = [self.service.bench.tokenizer.decode([token]) for token in tokens]

@@ -63,7 +63,7 @@ class _Numbered(pydantic.BaseModel):
     seq_id: int
 
 
-def number_of(body: bytes) -> tuple[str, int] | None:
+def request_number(body: bytes) -> tuple[str, int] | None:
     """The model and the number that a request names, in JSON or protobuf that may be damaged behind them; None if they cannot
     be read."""
     text = body.decode(errors="replace")

@@ -209,12 +209,12 @@ class ModelRoutes:
 
     def _require_room(self, model: ServedModel, num_bytes: int) -> None:
         """Raise RefusedRequest if the tenant may not store so many bytes more. Snapshots that were replaced go first."""
-        tenant, most = model.tenant.name, model.tenant.limits.bytes
-        if self.service.stored_bytes(tenant) + num_bytes > most:
+        tenant, limit = model.tenant.name, model.tenant.limits.bytes
+        if self.service.stored_bytes(tenant) + num_bytes > limit:
             self.service.drop_replaced(_REPLACED_S, tenant)
-        if self.service.stored_bytes(tenant) + num_bytes > most:
+        if self.service.stored_bytes(tenant) + num_bytes > limit:
             raise RefusedRequest(
-                f"The limit of this API key is {most} bytes of checkpoints and snapshots. Delete some, and save again."
+                f"The limit of this API key is {limit} bytes of checkpoints and snapshots. Delete some, and save again."
             )
 
     async def save_weights_external(self, call: ClientCall) -> RequestFuture:

@@ -42,7 +42,7 @@ class LaneRollout(NativeRollout):
 
 
 @dataclass
-class _Asked:
+class _RunningRequest:
     """A request with its samples, and the parts of it that have not begun."""
 
     weights: AdapterWeights | None
@@ -59,16 +59,16 @@ class OpenLane:
     def __init__(self, main: NativeRollout, params: SamplingParams, longest: int):
         self._rollout, self._most_rows = LaneRollout.of(main), main.config.max_num_seqs
         self._generation = self._rollout.open(replace(params, max_new_tokens=longest), step=0)
-        self._asked: dict[int, _Asked] = {}
+        self._requests: dict[int, _RunningRequest] = {}
         self._names: dict[AdapterWeights, str] = {}
 
     @property
     def is_empty(self) -> bool:
-        return not self._asked
+        return not self._requests
 
     def weights(self) -> set[AdapterWeights | None]:
         """The adapters of the requests, None for the base model."""
-        return {asked.weights for asked in self._asked.values()}
+        return {running_request.weights for running_request in self._requests.values()}
 
     def add(self, number: int, weights: AdapterWeights | None, request: SamplingRequest) -> None:
         """Take a request under a number of its lane; it begins with the next step."""
@@ -82,32 +82,32 @@ class OpenLane:
         firsts = range(0, request.num_samples, self._most_rows)
         counts = [(first, min(self._most_rows, request.num_samples - first)) for first in firsts]
         parts = deque(replace(prompt, first_sample=first, num_samples=count) for first, count in counts)
-        self._asked[number] = asked = _Asked(weights, request, parts)
-        self._begin(asked)
+        self._requests[number] = running_request = _RunningRequest(weights, request, parts)
+        self._begin(running_request)
 
-    def _begin(self, asked: _Asked) -> None:
+    def _begin(self, running_request: _RunningRequest) -> None:
         """Begin the next part of a request, if it has one."""
-        if asked.parts:
-            part = asked.parts.popleft()
-            asked.running = part.num_samples or 1
+        if running_request.parts:
+            part = running_request.parts.popleft()
+            running_request.running = part.num_samples or 1
             self._generation.add(part)
 
     def advance(self, tokens: int) -> Mapping[int, tuple[AdapterWeights | None, SamplingRequest, list[Completion]]]:
         """Take steps of about `tokens` tokens, at least one: the requests that have ended, by their numbers."""
         ended = {}
         for _ in range(MOST_STEPS):
-            tokens -= max(1, sum(asked.running for asked in self._asked.values()))
+            tokens -= max(1, sum(running_request.running for running_request in self._requests.values()))
             for completion in self._generation.poll(0):
-                asked = self._asked[completion.ordinal]
-                asked.done.append(completion)
-                asked.running -= 1
-                if not asked.running:
-                    self._begin(asked)
-                if not asked.running:
-                    samples = sorted(asked.done, key=lambda c: c.sample)
-                    ended[completion.ordinal] = (asked.weights, asked.request, samples)
-                    del self._asked[completion.ordinal]
-            if tokens <= 0 or not self._asked:
+                running_request = self._requests[completion.ordinal]
+                running_request.done.append(completion)
+                running_request.running -= 1
+                if not running_request.running:
+                    self._begin(running_request)
+                if not running_request.running:
+                    samples = sorted(running_request.done, key=lambda c: c.sample)
+                    ended[completion.ordinal] = (running_request.weights, running_request.request, samples)
+                    del self._requests[completion.ordinal]
+            if tokens <= 0 or not self._requests:
                 break
         if ended:
             self._forget()
@@ -117,5 +117,5 @@ class OpenLane:
         """Forget the adapters that no request has; the last request ends the generation."""
         for weights in [weights for weights in self._names if weights not in self.weights()]:
             del self._rollout.named_adapters()[self._names.pop(weights)]
-        if not self._asked:
+        if not self._requests:
             self._generation.close()

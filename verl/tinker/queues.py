@@ -185,7 +185,7 @@ class Ordered:
         return [job for job in self._waiting.values() if job is not None]
 
     def require_free(self, seq_id: int | None) -> int:
-        """The number. Raises RefusedRequest for one that was used, or is none."""
+        """The number. Raises RefusedRequest for a used number, and for none."""
         if seq_id is None or seq_id < 1:
             raise RefusedRequest("A request of a model needs a seq_id from 1 on.")
         if seq_id < self.next_seq or seq_id in self._waiting:
@@ -195,7 +195,7 @@ class Ordered:
         return seq_id
 
     def add(self, seq_id: int, job: QueuedJob | None) -> list[QueuedJob]:
-        """Take a request, None for one that was refused; returns the jobs that can run now, in order."""
+        """Take a request, None if it was refused; returns the jobs that can run now, in order."""
         self._waiting[seq_id], self.moved_at = job, time.monotonic()
         released: list[QueuedJob] = []
         while self.next_seq in self._waiting:

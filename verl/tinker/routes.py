@@ -101,7 +101,7 @@ class Routes:
         listed = [_checkpoint(one) for one in saved]
         if model_id is not None:
             return types.CheckpointsListResponse(checkpoints=listed)
-        page, cursor = page_of(call, listed)
+        page, cursor = rows_of_page(call, listed)
         return types.CheckpointsListResponse(checkpoints=page, cursor=cursor)
 
     async def delete_checkpoint(self, call: ClientCall) -> object:
@@ -123,7 +123,7 @@ class Routes:
         return self._run(call, call.path["model_id"])
 
     async def training_runs(self, call: ClientCall) -> object:
-        page, cursor = page_of(call, self._owned(call))
+        page, cursor = rows_of_page(call, self._owned(call))
         return types.TrainingRunsResponse(training_runs=[self._run(call, name) for name in page], cursor=cursor)
 
     def _run(self, call: ClientCall, model_id: str) -> types.TrainingRun:
@@ -214,7 +214,7 @@ def _checkpoint(saved: SavedAdapter) -> types.Checkpoint:
     )  # fmt: skip
 
 
-def page_of(call: ClientCall, rows: list[Row]) -> tuple[list[Row], types.Cursor]:
+def rows_of_page(call: ClientCall, rows: list[Row]) -> tuple[list[Row], types.Cursor]:
     """The rows from `offset` on, at most `limit`, and the cursor of the answer."""
     try:
         limit = int(call.query.get("limit", _LISTED))

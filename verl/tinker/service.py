@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from verl.tinker.checkpoints import Checkpoints, SavedAdapter
-from verl.tinker.codec import number_of
+from verl.tinker.codec import request_number
 from verl.tinker.computer import Computer
 from verl.tinker.journal import REFUSED, AcceptedRequest, RequestJournal
 from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, SampleLane, WireAnswer
@@ -95,7 +95,7 @@ class Service:
         self.journal.session(session_id, tenant.name)
 
     def touch(self, call: ClientCall, session_id: str) -> None:
-        """Note that a session lives. Raises RefusedRequest (410) for one that does not."""
+        """Note that a session lives. Raises RefusedRequest (410) if it does not."""
         session = self.sessions.get(session_id)
         if session is None or not call.tenant.sees(session.tenant.name):
             raise RefusedRequest(f"The session {session_id[:80]!r} has ended or never existed. Create a new one.", 410)
@@ -263,7 +263,7 @@ class Service:
 
     def use_number(self, call: ClientCall) -> None:
         """Use the number of a request of a model that is refused, if both can be read: later ones would wait for it."""
-        model_id, seq_id = number_of(call.body) or ("", 0)
+        model_id, seq_id = request_number(call.body) or ("", 0)
         model = self.models.get(model_id)
         if model is not None and call.tenant.sees(model.tenant.name):
             with contextlib.suppress(RefusedRequest):  # it is used already
@@ -276,7 +276,7 @@ class Service:
         self._release(model, seq_id, None)
 
     def close_hole(self, model: ServedModel, after_s: float) -> bool:
-        """Fail the requests of a model that wait for one that has not come for `after_s` seconds, and use its number."""
+        """Fail the requests of a model that wait for a number missing for `after_s` seconds, and use it."""
         now, is_coming = time.monotonic(), self.arriving[model.tenant.name] > 0
         if is_coming:
             model.order.moved_at = now

@@ -13,7 +13,7 @@ from tinker import types
 
 from verl.tinker.checkpoints import SavedAdapter
 from verl.tinker.records import RefusedRequest
-from verl.tinker.routes import checked_ttl, page_of
+from verl.tinker.routes import checked_ttl, rows_of_page
 from verl.tinker.served import ClientCall, ClientSession
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenant
@@ -98,19 +98,19 @@ class SharingRoutes:
 
     # -- sessions ---------------------------------------------------------------------------------------------------------
 
-    def _seen(self, call: ClientCall, scope: str) -> list[tuple[str, ClientSession]]:
+    def _visible(self, call: ClientCall, scope: str) -> list[tuple[str, ClientSession]]:
         """The sessions of the tenant, or if it asks for all that are accessible, of every tenant that it sees; newest first."""
-        seen = call.tenant if scope == "accessible" else Tenant(call.tenant.name)
-        held = [(name, one) for name, one in self.service.sessions.items() if seen.sees(one.tenant.name)]
+        reader = call.tenant if scope == "accessible" else Tenant(call.tenant.name)
+        held = [(name, one) for name, one in self.service.sessions.items() if reader.sees(one.tenant.name)]
         return sorted(held, key=lambda pair: (pair[1].created, pair[0]), reverse=True)
 
     async def sessions(self, call: ClientCall) -> object:
-        page, _ = page_of(call, [name for name, _ in self._seen(call, call.query.get("access_scope", "owned"))])
+        page, _ = rows_of_page(call, [name for name, _ in self._visible(call, call.query.get("access_scope", "owned"))])
         return types.ListSessionsResponse(sessions=page)
 
     async def session(self, call: ClientCall) -> object:
         name = call.path["session_id"]
-        one = dict(self._seen(call, "accessible")).get(name)
+        one = dict(self._visible(call, "accessible")).get(name)
         if one is None:
             raise RefusedRequest(f"There is no session {name[:80]!r}; it may have ended.", 404)
         return types.GetSessionResponse(
@@ -121,21 +121,19 @@ class SharingRoutes:
     async def search(self, call: ClientCall) -> object:
         """Sessions that live; sessions that have ended are not in memory."""
         message = call.read(types.SessionSearchRequest)
-        found = self._seen(call, "owned" if message.owner.type == "own" else "accessible")
+        sessions = self._visible(call, "owned" if message.owner.type == "own" else "accessible")
         if isinstance(message.owner, types.UserSearchOwner):
-            found = [(name, one) for name, one in found if one.tenant.name in message.owner.owner_urns]
+            sessions = [(name, one) for name, one in sessions if one.tenant.name in message.owner.owner_urns]
         if message.statuses is not None and "active" not in {status.type for status in message.statuses}:
-            found = []
-        rows = [self._summary(name, one) for name, one in found if _matches(message, name, one)]
+            sessions = []
+        rows = [self._summary(name, one) for name, one in sessions if _matches(message, name, one)]
         if message.cursor is not None:
             last = (message.cursor.last_created_at, message.cursor.last_session_id)
             rows = [row for row in rows if (row.created_at, row.session_id) < last]
-        shown, cursor = rows[: message.limit], None
-        if len(shown) < len(rows):
-            cursor = types.SessionSearchCursor(
-                last_created_at=shown[-1].created_at, last_session_id=shown[-1].session_id
-            )
-        return types.SessionSearchResponse(sessions=shown, next_cursor=cursor)
+        page, cursor = rows[: message.limit], None
+        if len(page) < len(rows):
+            cursor = types.SessionSearchCursor(last_created_at=page[-1].created_at, last_session_id=page[-1].session_id)
+        return types.SessionSearchResponse(sessions=page, next_cursor=cursor)
 
     def _summary(self, name: str, one: ClientSession) -> types.SessionSummary:
         models = [n for n, model in self.service.models.items() if model.session_id == name]
@@ -148,8 +146,8 @@ class SharingRoutes:
 
 
 def _matches(message: types.SessionSearchRequest, name: str, one: ClientSession) -> bool:
-    metadata, shown = one.notes.get("user_metadata") or {}, (one.notes.get("display_name") or "").lower()
-    asked = [name == message.session_id] if message.session_id is not None else []
+    metadata, title = one.notes.get("user_metadata") or {}, (one.notes.get("display_name") or "").lower()
+    wished = [name == message.session_id] if message.session_id is not None else []
     if message.display_name is not None:
-        asked.append(all(word in shown for word in message.display_name.lower().split()))
-    return (any(asked) or not asked) and message.user_metadata.items() <= metadata.items()
+        wished.append(all(word in title for word in message.display_name.lower().split()))
+    return (any(wished) or not wished) and message.user_metadata.items() <= metadata.items()

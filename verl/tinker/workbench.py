@@ -109,7 +109,7 @@ class Workbench:
         """Let a lane take steps of about `tokens` tokens: the requests that have ended, by their numbers."""
         if not self.mixes_adapters():
             self.engine.show(next(iter(lane.weights())))
-        return [(number, self._output(*asked)) for number, asked in lane.advance(tokens).items()]
+        return [(number, self._output(*request)) for number, request in lane.advance(tokens).items()]
 
     def _output(
         self, weights: AdapterWeights | None, request: SamplingRequest, completions: list[Completion]
