@@ -134,9 +134,8 @@ class RolloutQueue:
         num_new = max(0, min(self.depth, num_left) - self.qsize())
         started = [self._issued(following + number * self.count, step) for number in range(num_new)]
         self._batches += started
-        due = (
-            ordinal + 2 * self.count if self.in_flight else None
-        )  # this step's batch is complete but for the first step
+        # the batch of this step is complete, except in the first step
+        due = ordinal + 2 * self.count if self.in_flight else None
         generates = self._generate(started, earlier, self.part, step, self.first, due)
         self.metrics = [self.rollout.end_generation()] if generates else []
 
