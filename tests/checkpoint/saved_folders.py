@@ -71,7 +71,8 @@ def _of_service(root):
     """Folders of the training service, and what reads them."""
     from verl.models.adapter_weights import AdapterWeights
     from verl.tinker.adapters import Adapter
-    from verl.tinker.checkpoints import Checkpoints, Snapshots
+    from verl.tinker.checkpoints import Checkpoints
+    from verl.tinker.snapshots import Snapshots
 
     store, snapshots = Checkpoints(root, "base"), Snapshots(root)
     facts = {
@@ -190,7 +191,7 @@ def _forget_sentences():
     if importlib.util.find_spec("tinker") is not None:
         from verl.tinker import checkpoints
 
-        checkpoints._warn.cache_clear()
+        checkpoints.warn_once.cache_clear()
 
 
 def files_of(kind):

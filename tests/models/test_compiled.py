@@ -221,8 +221,8 @@ def pointwise(dtype, tokens, features):
     again = swiglu_backward_(d_out, gate_up)
     turns, heads = Turns(normal(tokens, 2 * features), normal(tokens, 2 * features)), normal(tokens, 5, 2 * features)
     turned = heads.clone()
-    rotate_(turned[:, :4], turns.cos, turns.turn)
-    rotate_(turned[:, 1:], turns.cos, turns.turn_back)
+    rotate_(turned[:, :4], turns.cos, turns.turn, False)
+    rotate_(turned[:, 1:], turns.cos, turns.turn_back, False)
     return [scaled_norm(x, weight, scale), d_x, d_weight, activated, again, gate_up, turned]
 
 

@@ -120,7 +120,7 @@ def test_weights_arrive_in_buckets_and_are_compared(serve, load):
     steps = [json.loads(b["zmq_handles"]["verl"])["step"] for b in serve.service.bodies("/update_weights_from_ipc")]
     assert steps[:2] == ["try", "begin"]
     assert steps.count("load") > 2
-    assert (server.version, server.is_updating, server.is_paused) == ("5", False, False)
+    assert (server.version[:2], server.is_updating, server.is_paused) == ("5-", False, False)
     assert {c.weight_version for c in engine.generate(make_prompts([3]), SamplingParams(max_new_tokens=2), step=0)} == {
         5
     }
@@ -159,7 +159,7 @@ def test_a_server_that_restarts_within_an_update_is_named_and_takes_the_next_one
     with pytest.raises(ModelError, match="did not end well"):
         engine.generate(make_prompts([3]), SamplingParams(max_new_tokens=2), step=0)
     send(engine, module, 2)
-    assert server.version == "2"
+    assert server.version.startswith("2-")
 
 
 def test_a_run_that_ended_within_an_update_leaves_a_usable_server(serve, connect, load):
@@ -167,7 +167,7 @@ def test_a_run_that_ended_within_an_update_leaves_a_usable_server(serve, connect
     server, _ = serve(FusedModel(load("llama")))
     server.is_updating = server.is_paused = True
     send(connect(serve.service.url, "sglang"), load("llama"), 1)
-    assert (server.version, server.is_updating, server.is_paused) == ("1", False, False)
+    assert (server.version[:2], server.is_updating, server.is_paused) == ("1-", False, False)
 
 
 @pytest.mark.parametrize(
