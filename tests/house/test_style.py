@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_704,
+    "core": 71_703,
     "compat": 7_960,
     "page": 4_113,
     "planner": 2_754,
@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 7_167,
     "agents": 5_955,
     "tasks": 2_634,
-    "tests": 87_059,
+    "tests": 87_066,
     "benchmarks": 6_231,
 }
 MAX_MEAN_FUNCTION_LINES = 12
