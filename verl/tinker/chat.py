@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import time
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic
@@ -27,7 +27,7 @@ from verl.tinker.served import ClientCall
 _WAIT_S = 3600.0
 
 
-class _Asked(pydantic.BaseModel):
+class _GenerationRequest(pydantic.BaseModel):
     """The settings that both requests have."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -42,15 +42,24 @@ class _Asked(pydantic.BaseModel):
     user: str | None = None
 
 
-class _ChatRequest(_Asked):
+class _ChatRequest(_GenerationRequest):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool = False
 
 
-class _CompletionRequest(_Asked):
+class _CompletionRequest(_GenerationRequest):
     prompt: str | list[int]
     logprobs: Literal[0] | None = None
+
+
+class _Sample(NamedTuple):
+    """A sampled text, "length" or "stop", and its tokens with their log-probs."""
+
+    text: str
+    finish_reason: str
+    tokens: list[int]
+    log_probs: list[float]
 
 
 class ChatRoutes:
@@ -77,10 +86,11 @@ class ChatRoutes:
         samples = await self._samples(call, message, list(ids))
         choices = [
             {
-                "index": number, "finish_reason": reason, "message": {"role": "assistant", "content": text},
-                "logprobs": {"content": self._scored(tokens, scores)} if message.logprobs else None,
+                "index": number, "finish_reason": sample.finish_reason,
+                "message": {"role": "assistant", "content": sample.text},
+                "logprobs": {"content": self._scored(sample)} if message.logprobs else None,
             }
-            for number, (text, reason, tokens, scores) in enumerate(samples)
+            for number, sample in enumerate(samples)
         ]  # fmt: skip
         return self._answer("chat.completion", message, len(ids), samples, choices)
 
@@ -91,20 +101,14 @@ class ChatRoutes:
         )
         samples = await self._samples(call, message, ids)
         choices = [
-            {"index": number, "finish_reason": reason, "text": text, "logprobs": None}
-            for number, (text, reason, _, _) in enumerate(samples)
+            {"index": number, "finish_reason": sample.finish_reason, "text": sample.text, "logprobs": None}
+            for number, sample in enumerate(samples)
         ]
         return self._answer("text_completion", message, len(ids), samples, choices)
 
-    async def _samples(self, call: ClientCall, message: _Asked, ids: list[int]) -> list[tuple[str, str, Any, Any]]:
-        """Text, reason of its end, tokens and log-probs of each sample."""
-        sampling = types.SamplingParams(
-            max_tokens=message.max_tokens,
-            temperature=message.temperature,
-            top_p=message.top_p,
-            seed=message.seed,
-            stop=None,
-        )
+    async def _samples(self, call: ClientCall, message: _GenerationRequest, ids: list[int]) -> list[_Sample]:
+        shared = message.model_dump(include={"max_tokens", "temperature", "top_p", "seed"})
+        sampling = types.SamplingParams(**shared, stop=None)
         stops = [message.stop] if isinstance(message.stop, str) else message.stop or []
         if stops:  # a stop replaces the end-of-sequence tokens for the SDK, and is one more here
             ends = [self.service.bench.tokenizer.decode([token]) for token in self.service.bench.facts.ends]
@@ -117,16 +121,14 @@ class ChatRoutes:
         answer = await future.wait(_WAIT_S)
         if answer is None or answer.failure is not None:
             raise RefusedRequest(answer.failure or "" if answer else f"No samples came in {_WAIT_S:g} s.", 500)
-        samples, tokenizer = list[tuple[str, str, Any, Any]](), self.service.bench.tokenizer
+        samples, tokenizer = list[_Sample](), self.service.bench.tokenizer
         for sequence in wire.SampleResponse.FromString(answer.body).sequences:
-            tokens, scores = (
-                np.frombuffer(sequence.tokens, "<i4").tolist(),
-                np.frombuffer(sequence.logprobs, "<f4").tolist(),
-            )
+            tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
+            scores = np.frombuffer(sequence.logprobs, "<f4").tolist()
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             text = min((text.partition(stop)[0] for stop in stops), key=len, default=text)
             reason = "length" if sequence.stop_reason == wire.STOP_REASON_LENGTH else "stop"
-            samples.append((text, reason, tokens, scores))
+            samples.append(_Sample(text, reason, tokens, scores))
         return samples
 
     async def _sampler(self, call: ClientCall, model: str) -> str:
@@ -143,17 +145,17 @@ class ChatRoutes:
         session = await self.routes.create_sampling_session(_as(call, "create_sampling_session", request))
         return session.sampling_session_id
 
-    def _scored(self, tokens: list[int], scores: list[float]) -> list[dict[str, object]]:
-        texts = [self.service.bench.tokenizer.decode([token]) for token in tokens]
+    def _scored(self, sample: _Sample) -> list[dict[str, object]]:
+        texts = [self.service.bench.tokenizer.decode([token]) for token in sample.tokens]
         return [
             {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, score in zip(texts, scores, strict=True)
+            for text, score in zip(texts, sample.log_probs, strict=True)
         ]
 
     def _answer(
-        self, kind: str, message: _Asked, num_prompt: int, samples: list[tuple[str, str, Any, Any]], choices: list[Any]
+        self, kind: str, message: _GenerationRequest, num_prompt: int, samples: list[_Sample], choices: list[Any]
     ) -> dict[str, object]:
-        num_sampled = sum(len(tokens) for _, _, tokens, _ in samples)
+        num_sampled = sum(len(sample.tokens) for sample in samples)
         usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_sampled,

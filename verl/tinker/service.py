@@ -360,9 +360,8 @@ class Service:
     async def recover(self, handlers: Mapping[str, Callable[[ClientCall], Awaitable[object]]]) -> None:
         """Take the requests of the journal, in order. A request with an answer retains it, and is computed again only if its
         effect on the model is in no saved state."""
-        self.names += [
-            base for base in self.journal.bases if base not in self.names
-        ]  # requests of the journal name them
+        # requests of the journal name them
+        self.names += [base for base in self.journal.bases if base not in self.names]
         for session_id, tenant in self.journal.sessions():
             self.sessions[session_id] = ClientSession(self.tenants.named(tenant))
         for name, session_id, base, digest, path in self.journal.samplers():

@@ -46,10 +46,8 @@ class SharingRoutes:
 
     async def urls(self, call: ClientCall) -> object:
         """A URL for each file of a checkpoint. peft reads the folder of these files."""
-        saved, until = (
-            self.service.checkpoints.read(self._addressed(call, may_be_public=True)),
-            int(time.time()) + _URL_S,
-        )
+        saved = self.service.checkpoints.read(self._addressed(call, may_be_public=True))
+        until = int(time.time()) + _URL_S
         place = f"{saved.model_id}/{saved.kind}/{saved.name}"
         urls = {
             file: f"{call.address}/api/v1/download/{until}/{self._signed(f'{until}/{place}/{file}')}/{place}/{file}"
@@ -58,9 +56,8 @@ class SharingRoutes:
         return types.ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(until, timezone.utc))
 
     async def download(self, call: ClientCall) -> object:
-        until, signature, *place = (
-            call.path[name] for name in ("until", "signature", "model_id", "kind", "name", "file")
-        )
+        names = ("until", "signature", "model_id", "kind", "name", "file")
+        until, signature, *place = (call.path[name] for name in names)
         is_signed = hmac.compare_digest(self._signed("/".join([until, *place])).encode(), signature.encode())
         if not is_signed or int(until) < time.time():
             raise RefusedRequest("The URL has expired, or is none of this server's. Ask for a new one.", 403)
@@ -72,27 +69,18 @@ class SharingRoutes:
 
     async def copy(self, call: ClientCall) -> object:
         """A copy has a model for itself, which cannot train. A repeated request gets the first one's."""
-        message, checkpoints = call.read(types.CopyWeightsRequest), self.service.checkpoints
-        saved, tenant, ttl_s = (
-            self.service.saved(call, message.source_path),
-            call.tenant,
-            checked_ttl(message.ttl_seconds),
-        )
+        message, checkpoints, tenant = call.read(types.CopyWeightsRequest), self.service.checkpoints, call.tenant
+        saved, ttl_s = self.service.saved(call, message.source_path), checked_ttl(message.ttl_seconds)
         identity = f"{tenant.name}/{saved.uri}/{saved.digest}/{message.session_id}/{message.model_seq_id}"
         model_id = f"copy-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
-        facts = {
-            **checkpoints.facts(saved.model_id),
-            "model_id": model_id,
-            "tenant": tenant.name,
-            "created": time.time(),
-        }
+        changes = {"model_id": model_id, "tenant": tenant.name, "created": time.time()}
         copied = SavedAdapter(model_id, saved.kind, saved.name, checkpoints.run_folder(model_id), saved.state)
         if not (copied.folder / saved.kind / saved.name).is_dir():
             if self.service.stored_bytes(tenant.name) + saved.num_bytes() > tenant.limits.bytes:
                 raise RefusedRequest(
                     f"The limit of this API key is {tenant.limits.bytes} bytes. Delete some checkpoints."
                 )
-            checkpoints.register(model_id, facts)
+            checkpoints.register(model_id, {**checkpoints.facts(saved.model_id), **changes})
             checkpoints.set_expiry(checkpoints.copy(saved, model_id), ttl_s)
         return types.CopyWeightsResponse(tinker_path=copied.uri)
 
