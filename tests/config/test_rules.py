@@ -185,6 +185,7 @@ error    GUARDS.entropy.action  GUARDS.entropy.action=rollback  GUARDS.entropy.l
 error    ROLLOUT.quantization  ROLLOUT.name=vllm  ROLLOUT.quantization=int8
 error    ROLLOUT.quantization  ROLLOUT.name=hf  ROLLOUT.quantization=fp8
 error    ROLLOUT.quantization  ROLLOUT.quantization=int8  ROLLOUT.prepack_weights=False
+error    ROLLOUT.quantization  ROLLOUT.quantization=int8  ROLLOUT.tensor_model_parallel_size=2  trainer.n_gpus_per_node=2
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.name=sglang  ROLLOUT.service.url=http://host:1  ROLLOUT.kv_cache_dtype=fp8
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=fp8
 error    GUARDS.sampler_kl.action  GUARDS.sampler_kl.action=rollback  GUARDS.sampler_kl.limit=2  trainer.save_freq=-1

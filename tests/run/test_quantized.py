@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.config.helpers import GRPO
+from verl.config import load_config
 from verl.errors import NumericsError
 from verl.rollout.native.compiled.library import kernels
 
@@ -29,3 +31,9 @@ def test_a_gap_beyond_its_limit_stops_the_run_which_can_be_resumed(tiny_run):
         tiny_run(*settings, f"{GUARD}.limit=1e-9", f"{GUARD}.action=stop", folder="stopped")
     resumed = tiny_run(*settings, f"{GUARD}.limit=1", folder="stopped")
     assert [row["step"] for row in resumed.training_rows()] == [1, 2]
+
+
+@pytest.mark.parametrize(("ahead", "limit"), [(0, 0.1), (1, None)])
+def test_samples_made_ahead_have_no_limit_by_default_since_their_age_adds_to_the_gap(ahead, limit):
+    settings = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.prefetch_num={ahead}"]
+    assert load_config([*GRPO, *settings]).config.trainer.guards.sampler_kl.limit == limit

@@ -273,15 +273,14 @@ def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
         "trainer.guards.sampler_kl",
         f"{_ROLLOUT}.quantization",
     )
-    is_set = any(k.startswith(correction) for k in set_keys)
-    if isinstance(number, int) and number > 0 and not is_set:
+    is_set, is_ahead = any(k.startswith(correction) for k in set_keys), isinstance(number, int) and number > 0
+    if is_ahead and not is_set:
         derived[f"{correction}.rollout_is"] = ("token", f"follows {key}")
     if values[quantized] and not is_set:
         rule = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.1_10.0"}
         derived |= {f"{correction}.{name}": (value, f"follows {quantized}") for name, value in rule.items()}
-    if values[quantized] and not any(k.startswith(guard) for k in set_keys):
+    if values[quantized] and not is_ahead and not any(k.startswith(guard) for k in set_keys):  # age adds to the KL
         derived |= {
-            f"{guard}.limit": (0.1, f"follows {quantized}"),
-            f"{guard}.action": ("stop", f"follows {quantized}"),
+            f"{guard}.{name}": (value, f"follows {quantized}") for name, value in (("limit", 0.1), ("action", "stop"))
         }
     return derived

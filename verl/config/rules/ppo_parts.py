@@ -182,6 +182,13 @@ def check_quantization(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
                 f"{wished}={value} is a setting of a server that the run starts, and {_ROLLOUT}.service.url names one that "
                 f"runs. Remove the url, or set {wished}={without or 'null'}.",
             )
+    num_ranks = rollout.tensor_model_parallel_size
+    if rollout.quantization and facts.quantizes_int8 and num_ranks > 1:
+        yield error(
+            key,
+            f"{key}={rollout.quantization} computes with undivided weights on this engine, and "
+            f"{_ROLLOUT}.tensor_model_parallel_size={num_ranks} divides them. Set it to 1, or {key}=null.",
+        )
     if rollout.quantization == "int8" and facts.quantizes_int8 and not rollout.prepack_weights:
         yield error(
             key, f"{key}=int8 is a copy of the weights, which {_ROLLOUT}.prepack_weights=False forbids. Remove one."

@@ -50,7 +50,8 @@ class GuardsConfig(StepGuardsConfig):
     ratio: GuardConfig = section(GuardConfig, "largest probability ratio to the old policy of a token, or its inverse")
     entropy: GuardConfig = section(GuardConfig, "lowest mean entropy of the policy, nats per token")
     sampler_kl: GuardConfig = section(
-        GuardConfig, "largest KL(sampler || policy), nats per token; with rollout.quantization 0.1, and then stop"
+        GuardConfig,
+        "largest KL(sampler || policy), nats per token; with rollout.quantization 0.1 and stop, unless samples are made ahead",
     )
     mismatch: GuardConfig = section(
         GuardConfig, "largest difference between the trainer's and the sampler's probability of a sampled token"
