@@ -50,8 +50,9 @@ def test_a_stop_ends_the_text_before_it(served, chat):
     stop = next(
         letter for letter in text[1:] if letter.isascii() and letter != text[0]
     )  # others may be parts of tokens
-    stopped = chat.completions.create(stop=[stop], **settings).choices[0]
+    stopped = chat.completions.create(stop=["", stop], **settings).choices[0]
     assert (stopped.text, stopped.finish_reason) == (text.partition(stop)[0], "stop")
+    assert chat.completions.create(stop="", **settings).choices[0].text == text
 
 
 @pytest.mark.parametrize(

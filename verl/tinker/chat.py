@@ -27,7 +27,7 @@ from verl.tinker.served import ClientCall
 _WAIT_S = 3600.0
 
 
-class _GenerationRequest(pydantic.BaseModel):
+class GenerationRequest(pydantic.BaseModel):
     """The settings that both requests have."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -42,13 +42,13 @@ class _GenerationRequest(pydantic.BaseModel):
     user: str | None = None
 
 
-class _ChatRequest(_GenerationRequest):
+class ChatRequest(GenerationRequest):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool = False
 
 
-class _CompletionRequest(_GenerationRequest):
+class CompletionRequest(GenerationRequest):
     prompt: str | list[int]
     logprobs: Literal[0] | None = None
 
@@ -76,7 +76,7 @@ class ChatRoutes:
         return {"object": "list", "data": data}
 
     async def chat(self, call: ClientCall) -> object:
-        message, tokenizer = call.read(_ChatRequest), self.service.bench.tokenizer
+        message, tokenizer = call.read(ChatRequest), self.service.bench.tokenizer
         try:
             ids = tokenizer.apply_chat_template(message.messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:  # templates of users raise whatever they like
@@ -95,7 +95,7 @@ class ChatRoutes:
         return self._answer("chat.completion", message, len(ids), samples, choices)
 
     async def complete(self, call: ClientCall) -> object:
-        message = call.read(_CompletionRequest)
+        message = call.read(CompletionRequest)
         ids = (
             message.prompt if isinstance(message.prompt, list) else self.service.bench.tokenizer.encode(message.prompt)
         )
@@ -106,10 +106,11 @@ class ChatRoutes:
         ]
         return self._answer("text_completion", message, len(ids), samples, choices)
 
-    async def _samples(self, call: ClientCall, message: _GenerationRequest, ids: list[int]) -> list[_Sample]:
+    async def _samples(self, call: ClientCall, message: GenerationRequest, ids: list[int]) -> list[_Sample]:
         shared = message.model_dump(include={"max_tokens", "temperature", "top_p", "seed"})
         sampling = types.SamplingParams(**shared, stop=None)
-        stops = [message.stop] if isinstance(message.stop, str) else message.stop or []
+        texts = [message.stop] if isinstance(message.stop, str) else message.stop or []
+        stops = [text for text in texts if text]  # engines pass over an empty one
         if stops:  # a stop replaces the end-of-sequence tokens for the SDK, and is one more here
             ends = [self.service.bench.tokenizer.decode([token]) for token in self.service.bench.facts.ends]
             sampling = sampling.model_copy(update={"stop": [*stops, *filter(None, ends)]})
@@ -153,7 +154,7 @@ class ChatRoutes:
         ]
 
     def _answer(
-        self, kind: str, message: _GenerationRequest, num_prompt: int, samples: list[_Sample], choices: list[Any]
+        self, kind: str, message: GenerationRequest, num_prompt: int, samples: list[_Sample], choices: list[Any]
     ) -> dict[str, object]:
         num_sampled = sum(len(sample.tokens) for sample in samples)
         usage = {
