@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_703,
+    "core": 71_710,
     "compat": 7_960,
     "page": 4_113,
     "planner": 2_754,
-    "tinker": 4_338,
+    "tinker": 4_328,
     "clusters": 7_167,
     "agents": 5_955,
     "tasks": 2_634,
-    "tests": 87_066,
+    "tests": 87_076,
     "benchmarks": 6_231,
 }
 MAX_MEAN_FUNCTION_LINES = 12
