@@ -1,0 +1,181 @@
+"""Decoding with drafts against decoding without, by the number of samples that run. The ways take turns in one process.
+
+    python -m benchmarks.drafts --questions gsm8k/test.jsonl --rounds 3
+    python -m benchmarks.drafts --cases "agents, 2" "agents, 4"         # needs no questions
+    python -m benchmarks.drafts --drafts "methods=[model]" "model_path=FOLDER"
+
+tail       8 samples of each question at temperature 0.6. They end by themselves, so few run at the end.
+agents, N  N agents at a time. Each repeats the result of a tool.
+
+Only steps without prompts count. Every way must give the same samples as the engine without drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.report import Report, number
+from verl.config import load_config
+from verl.data_proto.samples import PromptRequest, SamplingParams
+from verl.models.load import eos_token_ids_of, load_causal_lm, load_tokenizer
+from verl.rollout.native.engine import NativeRollout
+
+BANDS = (2, 4, 8, 16, 32, 64)  # samples that run, at most
+ROLLOUT = "actor_rollout_ref.rollout"
+_NAMES = ("harbor", "lantern", "meadow", "copper", "willow", "granite", "falcon", "ember", "cobalt", "juniper")
+
+
+class Case(NamedTuple):
+    """Requests of a generation and how they are sampled."""
+
+    texts: list[str]
+    params: SamplingParams
+    max_num_seqs: int
+
+
+class Watched(NamedTuple):
+    """Tokens and seconds of decode steps by band, and the samples."""
+
+    tokens: dict[int, int]
+    seconds: dict[int, float]
+    samples: list[tuple[tuple[int, ...], tuple[float, ...]]]
+    stats: dict[str, Any]
+
+
+def tail(options: argparse.Namespace, tokenizer: Any) -> Case:
+    """Samples that end by themselves."""
+    rows = [json.loads(line)["question"] for line in options.questions.read_text().splitlines()]
+    texts = [_chat(tokenizer, [{"role": "user", "content": row}]) for row in rows[: options.prompts]]
+    return Case(texts, SamplingParams(n=8, max_new_tokens=options.tokens, temperature=0.6, seed=17), 64)
+
+
+def agents(tokenizer: Any, running: int, temperature: float) -> Case:
+    """Agents whose reply repeats the rows of a tool's result."""
+    draw, texts = random.Random(17), []
+    for _ in range(2 * running):
+        rows = [
+            {"id": draw.randrange(10**6), "name": draw.choice(_NAMES), "price": draw.randrange(1000) / 100}
+            for _ in range(8)
+        ]
+        result = "\n".join(map(json.dumps, rows))
+        question = f"The tool `list_orders` returned:\n\n{result}\n\nRepeat all rows exactly as they are."
+        texts.append(_chat(tokenizer, [{"role": "user", "content": question}]) + "Here are the rows:\n\n" + result[:60])
+    return Case(texts, SamplingParams(n=1, max_new_tokens=256, temperature=temperature, seed=17), running)
+
+
+def _chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def decode(engine: NativeRollout, case: Case, requests: Sequence[PromptRequest], step: int) -> Watched:
+    """One generation. A step counts for the smallest band that holds the samples that it computes."""
+    generation = engine.open(case.params, step=step)
+    tokens, seconds = defaultdict[int, int](int), defaultdict[int, float](float)
+    scheduler, advance = generation.scheduler, generation.scheduler._advance
+
+    def timed(chunks: list[Any]) -> None:
+        rows, running = scheduler.rows, scheduler.rows.num_running
+        before = int(rows.length[: rows.end].sum())
+        began = time.perf_counter()
+        advance(chunks)
+        spent = time.perf_counter() - began
+        if running and not chunks:
+            band = min(limit for limit in BANDS if limit >= running)
+            # the lengths of rows stay behind the end of their sample until the next one takes the row
+            tokens[band] += int(rows.length[: rows.end].sum()) - before
+            seconds[band] += spent
+
+    vars(scheduler)["_advance"] = timed
+    done = []
+    for request in requests:
+        generation.add(request)
+    while ended := generation.poll():
+        done += ended
+    done.sort(key=lambda completion: completion.key)
+    return Watched(tokens, seconds, [(c.token_ids, c.log_probs) for c in done], generation.close())
+
+
+def engine_of(
+    options: argparse.Namespace, module: Any, tokenizer: Any, keys: Sequence[str], case: Case
+) -> NativeRollout:
+    """A native engine with these keys of `rollout`."""
+    keys = [f"actor_rollout_ref.model.path={options.model}", *(f"{ROLLOUT}.{key}" for key in keys)]
+    config = load_config([*keys, f"{ROLLOUT}.max_num_seqs={case.max_num_seqs}"], check=False).config
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    return NativeRollout(module, tokenizer, rollout, eos_token_ids=eos_token_ids_of(model, tokenizer))
+
+
+def measure(options: argparse.Namespace, name: str, module: Any, tokenizer: Any) -> tuple[list[list[str]], Any]:
+    """Rows of the table for a case, and its numbers."""
+    kind, _, count = name.partition(", ")
+    case = tail(options, tokenizer) if kind == "tail" else agents(tokenizer, int(count), options.temperature)
+    requests = [PromptRequest(i, tuple(tokenizer.encode(text))) for i, text in enumerate(case.texts)]
+    exact = ["batch_invariant=require", *options.ours]
+    ways = {
+        "shipped": options.ours,
+        "without": exact,
+        "drafts": [*exact, *(f"speculative.{k}" for k in options.drafts)],
+    }
+    engines = {way: engine_of(options, module, tokenizer, keys, case) for way, keys in ways.items()}
+    rates: dict[str, dict[int, list[float]]] = {way: defaultdict(list) for way in ways}
+    saved, is_equal = [], True
+    for step in range(options.rounds + 1):  # the first one warms up
+        results = {}
+        for way, engine in engines.items():
+            results[way] = decode(engine, case, requests, step)
+            engine.release()
+            print(f"{name} {step} {way}: {sum(results[way].seconds.values()):.2f} s", file=sys.stderr, flush=True)
+            for band, spent in results[way].seconds.items():
+                rates[way][band] += [results[way].tokens[band] / spent] if step else []
+        is_equal &= results["drafts"].samples == results["without"].samples
+        saved.append(results["drafts"].stats["saved_step_share"])
+    if not is_equal:
+        raise RuntimeError(f"{name}: drafts changed samples.")
+    table = []
+    for band in sorted(rates["drafts"]):
+        of = {way: median(rates[way][band]) for way in ways}
+        ratios = [f"{of['drafts'] / of[way]:.2f}" for way in ("without", "shipped")]
+        table.append([name, f"<= {band}", *(number(of[way]) for way in ways), *ratios])
+    return table, {"rates": rates, "saved_step_share": saved}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("work/models/SmolLM2-135M-Instruct"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--questions", type=Path, help="GSM8K's test.jsonl, for the tail")
+    parser.add_argument("--prompts", type=int, default=4, help="questions of the tail")
+    parser.add_argument("--tokens", type=int, default=512, help="longest sample of the tail")
+    parser.add_argument("--temperature", type=float, default=0.6, help="of agents")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", default=["tail", "agents, 2", "agents, 4"])
+    parser.add_argument("--drafts", nargs="+", default=["methods=[ngram,history]"], help="keys of rollout.speculative")
+    parser.add_argument("--ours", nargs="*", default=[], help="keys of rollout, of every way")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    module = load_causal_lm(options.model, dtype=getattr(torch, options.dtype))
+    tokenizer = load_tokenizer(options.model)
+    report = Report("Decoding with drafts", facts=vars(options) | {"threads": torch.get_num_threads()})
+    rows: list[list[str]] = []
+    for name in options.cases:
+        table, report.results[name] = measure(options, name, module, tokenizer)
+        rows += table
+    header = ["case", "running", "shipped, tokens/s", "without", "drafts", "drafts / without", "drafts / shipped"]
+    report.tables.append((header, rows))
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
