@@ -22,7 +22,7 @@ MAX_LINES = {
     "agents": 5_955,
     "tasks": 2_634,
     "tests": 87_076,
-    "benchmarks": 6_231,
+    "benchmarks": 6_412,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
