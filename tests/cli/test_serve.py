@@ -5,6 +5,7 @@ import hashlib
 import pytest
 
 from verl.cli.main import main
+from verl.cli.serve import read_bases
 from verl.errors import ConfigError
 from verl.tinker.tenants import Tenant, TenantLimits, read_tenants
 
@@ -22,6 +23,8 @@ KEYS = "a" * 64
         (["model=m", "tls_key=missing"], "TLS needs two files"),
         (["model=m", "tls_key=missing", "tls_cert=missing"], "missing does not exist"),
         (["model=m", "actor_rollout_ref.rollot.n=1"], "rollot"),
+        (["model=m", "bases=b.yaml"], "or bases=FILE for several"),
+        (["bases=b.yaml"], "bases= b.yaml does not exist"),
     ],
 )
 def test_a_wrong_setting_is_a_sentence(arguments, sentence, capsys, monkeypatch, tmp_path):
@@ -29,6 +32,23 @@ def test_a_wrong_setting_is_a_sentence(arguments, sentence, capsys, monkeypatch,
     monkeypatch.chdir(tmp_path)
     assert main(["serve", "tinker", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "is no list of base models"),
+        ("model: a", "is no list of base models"),
+        ("- {name: a}", "row 1 names no model"),
+        ("- {model: a}\n- {model: b, train: 1}", "row 2 has 'train' with 1"),
+        ("- {model: a}\n- {model: a}", "names a base model twice"),
+        ("- {model: a", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_of_base_models_is_a_sentence(text, sentence, tmp_path):
+    (tmp_path / "bases.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        read_bases(str(tmp_path / "bases.yaml"))
 
 
 @pytest.mark.parametrize(

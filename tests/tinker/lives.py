@@ -15,6 +15,7 @@ from tests.forked import fork_instead
 from verl.page.launch import listen
 
 MOMENTS = ("before", "after")  # the journal's commit
+DEADLY = 30  # a token: computing it ends the process
 
 
 class Lives:
@@ -44,12 +45,21 @@ class Lives:
 
 
 @contextmanager
-def lives(model, folder, deaths=()):
+def lives(model, folder, deaths=(), most_deaths=1000):
     """A service of `model` in `folder`. `deaths` has, for each life that ends itself, the commit of the journal at which it
-    does, and one of MOMENTS."""
+    does, and one of MOMENTS. A request is given up after `most_deaths`: kills from outside are not its fault."""
     listening = listen()
     plan = ",".join(f"{number}{moment}" for number, moment in deaths)
-    command = [sys.executable, "-m", "tests.tinker.lives", str(model), str(folder), str(listening.fileno()), plan]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tinker.lives",
+        str(model),
+        str(folder),
+        str(listening.fileno()),
+        plan,
+        str(most_deaths),
+    ]
     process = fork_instead(subprocess.Popen)(
         command, env=os.environ, pass_fds=(listening.fileno(),), stdout=subprocess.PIPE, text=True,
         start_new_session=True,
@@ -66,18 +76,28 @@ def lives(model, folder, deaths=()):
 
 def main():
     """Fork lives until killed, and report births and deaths."""
-    _, model, folder, descriptor, plan = sys.argv
+    _, model, folder, descriptor, plan, most_deaths = sys.argv
     import socket
 
     import torch
 
     from verl.cli.serve import serving_config
-    from verl.tinker import computer
+    from verl.tinker import computer, in_work
     from verl.tinker.workbench import Workbench
+
+    class MortalWorkbench(Workbench):
+        def forward_backward(self, adapter, request):
+            die_of(token for datum in request.data for token in datum.tokens)
+            return super().forward_backward(adapter, request)
+
+        def advance(self, lane, tokens):
+            die_of(token for request in lane._requests.values() for token in request.request.tokens)
+            return super().advance(lane, tokens)
 
     torch.set_num_threads(1)
     computer.STATE_S = computer.STATE_SHARE = 0.05
-    bench = Workbench(serving_config(model, ["actor_rollout_ref.actor.fsdp_config.dtype=float32"], rank=8))
+    in_work.MOST_DEATHS = int(most_deaths)
+    bench = MortalWorkbench(serving_config(model, ["actor_rollout_ref.actor.fsdp_config.dtype=float32"], rank=8))
     listening = socket.socket(fileno=int(descriptor))
     deaths = [entry for entry in plan.split(",") if entry]
     while True:
@@ -90,13 +110,18 @@ def main():
         print("died", child, flush=True)
 
 
+def die_of(tokens):
+    if DEADLY in tokens:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def live(bench, folder, model, listening, death):
     """One life that ends itself at the commit `death` of its journal."""
     import asyncio
 
     import uvicorn
 
-    from tests.tinker.served import workers
+    from tests.tinker.served import only
     from verl.tinker.app import application
     from verl.tinker.checkpoints import Checkpoints
     from verl.tinker.journal import RequestJournal
@@ -115,7 +140,7 @@ def live(bench, folder, model, listening, death):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     async def serve():
-        service = Service(workers(bench), Checkpoints(folder, model), Mortal(folder, model), ["base"])
+        service = Service(only(bench, [model, "base"]), Checkpoints(folder, model), Mortal(folder, model))
         await uvicorn.Server(uvicorn.Config(application(service), log_level="error")).serve(sockets=[listening])
 
     asyncio.run(serve())

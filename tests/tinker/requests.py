@@ -13,7 +13,7 @@ import zstandard
 from tinker.proto import tinker_public_pb2 as wire
 
 from tests.tinker.data import datum
-from tests.tinker.served import workers
+from tests.tinker.served import only
 from tests.tinker.test_tenants import PROTOBUF, rows, sample
 from verl.tinker import routes
 from verl.tinker.app import application
@@ -35,7 +35,7 @@ def make_service(bench, folder):
     tenants = {hashlib.sha256(key.encode()).hexdigest(): Tenant(name, limits=limits) for name, key in KEYS.items()}
     path = str(bench.engine._trained.base)
     return Service(
-        workers(bench), Checkpoints(folder, path), RequestJournal(folder, path), [path, "base"], Tenants(tenants)
+        only(bench, [path, "base"]), Checkpoints(folder, path), RequestJournal(folder, path), Tenants(tenants)
     )
 
 
@@ -52,7 +52,7 @@ class Caller:
 
     async def open(self):
         self.session = await self.open_session()
-        named = {"session_id": self.session, "base_model": self.service.names[0]}
+        named = {"session_id": self.session, "base_model": self.service.bases.names[0]}
         created = await self.post("create_model", {**named, "model_seq_id": 0, "lora_config": {"rank": 2, "seed": 1}})
         self.model = (await self.result(created))["model_id"]
         answer = await self.post("create_sampling_session", {**named, "sampling_session_seq_id": 0})
@@ -112,7 +112,7 @@ class Caller:
 def bodies(rng, caller):
     """(route, body) of a correct request of every kind."""
     numbered = {"model_id": caller.model, "seq_id": caller.seq_id}
-    named = {"session_id": caller.session, "base_model": caller.service.names[0]}
+    named = {"session_id": caller.session, "base_model": caller.service.bases.names[0]}
     return rng.choice(
         [
             ("optim_step", {**numbered, "adam_params": {"learning_rate": 1e-3}}),

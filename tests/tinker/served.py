@@ -3,13 +3,14 @@
 import asyncio
 import random
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import tinker
 
 from tests.processes import wait_until
 from verl.page.launch import listen
 from verl.tinker.app import application
+from verl.tinker.bases import BaseModel, Bases
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.journal import RequestJournal
 from verl.tinker.server import uvicorn_config
@@ -34,19 +35,27 @@ class Served:
                 holder.close()
 
     def trainer(self, rank=4, seed=1, **settings):
-        name = self.service.names[0]
+        name = self.service.bases.names[0]
         return self.client().create_lora_training_client(base_model=name, rank=rank, seed=seed, **settings).result()
 
     def tensors(self, trainer):
         """The weights of a training client's model."""
-        return self.service.bench.training.adapters[trainer.model_id].weights.tensors
+        return self.service.bases.bench().training.adapters[trainer.model_id].weights.tensors
 
 
-def workers(bench, training=None, sampling=None):
-    """The workers of a service: `bench` in this process unless others are named."""
+def base_of(bench, names, training=None, sampling=None, **settings):
+    """A base model that is `bench` in this process, unless other workers are named."""
     training = training or BenchWorker(bench)
     sampling = sampling or training
-    return Bench(training, sampling, training.facts(), bench.tokenizer, is_apart=sampling is not training)
+    made = Bench(training, sampling, training.facts(), bench.tokenizer, is_apart=sampling is not training)
+    return BaseModel(names[0], list(names), made.facts, bench.tokenizer, lambda: nullcontext(made), **settings)
+
+
+def only(bench, names, *apart):
+    """The base models of a service that has one."""
+    bases = Bases([base_of(bench, names, *apart)])
+    bases.is_apart = bases.bench().is_apart
+    return bases
 
 
 class Faults:
@@ -75,17 +84,18 @@ class Faults:
 
 
 @contextmanager
-def running(bench, folder, tenants=None, certificate=None, apart=()):
+def running(bench, folder, tenants=None, certificate=None, apart=(), bases=None):
     """A service of `bench` on a free port of this machine, with TLS where there are files of a certificate and its key. The
-    workers `apart` compute in its place."""
+    workers `apart` compute in its place, or `bases` are served."""
     import uvicorn
 
     path = str(bench.engine._trained.base)
     listening, ready, box = listen(), threading.Event(), {}
 
     async def serve():
-        computed = workers(bench, *apart)
-        service = Service(computed, Checkpoints(folder, path), RequestJournal(folder, path), [path, "base"], tenants)
+        held = bases or only(bench, [path, "base"], *apart)
+        journal = RequestJournal(folder, *(base.path for base in held.bases))
+        service = Service(held, Checkpoints(folder, path), journal, tenants)
         faults = Faults(application(service))
         box["server"] = uvicorn.Server(uvicorn_config(faults, certificate))
         scheme = "http" if certificate is None else "https"

@@ -13,7 +13,7 @@ tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed
 
 from tests.processes import wait_until  # noqa: E402
 from tests.runtime.ranks import ROOT, end_tree, environment  # noqa: E402
-from tests.tinker.served import running, workers  # noqa: E402
+from tests.tinker.served import only, running  # noqa: E402
 from tests.tinker.test_kills import compare, run  # noqa: E402
 from verl.cli.serve import serving_config  # noqa: E402
 from verl.errors import WorkerLostError  # noqa: E402
@@ -22,7 +22,8 @@ from verl.parallel.collectives import free_port  # noqa: E402
 from verl.parallel.mesh import Mesh  # noqa: E402
 from verl.runtime.ray_process import pack, unpack  # noqa: E402
 from verl.runtime.worker_group import WorkerGroup  # noqa: E402
-from verl.tinker import server  # noqa: E402
+from verl.tinker import bases, server  # noqa: E402
+from verl.tinker.bases import BaseEntry  # noqa: E402
 from verl.tinker.tenants import Tenants  # noqa: E402
 from verl.tinker.workbench import Workbench  # noqa: E402
 from verl.tinker.worker import BenchWorker  # noqa: E402
@@ -80,15 +81,15 @@ def test_a_worker_that_is_lost_is_replaced_under_the_clients(bench, here, tiny_l
 
     @contextlib.contextmanager
     def opened(config):
-        yield workers(bench, far(BenchWorker(bench), on_call))
+        yield only(bench, ["base"], far(BenchWorker(bench), on_call)).bench()
 
     def serve():
         with pytest.raises(WorkerLostError) as raised:
-            server.serve_tinker(config, listening, tmp_path, ["base"], Tenants(), lambda address: None)
+            server.serve_tinker(entries, listening, tmp_path, Tenants(), lambda address: None)
         error.append(raised.value)
 
-    config = serving_config(str(tiny_llama), [FLOAT, "trainer.max_restarts=1"], rank=8)
-    monkeypatch.setattr(server, "open_bench", opened)
+    entries = [BaseEntry(serving_config(str(tiny_llama), [FLOAT, "trainer.max_restarts=1"], rank=8), ["base"])]
+    monkeypatch.setattr(bases, "open_bench", opened)
     listening = listen()
     thread = threading.Thread(target=serve)
     thread.start()

@@ -15,20 +15,20 @@ TEMPLATE = "{% for m in messages %}" + ODD + "{{ m['content'] }}{% endfor %}"
 
 @pytest.fixture
 def chat(served, monkeypatch):
-    monkeypatch.setattr(served.service.bench.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(served.service.bases.bench().tokenizer, "chat_template", TEMPLATE)
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="tml-test", max_retries=0) as client:
         yield client
 
 
 def test_a_checkpoint_answers_with_the_samples_of_the_sdk(served, chat):
-    trainer, tokenizer = served.trainer(), served.service.bench.tokenizer
+    trainer, tokenizer = served.trainer(), served.service.bases.bench().tokenizer
     trainer.forward_backward([datum(0)], "cross_entropy")
     trainer.optim_step(types.AdamParams(learning_rate=0.1)).result()
     path = trainer.save_weights_for_sampler("a").result().path
-    assert {served.service.names[0], path} <= {model.id for model in chat.models.list()}
+    assert {served.service.bases.names[0], path} <= {model.id for model in chat.models.list()}
     prompt, params = tokenizer.encode("abc"), types.SamplingParams(max_tokens=6, seed=5)
     texts = {}
-    for model in (path, served.service.names[0]):
+    for model in (path, served.service.bases.names[0]):
         source = {"model_path": model} if model == path else {"base_model": model}
         sampler = served.client().create_sampling_client(**source).result()
         sequences = sampler.sample(types.ModelInput.from_ints(prompt), 2, params).result().sequences
@@ -41,11 +41,11 @@ def test_a_checkpoint_answers_with_the_samples_of_the_sdk(served, chat):
         assert answer.usage.completion_tokens == sum(len(sequence.tokens) for sequence in sequences)
         plain = chat.completions.create(prompt=prompt, **settings)
         assert [choice.text for choice in plain.choices] == texts[model]
-    assert texts[path] != texts[served.service.names[0]]
+    assert texts[path] != texts[served.service.bases.names[0]]
 
 
 def test_a_stop_ends_the_text_before_it(served, chat):
-    settings = {"model": served.service.names[0], "max_tokens": 20, "seed": 1, "prompt": "abc"}
+    settings = {"model": served.service.bases.names[0], "max_tokens": 20, "seed": 1, "prompt": "abc"}
     text = chat.completions.create(**settings).choices[0].text
     stop = next(
         letter for letter in text[1:] if letter.isascii() and letter != text[0]
@@ -68,7 +68,11 @@ def test_a_stop_ends_the_text_before_it(served, chat):
     ],
 )
 def test_what_is_not_served_is_a_sentence(served, chat, change, sentence):
-    settings = {"model": served.service.names[0], "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+    settings = {
+        "model": served.service.bases.names[0],
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_tokens": 2,
+    }
     with pytest.raises(openai.APIStatusError, match=sentence) as raised:
         chat.chat.completions.create(**{**settings, **change})
     assert raised.value.status_code in (400, 404)

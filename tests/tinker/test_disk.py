@@ -81,7 +81,7 @@ def test_a_sampler_outlives_its_checkpoint_and_a_checkpoint_its_time(served, mon
     store.remove_expired()
     assert not list(store.listed(trainer.model_id))
     snapshots = served.service.snapshots
-    served.service.bench.sampling._held.clear()
+    served.service.bases.bench().sampling._held.clear()
     assert sampler.compute_logprobs(PROMPT).result() == before
     assert len(list(snapshots.root.glob("*.safetensors"))) >= 1
     for name in list(served.service.samplers):

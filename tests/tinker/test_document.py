@@ -22,7 +22,7 @@ CODE = "\n".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
 
 def test_the_snippets_run(bench, tmp_path):
     with running(bench, tmp_path) as served:
-        served.service.names.append("model")
+        served.service.bases.bases[0].names.append("model")
         environment = {
             **os.environ,
             "TINKER_BASE_URL": served.url,
@@ -73,7 +73,7 @@ STARTS = {
 
 def test_each_request_that_is_not_served_has_its_answer(shared):
     model, owner = model_of(shared, "tml-ada")
-    base = {"session_id": owner, "base_model": shared.service.names[0]}
+    base = {"session_id": owner, "base_model": shared.service.bases.names[0]}
     sampler = post(shared, "create_sampling_session", {**base, "sampling_session_seq_id": 0}).json()[
         "sampling_session_id"
     ]

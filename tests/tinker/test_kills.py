@@ -1,5 +1,6 @@
 """A service that is killed and started again: clients of the SDK notice nothing, and train to the same bits."""
 
+import json
 import random
 import threading
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file  # noqa: E402
 from tinker import types  # noqa: E402
 
 from tests.tinker.data import datum  # noqa: E402
-from tests.tinker.lives import MOMENTS, lives  # noqa: E402
+from tests.tinker.lives import DEADLY, MOMENTS, lives  # noqa: E402
 from verl.tracking.files import read_metrics  # noqa: E402
 from verl.tracking.progress import read_progress  # noqa: E402
 
@@ -76,6 +77,36 @@ def test_a_service_killed_around_its_commits_continues_under_its_client(tiny_lla
         killed = run(served.url, 2)
         assert served.kills == 2
         compare(tmp_path, killed, run(served.url, 2))
+
+
+def test_a_request_that_ends_the_process_is_given_up_after_its_second_death(tiny_llama, tmp_path, monkeypatch):
+    """Others wait meanwhile, and notice nothing else; neither do other requests of the batch."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    deadly = types.Datum(types.ModelInput.from_ints([DEADLY] * 4), datum(0, length=4).loss_fn_inputs)
+    with lives(tiny_llama, tmp_path, most_deaths=2) as served:
+        hostile, other = (tinker.ServiceClient(base_url=served.url, api_key="tml-test") for _ in range(2))
+        trainers = [
+            client.create_lora_training_client(base_model="base", rank=4, seed=1).result()
+            for client in (hostile, other)
+        ]
+        first = trainers[0].forward_backward([deadly], "cross_entropy")
+        steps = [trainers[1].forward_backward([datum(1)], "cross_entropy"), trainers[1].optim_step(ADAM)]
+        with pytest.raises(tinker.RequestFailedError, match="process ended 2 times"):
+            first.result()
+        assert steps[1].result().metrics["grad_norm"] > 0
+        with pytest.raises(tinker.RequestFailedError, match="so no step was taken"):
+            trainers[0].optim_step(ADAM).result()
+        assert trainers[0].forward_backward([datum(1)], "cross_entropy").result().metrics == steps[0].result().metrics
+        assert served.kills == 2
+        samplers = [client.create_sampling_client(base_model="base") for client in (hostile, other)]
+        prompts = [types.ModelInput.from_ints([3, token]) for token in (DEADLY, 4)]
+        samples = [sampler.sample(prompt, 2, SAMPLING) for sampler, prompt in zip(samplers, prompts, strict=True)]
+        assert len(samples[1].result().sequences) == 2
+        with pytest.raises(tinker.RequestFailedError, match="process ended 2 times"):
+            samples[0].result()
+        assert served.kills == 4
+    with (tmp_path / "in_work.json").open() as file:
+        assert json.load(file) == {"computing": [], "deaths": {}}
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from tests.tinker.test_tenants import PROTOBUF, rows, sample  # noqa: E402
 from verl.tinker import app, checkpoints, codec, computer, model_routes, routes  # noqa: E402
 from verl.tinker.journal import RequestJournal, trouble  # noqa: E402
 from verl.tinker.records import RefusedRequest  # noqa: E402
+from verl.tinker.recovery import recover  # noqa: E402
 from verl.tinker.tenants import Tenants  # noqa: E402
 
 
@@ -38,7 +39,7 @@ def in_process(bench, folder, act):
         service = make_service(bench, folder)
         served = app.application(service)
         transport = httpx.ASGITransport(served, raise_app_exceptions=False)
-        await service.recover(served.state.handlers)
+        await recover(service, served.state.handlers)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
                 return await act(service, *[await Caller(service, http, name).open() for name in KEYS])
@@ -244,7 +245,7 @@ def test_a_sample_without_end_holds_up_nobody(bench, tmp_path, around):
         assert len(open_lanes) == 2
         endless.set()
         await ada.result(long)
-        assert not service.bench.sampling._lanes
+        assert not service.bases.bench().sampling._lanes
         assert not any(used.rows for used in service.computers[0]._used.values())
 
     in_process(bench, tmp_path, act)
@@ -355,7 +356,7 @@ def test_the_replaced_checkpoint_counts_as_free(bench, tmp_path):
             body = {"model_id": ada.model, "path": name, "seq_id": seq_id, "overwrite": overwrite}
             answer = await ada.result(await ada.post("save_weights", body))
             assert ("path" in answer) == fits, answer
-            max_bytes = 3 * service.bench.training.adapters[ada.model].weights.num_bytes()
+            max_bytes = 3 * service.bases.bench().training.adapters[ada.model].weights.num_bytes()
             model.tenant = replace(model.tenant, limits=replace(model.tenant.limits, bytes=max_bytes))
 
     in_process(bench, tmp_path, act)

@@ -74,7 +74,9 @@ def test_a_custom_loss_of_the_client_has_the_gradient_of_autograd(served):
     ]
     custom.forward_backward_custom(plain, weighted).result()
     built_in.forward_backward(rows, "cross_entropy").result()
-    gradients = [served.service.bench.training.adapters[trainer.model_id].gradients for trainer in (custom, built_in)]
+    gradients = [
+        served.service.bases.bench().training.adapters[trainer.model_id].gradients for trainer in (custom, built_in)
+    ]
     for name, gradient in gradients[1].items():
         assert (gradients[0][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max()
 
@@ -173,8 +175,8 @@ def patient(served, around):
         turns.append(len(lane.weights()))
         return advance(lane, tokens)
 
-    around(service.bench.sampling, "sample", sampled)
-    around(service.bench.sampling.bench, "advance", advanced)
+    around(service.bases.bench().sampling, "sample", sampled)
+    around(service.bases.bench().sampling.bench, "advance", advanced)
     return turns, expected
 
 
@@ -185,7 +187,7 @@ def samplers_of(served):
         train(trainer, [seed])
     return [
         *(trainer.save_weights_and_get_sampling_client().result() for trainer in trainers),
-        served.client().create_sampling_client(base_model=served.service.names[0]),
+        served.client().create_sampling_client(base_model=served.service.bases.names[0]),
     ], trainers
 
 

@@ -35,7 +35,7 @@ def people(shared):
 
 
 def trained(shared, client):
-    trainer = client.create_lora_training_client(base_model=shared.service.names[0], rank=2, seed=1).result()
+    trainer = client.create_lora_training_client(base_model=shared.service.bases.names[0], rank=2, seed=1).result()
     trainer.forward_backward([datum(0)], "cross_entropy")
     trainer.optim_step(ADAM).result()
     return trainer
@@ -131,7 +131,12 @@ def test_the_session_that_was_silent_for_longest_makes_room(bench, tmp_path):
     async def act(service, ada, bob):
         limited(service, models=1)
         second = await type(ada)(service, ada.http, "ada").open_session()
-        body = {"session_id": second, "base_model": service.names[0], "model_seq_id": 0, "lora_config": {"rank": 2}}
+        body = {
+            "session_id": second,
+            "base_model": service.bases.names[0],
+            "model_seq_id": 0,
+            "lora_config": {"rank": 2},
+        }
         refused = await ada.post("create_model", body)
         assert (refused.status_code, "1 models" in refused.text) == (400, True)
         service.sessions[ada.session].last_sign -= service_module.SILENT_S + 1
@@ -143,7 +148,7 @@ def test_the_session_that_was_silent_for_longest_makes_room(bench, tmp_path):
 
 def test_snapshots_are_counted_in_bytes_and_replaced_ones_make_room(bench, tmp_path):
     async def act(service, ada, bob):
-        size, seq_ids = service.bench.training.adapters[ada.model].weights.num_bytes(), iter(range(1, 99))
+        size, seq_ids = service.bases.bench().training.adapters[ada.model].weights.num_bytes(), iter(range(1, 99))
 
         async def snapshot():
             await ada.result(await ada.post("forward_backward", rows(ada.model, next(seq_ids), [datum(0, 5)])))
@@ -173,7 +178,7 @@ def test_another_optimizer_is_refused_at_creation_and_leaves_no_model(bench, tmp
     async def act(service, ada, bob):
         body = {
             "session_id": ada.session,
-            "base_model": service.names[0],
+            "base_model": service.bases.names[0],
             "model_seq_id": 5,
             "lora_config": {"rank": 2},
         }
@@ -185,14 +190,14 @@ def test_another_optimizer_is_refused_at_creation_and_leaves_no_model(bench, tmp
 
 
 def test_a_sampling_client_loads_the_tokenizer_of_the_model_folder(served):
-    trainer = served.client().create_lora_training_client(base_model=served.service.names[1], rank=2).result()
+    trainer = served.client().create_lora_training_client(base_model=served.service.bases.names[1], rank=2).result()
     path = trainer.save_weights_for_sampler("a").result().path
     sampler = served.client().create_sampling_client(model_path=path).result()
     assert sampler.get_tokenizer().encode("a") == trainer.get_tokenizer().encode("a")
 
 
 def test_top_log_probs_begin_with_the_scored_tokens_of_a_prompt(served):
-    sampler = served.client().create_sampling_client(base_model=served.service.names[0]).result()
+    sampler = served.client().create_sampling_client(base_model=served.service.bases.names[0]).result()
     params = types.SamplingParams(max_tokens=1)
     wishes = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
     every, last = (
@@ -218,7 +223,7 @@ def test_a_folder_belongs_to_a_model_however_its_path_is_written(bench, tmp_path
         RequestJournal(tmp_path / "service", base).close()
     models.rename(moved)
     journal = RequestJournal(tmp_path / "service", str(moved))
-    assert str(models) in journal.bases
+    assert journal.aliases[str(models)] == str(moved)
     assert journal.path.stat().st_mode & 0o077 == 0
     journal.close()
     (moved / "config.json").write_text('{"other": 1}')
@@ -230,10 +235,10 @@ def test_a_folder_belongs_to_a_model_however_its_path_is_written(bench, tmp_path
 
 
 def test_a_folder_in_use_is_refused_before_the_model_is_loaded(tmp_path, tiny_llama, monkeypatch, capsys):
-    from verl.tinker import journal, server
+    from verl.tinker import bases, journal
 
     monkeypatch.setattr(journal, "BUSY_S", 0.1)
-    monkeypatch.setattr(server, "open_bench", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(bases, "open_bench", lambda config: pytest.fail("the model was loaded"))
     first = RequestJournal(tmp_path, str(tiny_llama))
     first.session("s", "local")
     first.flush()

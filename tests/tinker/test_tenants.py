@@ -44,7 +44,7 @@ def model_of(served, key, rank=4, number=0):
     body = {
         "session_id": owner,
         "model_seq_id": number,
-        "base_model": served.service.names[0],
+        "base_model": served.service.bases.names[0],
         "lora_config": {"rank": rank},
     }
     answer = post(served, "create_model", body, key)
@@ -109,7 +109,7 @@ def test_nothing_of_a_tenant_exists_for_another(shared):
 
 def test_limits_of_a_tenant_are_sentences(shared):
     model, owner = model_of(shared, "tml-bob")
-    create = {"session_id": owner, "base_model": shared.service.names[0]}
+    create = {"session_id": owner, "base_model": shared.service.bases.names[0]}
     refusals = [
         (
             post(shared, "create_model", {**create, "model_seq_id": 7, "lora_config": {"rank": 5}}, "tml-bob"),
@@ -151,7 +151,7 @@ def test_a_small_tenant_waits_for_two_slices_at_most():
 
 def test_a_step_waits_for_two_turns_of_a_long_sample_at_most():
     """256 samples of 900 tokens take a step of 256 tokens each; the step of a small tenant is two requests."""
-    lanes, lane = Lanes(), SampleLane("params", 1024)
+    lanes, lane = Lanes(), SampleLane(None, "params", 1024)
     lanes.put(lane, QueuedJob(None, "long", "large", 256 * 900))
     turns, computed = 0, []
     for number in range(60):
@@ -265,10 +265,10 @@ def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS from here on
     before_mib = memory("VmRSS")
     model, owner = model_of(shared, "tml-ada")
-    adapters = shared.service.bench.training.adapters
+    adapters = shared.service.bases.bench().training.adapters
     adapter = adapters[model]
     before = {key: value.clone() for key, value in adapter.weights.tensors.items()}
-    base = {"session_id": owner, "sampling_session_seq_id": 0, "base_model": shared.service.names[0]}
+    base = {"session_id": owner, "sampling_session_seq_id": 0, "base_model": shared.service.bases.names[0]}
     sampler = post(shared, "create_sampling_session", base).json()["sampling_session_id"]
     for seq_id, (name, (route, body, headers)) in enumerate(HOSTILE.items(), 1):
         content = body(model, seq_id) if callable(body) else body

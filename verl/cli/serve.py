@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from verl.cli.parser import Parser
 from verl.config import PPOConfig, load_config
-from verl.errors import ConfigError, MissingExtraError
-from verl.regular_files import require_regular
+from verl.config.keys import yaml_loader
+from verl.errors import ConfigError, MissingExtraError, first_line
+from verl.regular_files import read_user_text, require_regular
 
 _ABOUT = "Serve a base model to clients of the Tinker SDK, who train LoRA adapters on it and sample from them."
 _OPTIONS = {
     "model": "Hugging Face folder or name of the base model",
+    "bases": "YAML file with several base models, in place of model=",
+    "memory": "GB of memory for base models (default: each stays once it was used)",
     "name": "further name of the base model for clients (default: only its path and the folder's name)",
     "host": "address to listen at (default: 127.0.0.1, this machine only)",
     "port": "port to listen at (default: any that is free)",
@@ -43,12 +47,20 @@ def run_serve(argv: list[str]) -> int:
     if importlib.util.find_spec("tinker") is None:
         raise MissingExtraError("verl serve tinker", "tinker", "tinker")
     from verl.page.launch import listen
+    from verl.tinker.bases import GB, BaseEntry
     from verl.tinker.server import serve_tinker
     from verl.tinker.tenants import TenantLimits, Tenants, read_tenants
 
     folder = Path(options.get("folder", "runs/tinker")).expanduser()
     keys = [f"trainer.default_local_dir={folder}", *keys]
-    config = serving_config(options["model"], keys, _count("rank", options.get("rank", "64")))
+    rank = _count("rank", options.get("rank", "64"))
+    rows = read_bases(options["bases"]) if "bases" in options else [{"model": options["model"]}]
+    entries = []
+    for row in rows:
+        names, settings = row.get("name", []), [f"{key}={value}" for key, value in row.get("settings", {}).items()]
+        config = serving_config(row["model"], [*keys, *settings], row.get("rank", rank))
+        entries.append(BaseEntry(config, [names] if isinstance(names, str) else names, row.get("train", True)))
+    entries[0].names.extend([options["name"]] if "name" in options else [])
     host, certificate = options.get("host", "127.0.0.1"), _certificate(options)
     if "keys" not in options and host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(f"host={host} lets other machines in, so give their API keys with keys=FILE.")
@@ -63,8 +75,34 @@ def run_serve(argv: list[str]) -> int:
     def say(address: str) -> None:
         print(f"{address}\nSet TINKER_BASE_URL to this address and TINKER_API_KEY to tml-...; Ctrl-C ends.", flush=True)
 
-    serve_tinker(config, listening, folder, [options["name"]] if "name" in options else [], tenants, say, certificate)
+    most_bytes = _count("memory", options["memory"]) * GB if "memory" in options else float("inf")
+    serve_tinker(entries, listening, folder, tenants, say, certificate, most_bytes)
     return 0
+
+
+_ROW: dict[str, type | tuple[type, ...]] = {
+    "model": str, "name": (str, list), "train": bool, "rank": int, "settings": dict,
+}  # fmt: skip
+
+
+def read_bases(path: str) -> list[dict[str, Any]]:
+    """The base models of a file, as rows of `model` and other entries of _ROW. Raises ConfigError that names the row."""
+    text = read_user_text(path, "bases=")
+    try:
+        rows = yaml_loader()(text).get_single_data()
+    except Exception as error:  # of libyaml or of Python's reader
+        raise ConfigError(f"bases={path} cannot be read: {first_line(error)}.") from error
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"bases={path} is no list of base models. Write lines such as: - {{model: PATH}}")
+    for number, row in enumerate(rows, 1):
+        place = f"bases={path}, row {number}"
+        if not isinstance(row, dict) or not isinstance(row.get("model"), str):
+            raise ConfigError(f"{place} names no model. Write {{model: PATH}}.")
+        if bad := [key for key, value in row.items() if key not in _ROW or not isinstance(value, _ROW[key])]:
+            raise ConfigError(f"{place} has {bad[0]!r} with {row[bad[0]]!r}; a row has {', '.join(_ROW)}.")
+    if len({row["model"] for row in rows}) < len(rows):
+        raise ConfigError(f"bases={path} names a base model twice. Remove one of the rows.")
+    return rows
 
 
 def serving_config(model: str, keys: list[str], rank: int) -> PPOConfig:
@@ -85,8 +123,10 @@ def _options(settings: list[str]) -> tuple[dict[str, str], list[str]]:
     if bad := [name for name, equals, _ in pairs if not equals]:
         raise ConfigError(f"{bad[0]!r} is no setting. Write key=value, such as model=PATH.")
     options = {name: value for name, _, value in pairs if name in _OPTIONS}
-    if "model" not in options:
-        raise ConfigError("verl serve tinker needs model=PATH, the folder of the base model.")
+    if ("model" in options) == ("bases" in options):
+        raise ConfigError(
+            "verl serve tinker needs model=PATH, the folder of the base model, or bases=FILE for several."
+        )
     return options, ["=".join((name, value)) for name, _, value in pairs if name not in _OPTIONS]
 
 

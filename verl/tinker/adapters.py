@@ -41,6 +41,12 @@ class Adapter:
         """Forget the gradients."""
         self.gradients, self.pending = {}, None
 
+    def to(self, device: torch.device) -> Adapter:
+        """This adapter on a device."""
+        slots = {n: {s: value.to(device) for s, value in states.items()} for n, states in self.slots.items()}
+        gradients = {name: gradient.to(device) for name, gradient in self.gradients.items()}
+        return Adapter(self.weights.to(device), self.num_steps, slots, gradients, self.pending)
+
     def snapshot(self) -> AdapterWeights:
         """A copy of the weights, which training leaves as they are."""
         tensors = {name: tensor.detach().clone() for name, tensor in self.weights.tensors.items()}

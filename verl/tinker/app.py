@@ -31,6 +31,7 @@ from verl.tinker.journal import trouble
 from verl.tinker.model_routes import ModelRoutes
 from verl.tinker.queues import RequestFuture
 from verl.tinker.records import RefusedRequest
+from verl.tinker.recovery import recover
 from verl.tinker.routes import Routes, StatusRoutes
 from verl.tinker.served import ClientCall
 from verl.tinker.service import Service
@@ -105,7 +106,7 @@ def application(service: Service) -> Starlette:
 
 @contextlib.asynccontextmanager
 async def _lifespan(service: Service, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
-    await service.recover(handlers)
+    await recover(service, handlers)
 
     async def sweep() -> None:
         while True:

@@ -19,6 +19,8 @@ import pydantic
 from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
+from verl.data_proto.tokenizer import Tokenizer
+from verl.tinker.bases import BaseModel
 from verl.tinker.checkpoints import KINDS
 from verl.tinker.records import RefusedRequest
 from verl.tinker.routes import Routes
@@ -71,12 +73,13 @@ class ChatRoutes:
     async def models(self, call: ClientCall) -> object:
         checkpoints, mine = self.service.checkpoints, self.service.checkpoints.models(call.tenant.sees)
         saved = [(one.uri, one.state["time"]) for name in mine for one in checkpoints.listed(name) if one.kind in KINDS]
-        rows = [*((name, 0.0) for name in self.service.names), *saved]
+        rows = [*((name, 0.0) for name in self.service.bases.names), *saved]
         data = [{"id": name, "object": "model", "created": int(at), "owned_by": call.tenant.name} for name, at in rows]
         return {"object": "list", "data": data}
 
     async def chat(self, call: ClientCall) -> object:
-        message, tokenizer = call.read(ChatRequest), self.service.bench.tokenizer
+        message = call.read(ChatRequest)
+        tokenizer = self._base(call, message.model).tokenizer
         try:
             ids = tokenizer.apply_chat_template(message.messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:  # templates of users raise whatever they like
@@ -88,7 +91,7 @@ class ChatRoutes:
             {
                 "index": number, "finish_reason": sample.finish_reason,
                 "message": {"role": "assistant", "content": sample.text},
-                "logprobs": {"content": self._scored(sample)} if message.logprobs else None,
+                "logprobs": {"content": _scored(sample, tokenizer)} if message.logprobs else None,
             }
             for number, sample in enumerate(samples)
         ]  # fmt: skip
@@ -96,9 +99,8 @@ class ChatRoutes:
 
     async def complete(self, call: ClientCall) -> object:
         message = call.read(CompletionRequest)
-        ids = (
-            message.prompt if isinstance(message.prompt, list) else self.service.bench.tokenizer.encode(message.prompt)
-        )
+        tokenizer = self._base(call, message.model).tokenizer
+        ids = message.prompt if isinstance(message.prompt, list) else tokenizer.encode(message.prompt)
         samples = await self._samples(call, message, ids)
         choices = [
             {"index": number, "finish_reason": sample.finish_reason, "text": sample.text, "logprobs": None}
@@ -107,12 +109,14 @@ class ChatRoutes:
         return self._answer("text_completion", message, len(ids), samples, choices)
 
     async def _samples(self, call: ClientCall, message: GenerationRequest, ids: list[int]) -> list[_Sample]:
+        base = self._base(call, message.model)
+        tokenizer = base.tokenizer
         shared = message.model_dump(include={"max_tokens", "temperature", "top_p", "seed"})
         sampling = types.SamplingParams(**shared, stop=None)
         texts = [message.stop] if isinstance(message.stop, str) else message.stop or []
         stops = [text for text in texts if text]  # engines pass over an empty one
         if stops:  # a stop replaces the end-of-sequence tokens for the SDK, and is one more here
-            ends = [self.service.bench.tokenizer.decode([token]) for token in self.service.bench.facts.ends]
+            ends = [tokenizer.decode([token]) for token in base.facts.ends]
             sampling = sampling.model_copy(update={"stop": [*stops, *filter(None, ends)]})
         request = types.SampleRequest(
             sampling_session_id=await self._sampler(call, message.model), seq_id=next(self._numbers), num_samples=message.n,
@@ -122,7 +126,7 @@ class ChatRoutes:
         answer = await future.wait(_WAIT_S)
         if answer is None or answer.failure is not None:
             raise RefusedRequest(answer.failure or "" if answer else f"No samples came in {_WAIT_S:g} s.", 500)
-        samples, tokenizer = list[_Sample](), self.service.bench.tokenizer
+        samples = list[_Sample]()
         for sequence in wire.SampleResponse.FromString(answer.body).sequences:
             tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
             scores = np.frombuffer(sequence.logprobs, "<f4").tolist()
@@ -131,6 +135,11 @@ class ChatRoutes:
             reason = "length" if sequence.stop_reason == wire.STOP_REASON_LENGTH else "stop"
             samples.append(_Sample(text, reason, tokens, scores))
         return samples
+
+    def _base(self, call: ClientCall, model: str) -> BaseModel:
+        """The base model of a model's name: its own, or that of a checkpoint."""
+        saved = self.service.saved(call, model) if model.startswith("tinker://") else None
+        return self.service.bases.named(model if saved is None else saved.state["base_model"])
 
     async def _sampler(self, call: ClientCall, model: str) -> str:
         """The sampler of a model in the tenant's session for this endpoint."""
@@ -146,13 +155,6 @@ class ChatRoutes:
         session = await self.routes.create_sampling_session(_as(call, "create_sampling_session", request))
         return session.sampling_session_id
 
-    def _scored(self, sample: _Sample) -> list[dict[str, object]]:
-        texts = [self.service.bench.tokenizer.decode([token]) for token in sample.tokens]
-        return [
-            {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, score in zip(texts, sample.log_probs, strict=True)
-        ]
-
     def _answer(
         self, kind: str, message: GenerationRequest, num_prompt: int, samples: list[_Sample], choices: list[Any]
     ) -> dict[str, object]:
@@ -165,6 +167,14 @@ class ChatRoutes:
         identity = f"cmpl-{next(self._numbers)}"
         named = {"id": identity, "object": kind, "created": int(time.time()), "model": message.model}
         return {**named, "choices": choices, "usage": usage}
+
+
+def _scored(sample: _Sample, tokenizer: Tokenizer) -> list[dict[str, object]]:
+    texts = [tokenizer.decode([token]) for token in sample.tokens]
+    return [
+        {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, score in zip(texts, sample.log_probs, strict=True)
+    ]
 
 
 def _as(call: ClientCall, route: str, message: pydantic.BaseModel) -> ClientCall:

@@ -91,8 +91,8 @@ class SavedAdapter:
 
 
 class Checkpoints:
-    """The saved adapters under `root`, of the base model at `base`, loaded on the CPU. Names come from requests: each is
-    checked before it becomes part of a path. Raises RefusedRequest (404 for a name that does not exist)."""
+    """The saved adapters under `root`, of the base model at `base` unless a save names another, loaded on the CPU. Names come
+    from requests: each is checked before it becomes part of a path. Raises RefusedRequest (404 for an unknown name)."""
 
     def __init__(self, root: Path, base: str):
         self.root, self.base = root / "models", base
@@ -101,11 +101,6 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
         saved = [folder.name for folder in self.root.iterdir() if folder.is_dir()]
         self._facts = {name: facts for name in saved if (facts := self._read_facts(name)) is not None}
-
-    @property
-    def tokenizer(self) -> str:
-        """The place from which a client loads the tokenizer: the model's folder, or its name on a hub."""
-        return os.path.abspath(self.base) if os.path.isdir(self.base) else self.base
 
     def register(self, model_id: str, facts: Mapping[str, object]) -> None:
         """Write down a model as it was created, once."""
@@ -155,6 +150,7 @@ class Checkpoints:
         *,
         overwrite: bool,
         notes: Mapping[str, object],
+        base: str | None = None,
         ttl_s: int | None = None,
     ) -> SavedAdapter:
         """Save an adapter, for `weights` with its optimizer, for `ttl_s` seconds. A name that exists is refused unless
@@ -165,14 +161,14 @@ class Checkpoints:
             if state.get("request") != notes["request"]:
                 raise RefusedRequest(f"{kind}/{name} exists already. Choose another name, or set overwrite.")
         else:
-            state = self._write(final, adapter, notes, optimizer=kind == "weights")
+            state = self._write(final, adapter, notes, base or self.base, optimizer=kind == "weights")
         saved = SavedAdapter(model_id, kind, name, final, state)
         if ttl_s is not None:
             self.set_expiry(saved, ttl_s)
         return saved
 
     def _write(
-        self, final: Path, adapter: Adapter, notes: Mapping[str, object], *, optimizer: bool
+        self, final: Path, adapter: Adapter, notes: Mapping[str, object], base: str, *, optimizer: bool
     ) -> dict[str, object]:
         """Write the folder `final`, complete or not at all: the content of its state.json."""
         weights = adapter.weights
@@ -181,7 +177,7 @@ class Checkpoints:
             records |= {
                 WEIGHTS_FILE: write_tensors(temporary / WEIGHTS_FILE, peft_names(weights.tensors)),
                 CONFIG_FILE: write_json(
-                    temporary / CONFIG_FILE, weights.spec.to_json(self.base, weights.layers), "The adapter"
+                    temporary / CONFIG_FILE, weights.spec.to_json(base, weights.layers), "The adapter"
                 ),
                 "state.json": write_json(temporary / "state.json", state, "The state"),
             }
@@ -192,7 +188,7 @@ class Checkpoints:
 
     def save_state(self, model_id: str, seq_id: int, adapter: Adapter) -> None:
         """Save a model as it is after its request `seq_id`, for a restart of the service."""
-        self._write(self.run_folder(model_id) / _STATES / str(seq_id), adapter, {}, optimizer=True)
+        self._write(self.run_folder(model_id) / _STATES / str(seq_id), adapter, {}, self.base, optimizer=True)
 
     def newest_state(self, model_id: str) -> int | None:
         """The newest complete saved state of a model, as the number of the request before it; None without one."""
@@ -202,6 +198,10 @@ class Checkpoints:
                 return int(folder.name)
             warn_once(f"The state {folder} is damaged and not used: {damage}.")
         return None
+
+    def steps_of_state(self, model_id: str, seq_id: int) -> int:
+        """The optimizer steps of a saved state."""
+        return int(read_document(self.run_folder(model_id) / _STATES / str(seq_id) / "state.json")["num_steps"])
 
     def load_state(self, model_id: str, seq_id: int) -> Adapter:
         return self._adapter(self.run_folder(model_id) / _STATES / str(seq_id), optimizer=True)

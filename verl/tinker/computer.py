@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -10,18 +11,19 @@ import sqlite3
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
-from verl.errors import DeadlineError, VerlError, WorkerLostError, os_error_of
+from verl.errors import ModelError, VerlError, os_error_of
+from verl.tinker.bases import Bases
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.codec import PROTOBUF, sample_result
+from verl.tinker.in_work import LOST, InWork
 from verl.tinker.journal import RequestJournal, trouble
 from verl.tinker.queues import SLICE_TOKENS, TURN_TOKENS, Lanes, QueuedJob, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SampleOutput
 from verl.tinker.served import ServedModel, Work
 from verl.tinker.snapshots import Snapshots
-from verl.tinker.worker import Bench
 
 log = logging.getLogger(__name__)
 
@@ -30,24 +32,24 @@ STATE_SHARE = 20.0  # the least computing time between two, in times that writin
 RETRY_S = 1.0
 _MOST_TOKENS = 65536  # prompts and longest samples of a tenant that decode at once, unless one request has more
 _CLOSE_S = 60.0
-_LOST = (WorkerLostError, DeadlineError)  # no answer of a request: the next start computes it
 
 
 class Computer:
-    """Computes the jobs of `lanes` until `close`, or until it cannot, as when a process of `bench` is gone: `on_lost` gets the
-    reason. `paused` says why answers wait: the disk takes no journal. `seconds` counts by tenant and kind of work."""
+    """Computes the jobs of `lanes` until `close`, or until it cannot, as when a process of the workers is gone: `on_lost` gets
+    the reason. `paused` says why answers wait: the disk takes no journal. `seconds` counts by tenant and kind of work."""
 
     def __init__(
         self,
-        bench: Bench,
+        bases: Bases,
         checkpoints: Checkpoints,
         journal: RequestJournal,
         snapshots: Snapshots,
+        in_work: InWork,
         lanes: Lanes,
         on_lost: Callable[[Exception], None],
     ):
-        self.bench, self.checkpoints, self.journal, self.snapshots = bench, checkpoints, journal, snapshots
-        self.lanes, self.paused, self._on_lost = lanes, "", on_lost
+        self.bases, self.checkpoints, self.journal, self.snapshots = bases, checkpoints, journal, snapshots
+        self.lanes, self.paused, self._on_lost, self.in_work = lanes, "", on_lost, in_work
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         self._used: dict[tuple[str, bool], _Used] = defaultdict(_Used)
         self._lane_numbers, self._num_begun = dict[SampleLane, int](), 0
@@ -70,7 +72,7 @@ class Computer:
                         self._sample(lane, jobs)
                     else:
                         self._step(lane, jobs[0], jobs[0].work)
-                except _LOST:
+                except LOST:  # no answer of a request: the next start computes it
                     raise
                 except Exception as error:  # noqa: BLE001  (of these requests; the next ones do not wait for it)
                     for job in jobs:
@@ -78,12 +80,22 @@ class Computer:
         except Exception as error:  # noqa: BLE001  (without this thread requests wait for ever)
             self._on_lost(error)
 
+    @contextlib.contextmanager
+    def _computing(self, jobs: list[QueuedJob]) -> Iterator[None]:
+        """Inside, these jobs are computed. Raises ModelError for a job that ends the process each time; it is the only one."""
+        names = [job.future.request_id for job in jobs]
+        with self.in_work.computing(names):
+            if reason := self.in_work.failure(names[0]):
+                raise ModelError(reason)
+            yield
+
     def _step(self, lane: Hashable, queued: QueuedJob, work: Work) -> None:
         """Compute a slice of a request of a model; at the end of the request, give the answer."""
         start = time.perf_counter()
         try:
-            answer = next(work.steps)
-        except _LOST:
+            with self._computing([queued]):
+                answer = next(work.steps)
+        except LOST:
             raise
         except Exception as error:  # noqa: BLE001  (any failure is the answer of its request)
             answer = _failed(error)
@@ -92,6 +104,8 @@ class Computer:
         took_s = time.perf_counter() - start
         work.model.unsaved_s += took_s
         self.seconds[queued.tenant, "training_s"] += took_s
+        if answer is not None:
+            work.model.last_seq = max(work.model.last_seq, work.seq_id)
         if answer is None:
             self.lanes.put(lane, queued, first=True)
         elif self._give(queued, answer, runs_again=work.changes):
@@ -127,15 +141,13 @@ class Computer:
     def _save_state(self, model: ServedModel, seq_id: int) -> None:
         """Save a model between optimizer steps when much was computed since the last time, so that a kill repeats little."""
         due_s = max(STATE_S, STATE_SHARE * self._state_took_s)
-        if model.num_steps is None or model.num_tokens or model.failed:  # or in the middle of a step
-            return
-        if model.unsaved_s < due_s or seq_id <= model.state_seq:
+        if not model.is_between_steps or model.unsaved_s < due_s or seq_id <= model.state_seq:
             return
         start, model.unsaved_s = time.perf_counter(), 0.0
         try:
             adapter = model.bench.state(model.model_id, optimizer=True)
             self.checkpoints.save_state(model.model_id, seq_id, adapter)
-        except _LOST:
+        except LOST:
             raise
         except Exception as error:  # noqa: BLE001  (the request is answered already)
             log.warning("The state of %s is not saved, so a kill would repeat more of it: %s", model.model_id, error)
@@ -152,8 +164,9 @@ class Computer:
         if not running:
             return
         try:
-            ended = self._advanced(lane, new)
-        except _LOST:
+            with self._computing(running):
+                ended = self._advanced(lane, new)
+        except LOST:
             raise
         except Exception as error:  # noqa: BLE001  (any failure is the answer of its requests)
             self._leave(lane, running, is_empty=True)
@@ -183,7 +196,7 @@ class Computer:
         for job in [job for job in jobs if job.number is None]:
             used, rows = self._used[_room(job)], job.work.request.num_samples
             if not used.rows or (
-                used.rows + rows <= self.bench.facts.most_rows and used.tokens + job.cost <= _MOST_TOKENS
+                used.rows + rows <= lane.base.facts.most_rows and used.tokens + job.cost <= _MOST_TOKENS
             ):
                 self._used[_room(job)] = _Used(used.rows + rows, used.tokens + job.cost)
                 job.number, self._num_begun = self._num_begun, self._num_begun + 1
@@ -203,7 +216,10 @@ class Computer:
 
     def _advanced(self, lane: SampleLane, new: list[QueuedJob]) -> dict[int | None, SampleOutput]:
         """The samples that have ended, by the numbers of their jobs; weights go to the sampling process once."""
-        worker, digests = self.bench.sampling, {job.work.digest for job in new if job.work.digest is not None}
+        worker, digests = (
+            self.bases.bench(lane.base).sampling,
+            {job.work.digest for job in new if job.work.digest is not None},
+        )
         weights = {digest: self.snapshots.load(digest) for digest in worker.missing(sorted(digests))}
         requests = [(job.number or 0, job.work.digest, job.work.request) for job in new]
         number = self._lane_numbers.setdefault(lane, self._num_begun)

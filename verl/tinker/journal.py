@@ -1,6 +1,7 @@
 """The journal: requests that the service has accepted, and their answers, in an SQLite file that survives a kill.
 
-about      the base model that the folder belongs to: its content, and all paths and names that it had
+about      the base model that the folder belongs to: its content, and all paths and names that it had; the content of
+           further base models
 sessions   sessions that have not ended, with their tenant
 samplers   sampling sessions, with the digest of their weights
 requests   a request in the order of acceptance, its body while it may have to run again, and its answer
@@ -18,7 +19,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,10 +68,11 @@ class AcceptedRequest:
 
 
 class RequestJournal:
-    """The journal in `folder`, of a service of the model `base`. Methods are called from any thread; nothing is on the disk
-    before `flush`. Raises CheckpointError for a folder that is in use, and for another model's."""
+    """The journal in `folder`, of a service of the models `bases`; `aliases` has their earlier paths. Methods are called from
+    any thread; nothing is on the disk before `flush`. Raises CheckpointError for a folder that is in use, and for another
+    model's."""
 
-    def __init__(self, folder: Path, base: str):
+    def __init__(self, folder: Path, *bases: str):
         make_folder(folder)
         self.path = folder / NAME
         is_new, num_frames = not self.path.exists(), _committed_frames(self.path.with_name(f"{NAME}-wal"))
@@ -89,20 +91,24 @@ class RequestJournal:
             )
             self._file.execute("PRAGMA synchronous=FULL")
             self.path.chmod(0o600)  # it has the data of all tenants
-            self._file.execute("INSERT OR IGNORE INTO about VALUES ('base', ?)", (base,))
+            self._file.execute("INSERT OR IGNORE INTO about VALUES ('base', ?)", bases[:1])
             about = dict(self._file.execute("SELECT name, value FROM about").fetchall())
         except sqlite3.Error as error:
             raise CheckpointError(
                 f"{self.path} cannot be opened ({error}). Only one service can use a folder; choose another with folder=..."
             ) from error
-        belongs, content = about["base"], _content_of(base)
-        is_same = belongs == base or os.path.realpath(belongs) == os.path.realpath(base)
-        if not is_same and (content is None or about.get("content") != content):
-            raise CheckpointError(f"{folder} belongs to a service of {belongs}, not of {base}. Choose another folder.")
-        self.bases = [belongs, *(value for name, value in about.items() if name.startswith("base:"))]
-        self._add("INSERT OR REPLACE INTO about VALUES (?, ?)", f"base:{base}", base)
-        if content is not None:
-            self._add("INSERT OR REPLACE INTO about VALUES ('content', ?)", content)
+        try:
+            self.aliases = _aliases(folder, about, bases)
+        except CheckpointError:
+            self._file.close()
+            raise
+        for path in bases:
+            if self.aliases[about["base"]] == path:
+                self._add("INSERT OR REPLACE INTO about VALUES (?, ?)", f"base:{path}", path)
+            if (content := _content_of(path)) is not None:
+                self._add("INSERT OR REPLACE INTO about VALUES (?, ?)", f"content:{path}", content)
+                if self.aliases[about["base"]] == path:
+                    self._add("INSERT OR REPLACE INTO about VALUES ('content', ?)", content)
 
     def session(self, session_id: str, tenant: str) -> None:
         self._add("INSERT OR REPLACE INTO sessions VALUES (?, ?)", session_id, tenant)
@@ -192,6 +198,29 @@ class RequestJournal:
     def close(self) -> None:
         self.flush()
         self._file.close()
+
+
+def _aliases(folder: Path, about: Mapping[str, str], bases: Sequence[str]) -> dict[str, str]:
+    """Paths that base models had earlier, with their present ones. Raises CheckpointError if the one that the folder belongs
+    to is not among `bases`, or the files of another one differ."""
+    belongs, contents = about["base"], {path: _content_of(path) for path in bases}
+    same = [
+        path
+        for path, content in contents.items()
+        if belongs == path
+        or os.path.realpath(belongs) == os.path.realpath(path)
+        or (content is not None and about.get("content") == content)
+    ]
+    if not same:
+        raise CheckpointError(
+            f"{folder} belongs to a service of {belongs}, not of {', '.join(bases)}. Choose another folder."
+        )
+    earlier = {name.partition(":")[2]: value for name, value in about.items() if name.startswith("content:")}
+    for path, content in contents.items():
+        if content is not None and path != same[0] and earlier.get(path, content) != content:
+            raise CheckpointError(f"{folder} has models of another {path}, whose files differ. Choose another folder.")
+    moved = {e: path for e, value in earlier.items() for path, content in contents.items() if content == value}
+    return {**moved, **{value: same[0] for name, value in about.items() if name.startswith("base:")}, belongs: same[0]}
 
 
 def _content_of(base: str) -> str | None:

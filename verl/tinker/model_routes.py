@@ -14,12 +14,13 @@ from tinker import types
 
 from verl.models.optim import AdamStep
 from verl.tinker.adapters import PARTS
+from verl.tinker.bases import BaseModel
 from verl.tinker.checkpoints import SavedAdapter
 from verl.tinker.codec import PROTOBUF, training_message, training_request, training_result
 from verl.tinker.model_run import ModelRun
 from verl.tinker.queues import SLICE_TOKENS, RequestFuture, WireAnswer
 from verl.tinker.records import Datum, RefusedRequest, TrainingOutput, TrainingRequest
-from verl.tinker.routes import check_room, checked_ttl
+from verl.tinker.routes import check_room, checked_ttl, require_base
 from verl.tinker.served import ClientCall, ServedModel, ServedSampler, Work, at_once
 from verl.tinker.service import Service
 
@@ -46,12 +47,16 @@ class ModelRoutes:
             for part, trains in zip(PARTS, (lora.train_attn, lora.train_mlp, lora.train_unembed), strict=True)
             if trains
         ]
-        max_rank = self.service.bench.facts.most_rank
+        max_rank = self.service.bases.named(message.base_model).facts.most_rank
         if not 1 <= lora.rank <= max_rank or not parts:
             raise RefusedRequest(f"A LoRA model has a rank from 1 to {max_rank} and trains at least one kind of layer.")
         model_id = f"{message.session_id}:train:{message.model_seq_id}"
         seed = _seed(model_id) if lora.seed is None else lora.seed
-        make = partial(self.service.bench.training.create, rank=lora.rank, seed=seed, parts=parts)
+        bases, base = self.service.bases, self.service.bases.named(message.base_model)
+
+        def make(model_id: str) -> int:
+            return bases.bench(base).training.create(model_id, rank=lora.rank, seed=seed, parts=parts)
+
         answer = types.CreateModelResponse(model_id=model_id)
         return self._new_model(call, message, message.base_model, lora.rank, parts, make, answer)
 
@@ -73,21 +78,21 @@ class ModelRoutes:
             check_room(self.service, call, "models")
         if rank > tenant.limits.rank and call.stored is None:
             raise RefusedRequest(f"The limit of this API key is a rank of {tenant.limits.rank}; the model has {rank}.")
-        base = self.service.base_model(base)
+        base_model = self.service.bases.named(base)
+        if not base_model.trains:
+            raise RefusedRequest(f"The base model {base} only samples on this server. Train another one.")
         metadata = {str(k): str(v) for k, v in (message.user_metadata or {}).items()} or None
         facts = {"model_id": model_id, "base_model": base, "rank": rank, "parts": parts, "tenant": tenant.name}
         self.service.checkpoints.register(model_id, {**facts, "created": time.time(), "user_metadata": metadata})
-        run = ModelRun(self.service.checkpoints.run_folder(model_id), self.service.bench.tokenizer)
-        model = ServedModel(model_id, message.session_id, tenant, base, rank, run, self.service.bench.training)
+        run = ModelRun(self.service.checkpoints.run_folder(model_id), base_model.tokenizer)
+        model = ServedModel(model_id, message.session_id, tenant, base, rank, run, self.service.bases, base_model)
         model.unsaved_s = float("inf") if isinstance(message, types.LoadWeightsRequest) else 0.0
         return self.service.add_model(call, model, make, WireAnswer.of(answer))
 
     async def get_info(self, call: ClientCall) -> object:
         model = self.service.model(call, call.read(types.GetInfoRequest).model_id)
-        facts = self.service.bench.facts
-        data = types.ModelData(
-            arch=facts.architecture, model_name=model.base_model, tokenizer_id=self.service.checkpoints.tokenizer
-        )
+        place = model.base.tokenizer_place
+        data = types.ModelData(arch=model.base.facts.architecture, model_name=model.base_model, tokenizer_id=place)
         return types.GetInfoResponse(
             type="get_info", model_data=data, model_id=model.model_id, is_lora=True, lora_rank=model.rank,
             model_name=model.base_model,
@@ -95,9 +100,10 @@ class ModelRoutes:
 
     async def forward_backward(self, call: ClientCall) -> RequestFuture:
         message = training_message(call.body)
-        model, facts = self.service.model(call, message.model_id), self.service.bench.facts
+        model = self.service.model(call, message.model_id)
 
         def prepare() -> Work:
+            facts = model.base.facts
             checked = training_request(message, facts.vocabulary, facts.longest)
             num_tokens = sum(len(datum.tokens) for datum in checked.data)
             return Work(model, self._in_slices(model, checked), not checked.forward_only, num_tokens, model.fail)
@@ -204,8 +210,9 @@ class ModelRoutes:
         self._require_room(model, num_bytes)
         with model.run.spans("save"):
             return checkpoints.save(
-                model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, ttl_s=message.ttl_seconds
-            )
+                model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, base=model.base.path,
+                ttl_s=message.ttl_seconds,
+            )  # fmt: skip
 
     def _require_room(self, model: ServedModel, num_bytes: int) -> None:
         """Raise RefusedRequest if the tenant may not store so many bytes more. Snapshots that were replaced go first."""
@@ -236,29 +243,33 @@ class ModelRoutes:
     async def load_weights(self, call: ClientCall) -> RequestFuture:
         message = call.read(types.LoadWeightsRequest)
         checkpoints, answer = self.service.checkpoints, types.LoadWeightsResponse(path=message.path)
-        bench = self.service.bench.training
 
-        def load(model_id: str) -> int:
-            return bench.put(model_id, checkpoints.load(message.path, optimizer=message.optimizer))
+        def load(base: BaseModel, model_id: str) -> int:
+            adapter = checkpoints.load(message.path, optimizer=message.optimizer)
+            return self.service.bases.bench(base).training.put(model_id, adapter)
 
         if message.session_id is not None:
             self.service.touch(call, message.session_id)
             if call.stored is not None:  # the checkpoint may be gone since then
                 facts = checkpoints.facts(call.stored.owner)
-                return self._new_model(call, message, facts["base_model"], facts["rank"], facts["parts"], load, answer)
+                base, make = facts["base_model"], partial(load, self.service.bases.named(facts["base_model"]))
+                return self._new_model(call, message, base, facts["rank"], facts["parts"], make, answer)
             saved = self.service.saved(call, message.path)
             base, parts = message.base_model or saved.state["base_model"], checkpoints.facts(saved.model_id)["parts"]
-            return self._new_model(call, message, base, saved.state["rank"], parts, load, answer)
+            require_base(self.service, base, saved)
+            make = partial(load, self.service.bases.named(base))
+            return self._new_model(call, message, base, saved.state["rank"], parts, make, answer)
         model = self.service.model(call, message.model_id or "")
 
         def work() -> WireAnswer:
-            model.num_steps, model.unsaved_s = load(model.model_id), float("inf")
+            model.num_steps, model.unsaved_s = load(model.base, model.model_id), float("inf")
             model.drop_gradients()
             model.run.rewind(model.num_steps)
             return WireAnswer.of(answer)
 
         def prepare() -> Work:
             saved = self.service.saved(call, message.path)
+            require_base(self.service, model.base_model, saved)
             parts, held = (", ".join(checkpoints.facts(n)["parts"]) for n in (saved.model_id, model.model_id))
             if (rank := saved.state["rank"], parts) != (model.rank, held):
                 raise RefusedRequest(

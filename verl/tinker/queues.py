@@ -77,20 +77,21 @@ class QueuedJob:
 
 
 class SampleLane(NamedTuple):
-    """Samples with equal rules and at most `longest` tokens, which decode together. A request that must not fail others is
-    `alone`."""
+    """Samples of a base model with equal rules and at most `longest` tokens, which decode together. A request that must not
+    fail others is `alone`."""
 
+    base: Any
     params: Hashable
     longest: int
     alone: str = ""
 
     @classmethod
-    def of(cls, params: Hashable, max_tokens: int) -> SampleLane:
+    def of(cls, base: Hashable, params: Hashable, max_tokens: int) -> SampleLane:
         """The lane of requests up to this limit; larger limits share a lane up to four times as many tokens."""
         longest = _SHORTEST
         while longest < max_tokens:
             longest *= 4
-        return cls(params, longest)
+        return cls(base, params, longest)
 
 
 @dataclass

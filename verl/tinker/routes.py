@@ -54,10 +54,12 @@ class Routes:
         return {}
 
     async def capabilities(self, call: ClientCall) -> object:
-        longest = self.service.bench.facts.longest
         models = [
-            types.SupportedModel(model_name=name, max_context_length=longest, trainable=True, sampleable=True)
-            for name in self.service.names
+            types.SupportedModel(
+                model_name=name, max_context_length=base.facts.longest, trainable=base.trains, sampleable=True
+            )
+            for base in self.service.bases.bases
+            for name in base.names
         ]
         return types.GetServerCapabilitiesResponse(supported_models=models)
 
@@ -147,7 +149,10 @@ class Routes:
             check_room(service, call, "samplers")
             path = message.model_path
             saved = None if path is None else service.saved(call, path)
-            base = service.base_model(message.base_model if saved is None else saved.state["base_model"])
+            base = message.base_model if saved is None else saved.state["base_model"]
+            if saved is not None and message.base_model is not None:
+                require_base(service, message.base_model, saved)
+            service.bases.admit(service.bases.named(base), status=400)
             digest = None if saved is None else saved.digest
             with service.snapshots.lock:
                 if saved is not None:
@@ -158,13 +163,14 @@ class Routes:
     async def get_sampler(self, call: ClientCall) -> object:
         sampler = self.service.sampler(call, call.path["sampler_id"])
         return types.GetSamplerResponse(
-            sampler_id=sampler.sampler_id, base_model=self.service.checkpoints.tokenizer, model_path=sampler.model_path
-        )
+            sampler_id=sampler.sampler_id, model_path=sampler.model_path,
+            base_model=self.service.bases.named(sampler.base_model).tokenizer_place,
+        )  # fmt: skip
 
     async def sample(self, call: ClientCall) -> types.UntypedAPIFuture:
         message = call.read(types.SampleRequest)
         sampler = self.service.sampler(call, message.sampling_session_id or "")
-        facts = self.service.bench.facts
+        facts = self.service.bases.named(sampler.base_model).facts
         checked = sampling_request(message, facts.vocabulary, facts.longest)
         future = self.service.queue_sample(call, sampler, message.seq_id, checked)
         ids = [f"{future.request_id}:{number}" for number in range(checked.num_samples)]
@@ -190,6 +196,15 @@ def checked_ttl(ttl_s: int | None) -> int | None:
     if ttl_s is not None and not 3600 <= ttl_s <= 10 * 366 * 86400:
         raise RefusedRequest(f"ttl_seconds is {ttl_s}; give 3600 (an hour) to 10 years, or leave it out.")
     return ttl_s
+
+
+def require_base(service: Service, name: str, saved: SavedAdapter) -> None:
+    """Raise RefusedRequest if a checkpoint is not one of the base model `name`."""
+    base, held = service.bases.named(name), service.bases.named(saved.state["base_model"])
+    if base is not held:
+        raise RefusedRequest(
+            f"{saved.uri} was trained on {held.names[0]}, not on {base.names[0]}. Name that base model, or leave it out."
+        )
 
 
 def check_room(service: Service, call: ClientCall, name: str) -> None:
@@ -240,7 +255,7 @@ class StatusRoutes:
 
     async def page(self, call: ClientCall) -> object:
         context = status(self.service, call.tenant)
-        html = self._site.render("service.html", "/", names=self.service.names, now=time.time(), **context)
+        html = self._site.render("service.html", "/", names=self.service.bases.names, now=time.time(), **context)
         return HTMLResponse(html, headers={**HEADERS, "Cache-Control": "no-store"})
 
     async def metrics(self, call: ClientCall) -> object:
@@ -286,6 +301,10 @@ def status(service: Service, tenant: Tenant) -> dict[str, Any]:
         "tenants": tenants,
         "models": model_rows,
         "samplers": sampler_rows,
-        "is_apart": service.bench.is_apart,
+        "is_apart": service.bases.is_apart,
+        "base_models": [
+            {"name": base.names[0], "is_loaded": service.bases.loaded(base) is not None, "bytes": base.num_bytes}
+            for base in service.bases.bases
+        ],
         "paused": service.paused,
     }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 
+from verl.tinker.bases import BaseModel, Bases
 from verl.tinker.journal import AcceptedRequest
 from verl.tinker.model_run import ModelRun
 from verl.tinker.queues import Ordered, WireAnswer
@@ -32,9 +33,9 @@ class ClientSession:
 
 @dataclass
 class ServedModel:
-    """A model that trains; `bench` has its adapter. `num_steps` is None until it is created. `failed` says why a
-    forward_backward since the last optimizer step has failed, `unsaved_s` how long requests computed since the last state on
-    the disk. `loss` and `num_tokens` are sums since the last step."""
+    """A model that trains; the workers of its base model have its adapter. `num_steps` is None until it is created. `failed`
+    says why a forward_backward since the last optimizer step has failed, `unsaved_s` how long requests computed since the last
+    state on the disk. `loss` and `num_tokens` are sums since the last step."""
 
     model_id: str
     session_id: str
@@ -42,15 +43,27 @@ class ServedModel:
     base_model: str
     rank: int
     run: ModelRun
-    bench: BenchWorker
+    bases: Bases
+    base: BaseModel
     num_steps: int | None = None
     failed: str = ""
     loss: float = 0.0
     num_tokens: int = 0
     unsaved_s: float = 0.0
+    last_seq: int = -1  # the last request that was computed
     state_seq: int = -1  # the last request with an effect in that state
     last_request: float = field(default_factory=time.time)
     order: Ordered = field(default_factory=Ordered)
+
+    @property
+    def bench(self) -> BenchWorker:
+        """The worker that has the adapter; its base model is loaded. For threads that compute."""
+        return self.bases.bench(self.base).training
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a state of it has everything: there are no gradients."""
+        return self.num_steps is not None and not self.num_tokens and not self.failed
 
     def created(self) -> BenchWorker:
         """The worker that has the adapter. Raises RefusedRequest if creating it has failed."""
@@ -65,7 +78,8 @@ class ServedModel:
         """Begin the next optimizer step."""
         self.failed, self.loss, self.num_tokens = "", 0.0, 0
         self.run.discard()
-        self.bench.discard(self.model_id)
+        if (bench := self.bases.loaded(self.base)) is not None:
+            bench.training.discard(self.model_id)
 
 
 @dataclass

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 
-from verl.config import PPOConfig
 from verl.parallel.connections import PatientProtocol
 from verl.tinker.app import application
+from verl.tinker.bases import BaseEntry, Bases
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.journal import RequestJournal
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenants
-from verl.tinker.worker import Bench, open_bench
 
 log = logging.getLogger(__name__)
 
@@ -37,22 +37,21 @@ def uvicorn_config(app: Starlette, certificate: tuple[str, str] | None = None) -
 
 
 def serve_tinker(
-    config: PPOConfig,
+    entries: Sequence[BaseEntry],
     listening: socket.socket,
     folder: Path,
-    names: list[str],
     tenants: Tenants,
     say: Callable[[str], None],
     certificate: tuple[str, str] | None = None,
+    most_bytes: float = math.inf,
 ) -> None:
-    """Serve the model of `config` on `listening` until the process is interrupted. `names` are further names of the model;
-    `say` gets the address. `certificate`, files of a certificate and its key, turns TLS on. When a worker is lost, the
+    """Serve the base models of `entries` on `listening` until the process is interrupted, with at most `most_bytes` of them in
+    memory. `say` gets the address. `certificate`, files of a certificate and its key, turns TLS on. When a worker is lost, the
     service starts again under its clients, trainer.max_restarts times."""
-    path = config.actor_rollout_ref.model.path
-    names = list(dict.fromkeys([path, Path(path).name, *names]))
+    paths = [entry.config.actor_rollout_ref.model.path for entry in entries]
 
-    async def run(bench: Bench, is_first: bool) -> Exception | None:
-        service = Service(bench, Checkpoints(folder, path), RequestJournal(folder, path), names, tenants)
+    async def run(bases: Bases, is_first: bool) -> Exception | None:
+        service = Service(bases, Checkpoints(folder, paths[0]), RequestJournal(folder, *paths), tenants)
         server = uvicorn.Server(uvicorn_config(application(service), certificate))
         service.on_lost = lambda: setattr(server, "should_exit", True)
         host, port = listening.getsockname()[:2]
@@ -63,12 +62,13 @@ def serve_tinker(
             service.close()  # the application does so unless its start has failed
         return service.lost
 
-    RequestJournal(folder, path).close()  # a folder that is in use is refused before the model is loaded
-    for life in range(config.trainer.max_restarts + 1):
-        with open_bench(config) as bench:
-            lost = asyncio.run(run(bench, life == 0))
+    RequestJournal(folder, *paths).close()  # a folder that is in use is refused before the model is loaded
+    max_restarts = entries[0].config.trainer.max_restarts
+    for life in range(max_restarts + 1):
+        with Bases.opened(entries, most_bytes) as bases:
+            lost = asyncio.run(run(bases, life == 0))
         if lost is None:
             return
-        if life == config.trainer.max_restarts:
+        if life == max_restarts:
             raise lost
         log.error("%s The service starts again, and continues under its clients.", lost, exc_info=lost)

@@ -11,14 +11,17 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+from verl.tinker.bases import BaseModel, Bases
 from verl.tinker.checkpoints import Checkpoints, SavedAdapter
 from verl.tinker.codec import request_number
 from verl.tinker.computer import Computer
+from verl.tinker.in_work import InWork
 from verl.tinker.journal import REFUSED, AcceptedRequest, RequestJournal
+from verl.tinker.parked import Parked
 from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
 from verl.tinker.served import (
@@ -34,7 +37,6 @@ from verl.tinker.served import (
 )
 from verl.tinker.snapshots import Snapshots
 from verl.tinker.tenants import Tenant, Tenants
-from verl.tinker.worker import Bench
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +53,12 @@ class Service:
 
     def __init__(
         self,
-        bench: Bench,
+        bases: Bases,
         checkpoints: Checkpoints,
         journal: RequestJournal,
-        names: list[str],
         tenants: Tenants | None = None,
     ):
-        self.bench, self.checkpoints, self.names, self.journal = bench, checkpoints, names, journal
+        self.bases, self.checkpoints, self.journal = bases, checkpoints, journal
         self.tenants = tenants or Tenants()
         self.snapshots = Snapshots(checkpoints.root.parent)
         self.sessions: dict[str, ClientSession] = {}
@@ -68,8 +69,11 @@ class Service:
         self.lost: Exception | None = None
         self.on_lost: Callable[[], object] = lambda: None
         self._lanes = Lanes()
-        self._sample_lanes = Lanes() if bench.is_apart else self._lanes
-        settings = (bench, checkpoints, journal, self.snapshots)
+        self._sample_lanes = Lanes() if bases.is_apart else self._lanes
+        self._parked = Parked(self.models, checkpoints, journal)
+        bases.is_busy, bases.on_leave, bases.on_return = self._has_requests, self._parked.take, self._parked.give
+        self.in_work = InWork(checkpoints.root.parent)
+        settings = (bases, checkpoints, journal, self.snapshots, self.in_work)
         lanes = dict.fromkeys((self._lanes, self._sample_lanes))
         self.computers = [Computer(*settings, each, self._lose) for each in lanes]
 
@@ -77,6 +81,7 @@ class Service:
         """End after the slices that are computed now."""
         for computer in self.computers:
             computer.close()
+        self.in_work.close()
         self.journal.close()
 
     def _lose(self, error: Exception) -> None:
@@ -106,8 +111,10 @@ class Service:
         self.sessions.pop(session_id, None)
         self.journal.end_session(session_id)
         for model_id in [n for n, model in self.models.items() if model.session_id == session_id]:
-            del self.models[model_id]
-            self.bench.training.drop(model_id)
+            model = self.models.pop(model_id)
+            self._parked.drop(model_id)
+            if (bench := self.bases.loaded(model.base)) is not None:
+                bench.training.drop(model_id)
             self.checkpoints.drop_states(model_id)
         self._drop_samplers([n for n, sampler in list(self.samplers.items()) if sampler.session_id == session_id])
 
@@ -153,6 +160,8 @@ class Service:
         now = time.monotonic()
         recent = {n: f for n, f in self.futures.items() if f.answer is None or now - f.done_at < KEEP_ANSWERS_S}
         self.futures = recent
+        if now - self.in_work.began > KEEP_ANSWERS_S:  # until then a client may repeat a request that no journal has
+            self.in_work.keep(recent)
         self.journal.forget_answers(KEEP_ANSWERS_S)
 
     def add_sampler(self, sampler: ServedSampler) -> None:
@@ -216,11 +225,12 @@ class Service:
                 raise RefusedRequest(f"There is no checkpoint {uri[:400]!r}.", 404) from error
         return saved
 
-    def base_model(self, name: str | None) -> str:
-        """The name of a base model. Raises RefusedRequest for a model that is not served."""
-        if name is None or name not in self.names:
-            raise RefusedRequest(f"There is no base model {str(name)[:200]!r} here; there is {', '.join(self.names)}.")
-        return name
+    def _has_requests(self, base: BaseModel) -> bool:
+        """Whether requests wait that compute with a base model."""
+        waiting = {future.owner for future in self.futures.values() if future.answer is None}
+        held: list[ServedModel | ServedSampler] = [self.models[n] for n in waiting & self.models.keys()]
+        held += [self.samplers[n] for n in waiting & self.samplers.keys()]
+        return any(one.base_model in base.names for one in held)
 
     # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -232,12 +242,14 @@ class Service:
         earlier = self._earlier(call, model.model_id, 0)
         if earlier is not None:
             return earlier
+        state = self.checkpoints.newest_state(model.model_id)
+        if state is None:
+            self.bases.admit(model.base, status=400, is_stored=call.stored is not None)
         future = self._future(call, model.model_id, model.session_id, 0)
         self.models[model.model_id] = model
-        state = self.checkpoints.newest_state(model.model_id)
         if state is not None:
-            model.state_seq, model.order.next_seq = state, state + 1
-            make = partial(self._load_state, seq_id=state)
+            model.last_seq, model.state_seq, model.order.next_seq = state, state, state + 1
+            make = partial(self._load_state, model, state)
 
         def create() -> WireAnswer:
             model.num_steps = make(model.model_id)
@@ -256,7 +268,7 @@ class Service:
             return earlier
         seq_id = model.order.require_free(seq_id)
         work = prepare()
-        self._admit(call, work.tokens, is_next=seq_id == model.order.next_seq)
+        self._admit(call, model.base, work.tokens, is_next=seq_id == model.order.next_seq)
         future = self._future(call, model.model_id, model.session_id, seq_id, work.tokens)
         self._release(model, seq_id, self._job(seq_id, future, work))
         return future
@@ -300,18 +312,26 @@ class Service:
         if seq_id is None or seq_id < 0:
             raise RefusedRequest("A request of a sampler needs a seq_id from 0 on.")
         tokens = len(request.tokens) + request.num_samples * request.max_tokens
-        self._admit(call, tokens)
+        base = self.bases.named(sampler.base_model)
+        self._admit(call, base, tokens)
         future = self._future(call, sampler.sampler_id, sampler.session_id, seq_id, tokens)
         job = QueuedJob(future, SampleJob(sampler.digest, request), sampler.tenant.name, tokens)
-        self._sample_lanes.put(SampleLane.of(request.params, request.max_tokens), job)
+        lane = SampleLane.of(base, request.params, request.max_tokens)
+        if self.in_work.is_suspect(future.request_id):
+            lane = lane._replace(alone=future.request_id)
+        self._sample_lanes.put(lane, job)
         return future
 
-    def _load_state(self, model_id: str, seq_id: int) -> int:
-        return self.bench.training.put(model_id, self.checkpoints.load_state(model_id, seq_id))
+    def _load_state(self, model: ServedModel, seq_id: int, model_id: str) -> int:
+        if self.bases.loaded(model.base) is None:  # it comes with its base model
+            return self.checkpoints.steps_of_state(model_id, seq_id)
+        return model.bench.put(model_id, self.checkpoints.load_state(model_id, seq_id))
 
-    def _admit(self, call: ClientCall, tokens: int, *, is_next: bool = False) -> None:
-        """Raise RefusedRequest for a request that is too large, or comes while too many of the tenant wait and not for it."""
+    def _admit(self, call: ClientCall, base: BaseModel, tokens: int, *, is_next: bool = False) -> None:
+        """Raise RefusedRequest for a request that is too large, or comes while too many of the tenant wait and not for it, or
+        while its base model has no room."""
         limit = call.tenant.limits.tokens
+        self.bases.admit(base, is_stored=call.stored is not None)
         if call.stored is not None:
             return
         if tokens > limit:
@@ -355,40 +375,9 @@ class Service:
     def _request_id(owner: str, seq_id: int | None) -> str:
         return hashlib.sha256(f"{owner}/{seq_id}".encode()).hexdigest()[:32]
 
-    # -- after a kill -----------------------------------------------------------------------------------------------------
+    # -- after a kill, see recovery.py ------------------------------------------------------------------------------------
 
-    async def recover(self, handlers: Mapping[str, Callable[[ClientCall], Awaitable[object]]]) -> None:
-        """Take the requests of the journal, in order. A request with an answer retains it, and is computed again only if its
-        effect on the model is in no saved state."""
-        # requests of the journal name them
-        self.names += [base for base in self.journal.bases if base not in self.names]
-        for session_id, tenant in self.journal.sessions():
-            self.sessions[session_id] = ClientSession(self.tenants.named(tenant))
-        for name, session_id, base, digest, path in self.journal.samplers():
-            if session_id in self.sessions:
-                tenant_of = self.sessions[session_id].tenant
-                self.samplers[name] = ServedSampler(name, session_id, tenant_of, base, digest, path)
-        for request in self.journal.requests():
-            call = ClientCall(
-                request.route, request.body or b"", self.tenants.named(request.tenant), request.digest, stored=request
-            )
-            try:
-                model = self.models.get(request.owner)
-                is_covered = model is not None and 1 <= request.seq_id < model.order.next_seq
-                if request.body is not None and not is_covered:
-                    await handlers[request.route](call)
-                else:
-                    self._restore(call, request)
-            except RefusedRequest as error:
-                log.warning("A request of %s is not repeated: %s", request.owner, error.sentence)
-                self.use_number(call)
-            except Exception:  # of one tenant; the next ones do not wait for it
-                log.exception("A request of %s is not repeated.", request.owner)
-                self.use_number(call)
-        for model_id in set(self.checkpoints.models()) - set(self.models):
-            self.checkpoints.drop_states(model_id)
-
-    def _restore(self, call: ClientCall, request: AcceptedRequest) -> None:
+    def restore(self, call: ClientCall, request: AcceptedRequest) -> None:
         """Take the answer of a request that does not run again, and its number."""
         model = self.models.get(request.owner)
         if request.answer is not None:

@@ -76,10 +76,15 @@ class BenchWorker:
     @register(**_ON_FIRST)
     def put(self, model_id: str, adapter: Adapter) -> int:
         """Let a model be `adapter`; returns its optimizer steps."""
-        device = self.bench.engine.device
-        slots = {n: {s: value.to(device) for s, value in states.items()} for n, states in adapter.slots.items()}
-        self.adapters[model_id] = Adapter(adapter.weights.to(device), adapter.num_steps, slots)
+        self.adapters[model_id] = adapter.to(self.bench.engine.device)
         return adapter.num_steps
+
+    @register(**_ON_FIRST)
+    def taken(self, model_id: str) -> Adapter:
+        """Forget a model: its adapter on the host, with its gradients."""
+        adapter = self._adapter(model_id)
+        del self.adapters[model_id]
+        return adapter.to(torch.device("cpu"))
 
     @register(**_ON_FIRST)
     def state(self, model_id: str, *, optimizer: bool) -> Adapter:
@@ -172,10 +177,8 @@ class Bench:
     is_apart: bool
 
 
-@contextmanager
-def open_bench(config: PPOConfig) -> Iterator[Bench]:
-    """The workers of a service in their processes; these end on leaving. Raises ConfigError for a placement that the service
-    cannot have."""
+def check_service(config: PPOConfig) -> None:
+    """Raise ConfigError for an engine or a placement that the service cannot have."""
     name, source = config.actor_rollout_ref.rollout.name, ProgramSpecs(ServiceRoles, config)
     if not engine_facts(name).samples_adapters:
         raise ConfigError(f"{needs_engine('The service', 'samples_adapters')}, not {name}. Leave out rollout.name.")
@@ -191,7 +194,12 @@ def open_bench(config: PPOConfig) -> Iterator[Bench]:
                 f"The service has one process that trains and one that samples, and {role} is on {len(devices[role])} "
                 "devices. Set trainer.placement={actor:[0],rollout:[1]}, or leave it out."
             )
-    with open_runtime(source) as runtime:
+
+
+@contextmanager
+def open_bench(config: PPOConfig) -> Iterator[Bench]:
+    """The workers of a service in their processes; these end on leaving."""
+    with open_runtime(ProgramSpecs(ServiceRoles, config)) as runtime:
         roles = runtime.build_roles(total_steps=1, data_sources=[])
         training, sampling = (cast(BenchWorker, roles.workers[name]) for name in ("actor", "rollout"))
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)
