@@ -32,14 +32,17 @@ from verl.agents.loops import (
 )
 from verl.agents.matches import Matches
 from verl.agents.parsers import ToolParser
+from verl.agents.recorded import packed
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
 from verl.config import full_key
 from verl.config.active_keys import runner_of
 from verl.data.dataset import RLHFDataset
 from verl.data.images import image_encoder
+from verl.data.schema import Messages
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.extras import media_of
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings
@@ -233,6 +236,9 @@ class Agents:
             "num_episodes": len(results) - num_paused,
             "num_paused_episodes": num_paused,
         }
+        trained = sum(_num_trained(one) for result in results for one in (result.trajectory, *result.branches))
+        if sampled := sum(result.num_sampled for result in results):
+            stats["trained_token_share"] = Metric.mean(trained / sampled, sampled)
         stats["num_failed_episodes"] = sum(result.error is not None for result in results)
         stats["num_tool_calls"] = len(tools)
         stats["num_failed_tool_calls"] = sum(result.error is not None for result in tools)
@@ -301,8 +307,10 @@ class Agents:
         num_turns = sum(s.source == "policy" for s in trajectory.segments)
         if len(turn_rewards := fields.get("turn_rewards") or []) > num_turns:
             raise EpisodeError(f"its turn_rewards has {len(turn_rewards)} numbers for {num_turns} turns that train")
+        trains_all = self.spec.rollout.agent.branches == "all"
         if self.spec.rollout.agent.mask_unfinished_episodes and not fields.get("finished", status != "length"):
-            trajectory = untrained(trajectory)
+            trajectory, trains_all = untrained(trajectory), False
+        further = episode.further(trajectory)
         scores = fields.get("reward_scores") or {
             name: fields[name] for name in ("turn_scores", "tool_rewards") if fields.get(name)
         }
@@ -313,7 +321,11 @@ class Agents:
         self._tool_results += episode.tool_results
         self._faults += episode.faults
         times |= {"generate_sequences": episode.generate_s, "num_tool_calls": len(episode.tool_results)}
-        return EpisodeResult(episode.task, trajectory, reward, extra, output.num_turns, times)
+        return EpisodeResult(
+            episode.task, trajectory, reward, extra, output.num_turns, times,
+            branches=further if trains_all else [], conversations=[one.messages for one in further],
+            num_sampled=sum(sum(branch.sampled) for branch in episode.branches),
+        )  # fmt: skip
 
     def _checked_rewards(self, reward: Any, fields: dict[str, Any]) -> tuple[float | None, dict[str, Any]]:
         """An episode's rewards from all sources as numbers. Raises EpisodeError for a reward that no scorer could return."""
@@ -339,13 +351,14 @@ class Agents:
         if is_paused(result):
             self.journal.write(PART, split=task.split, episode=task.name, **prompt)
             return
-        messages = [{**m, "content": content_text(m.get("content"))[:MAX_TEXT]} for m in result.trajectory.messages]
         self.journal.write(
             EPISODE,
             split=task.split,
             episode=task.name,
             **prompt,
-            messages=messages,
+            messages=_shown(result.trajectory.messages),
+            **({"conversations": list(map(_shown, result.conversations))} if result.conversations else {}),
+            **({"branches": list(map(packed, result.branches))} if result.branches else {}),
             num_turns=result.num_turns,
             reward=result.reward,
             extra=result.extra,
@@ -369,6 +382,15 @@ class Agents:
                 "on the tokens that were sampled, without rewriting.",
                 rewrite.before, rewrite.after,
             )  # fmt: skip
+
+
+def _num_trained(one: Trajectory) -> int:
+    return sum(len(segment.token_ids) for segment in one.segments if segment.log_probs is not None)
+
+
+def _shown(messages: Messages) -> list[dict[str, object]]:
+    """Messages as the journal has them."""
+    return [{**m, "content": content_text(m.get("content"))[:MAX_TEXT]} for m in messages]
 
 
 def is_paused(result: EpisodeResult) -> bool:

@@ -129,6 +129,9 @@ class EpisodeResult:
     num_turns: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    branches: list[Trajectory] = field(default_factory=list)  # further conversations that train
+    conversations: list[Messages] = field(default_factory=list)  # all further ones
+    num_sampled: int = 0  # tokens of all of them
 
 
 class Episode:
@@ -140,6 +143,8 @@ class Episode:
         self.num_calls = 0  # of tools
         self.generate_s = 0.0
         self.messages: Messages = []
+        self.conversations: dict[int, Messages] = {}  # by the number of their branch
+        self.unread: Mapping[int, int] = {}  # branch -> its length without an answer that does not count
         self.tool_results: list[Any] = []
         self.faults: Counter[str] = Counter()  # calls by what kept them from running
         self.is_paused = self.is_dropped = False
@@ -314,6 +319,24 @@ class Episode:
         start = branch.num_prompt
         return self.trajectory(branch.tokens[:start], branch.tokens[start:], branch.sampled[start:], "length")
 
+    def further(self, trained: Trajectory) -> list[Trajectory]:
+        """The conversations with sampled tokens beside the one that `trained` has, in the order of their numbers. Tokens of a
+        prompt beyond the longest prompt become context of the response."""
+        sequence = [*trained.prompt_ids, *trained.response_ids]
+        main = max(self.branches, key=lambda branch: num_common(branch.tokens, sequence))
+        trajectories = []
+        for branch in sorted(self.branches, key=lambda branch: branch.number):
+            start, end = (
+                min(branch.num_prompt, self.task.max_prompt_length),
+                self.unread.get(branch.number, len(branch.tokens)),
+            )
+            if branch is main or not any(branch.sampled[start:end]):
+                continue
+            mask = [int(sampled) for sampled in branch.sampled[start:end]]
+            one = self.trajectory(branch.tokens[:start], branch.tokens[start:end], mask, "stop")
+            trajectories.append(replace(one, messages=self.conversations.get(branch.number, [])))
+        return trajectories
+
     def trajectory(
         self, prompt_ids: Sequence[int], response_ids: Sequence[int], mask: Sequence[int], status: Status
     ) -> Trajectory:
@@ -384,8 +407,11 @@ def untrained(trajectory: Trajectory) -> Trajectory:
 
 def in_dtype(result: EpisodeResult, dtype: DTypeLike) -> EpisodeResult:
     """The result with log-probs of `dtype`."""
-    segments = [
-        s if s.log_probs is None else replace(s, log_probs=s.log_probs.astype(dtype))
-        for s in result.trajectory.segments
-    ]
-    return replace(result, trajectory=replace(result.trajectory, segments=segments))
+
+    def cast(trajectory: Trajectory) -> Trajectory:
+        segments = [
+            s if s.log_probs is None else replace(s, log_probs=s.log_probs.astype(dtype)) for s in trajectory.segments
+        ]
+        return replace(trajectory, segments=segments)
+
+    return replace(result, trajectory=cast(result.trajectory), branches=[cast(one) for one in result.branches])

@@ -16,7 +16,7 @@ import os
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,15 @@ def transcripts(entries: list[dict[str, Any]], count: int) -> Iterator[str]:
     for record in [record for record in entries if record["kind"] == EPISODE][-count:]:
         end = f"failed: {clean(record['error'], 200)}" if record.get("error") else f"{record.get('num_turns')} turns"
         yield f"── {clean(record.get('episode', ''), 60)}, {end}"
-        for message in record.get("messages") or []:
-            yield f"[{clean(message.get('role', ''), 20)}] {printable(str(message.get('content') or ''))}"
-            for call in message.get("tool_calls") or []:
-                function = call.get("function") or {}
-                yield f"    calls {clean(function.get('name', ''), 60)}({clean(function.get('arguments', ''), 500)})"
+        yield from _spoken(record.get("messages") or [])
+        for number, messages in enumerate(record.get("conversations") or [], 2):
+            yield f"── its conversation {number}" + ("" if record.get("branches") else ", which does not train")
+            yield from _spoken(messages)
+
+
+def _spoken(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        yield f"[{clean(message.get('role', ''), 20)}] {printable(str(message.get('content') or ''))}"
+        for call in message.get("tool_calls") or []:
+            function = call.get("function") or {}
+            yield f"    calls {clean(function.get('name', ''), 60)}({clean(function.get('arguments', ''), 500)})"

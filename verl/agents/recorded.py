@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from verl.agents.episode import EpisodeResult, EpisodeTask, untrained
 from verl.agents.journal import EPISODE, FOLDER, PART, read
 from verl.data_proto.media import Media, MediaSpan
-from verl.data_proto.trajectory import Trajectory
+from verl.data_proto.trajectory import Segment, Trajectory
 
 
 def recorded(
@@ -35,5 +38,30 @@ def recorded(
         if record.get("error") is not None:
             trajectory = untrained(trajectory)
         more = {name: record[name] for name in ("reward", "extra", "num_turns", "metrics", "error") if name in record}
-        results.append(EpisodeResult(task, trajectory, **more))
+        dtype = next((s.log_probs.dtype for s in one.segments if s.log_probs is not None), np.dtype(np.float32))
+        branches = [_unpacked(branch, one, dtype, images) for branch in record.get("branches") or ()]
+        results.append(EpisodeResult(task, trajectory, **more, branches=branches))
     return results
+
+
+def packed(one: Trajectory) -> dict[str, object]:
+    """A further conversation as the journal has it."""
+    segments = [
+        [s.token_ids.tolist(), None if s.log_probs is None else s.log_probs.tolist(), s.weight_version]
+        for s in one.segments
+    ]
+    media = [[s.start, s.length, s.media.digest] for s in one.media]
+    return {"prompt_ids": list(one.prompt_ids), "segments": segments, "media": media}
+
+
+def _unpacked(
+    record: Mapping[str, Any], owner: Trajectory, dtype: np.dtype[Any], images: Callable[[str], Media]
+) -> Trajectory:
+    segments = [
+        Segment(np.asarray(ids, np.int32), None, version, "environment")
+        if log_probs is None
+        else Segment(np.asarray(ids, np.int32), np.asarray(log_probs, dtype), version)
+        for ids, log_probs, version in record["segments"]
+    ]
+    media = tuple(MediaSpan(start, length, images(name)) for start, length, name in record["media"])
+    return Trajectory(owner.ordinal, owner.sample, tuple(record["prompt_ids"]), segments, "stop", media=media)

@@ -94,6 +94,11 @@ def runs_agents(root: PPOConfig) -> bool:
     )
 
 
+def trains_branches(root: PPOConfig) -> bool:
+    """Whether all conversations of an episode train."""
+    return runs_agents(root) and root.actor_rollout_ref.rollout.agent.branches == "all"
+
+
 def runner_of(agent: AgentConfig) -> str | None:
     """The agent that talks to the run's endpoint: `runner`, or an environment of a package, "verifiers:NAME"."""
     is_package = agent.environment and agent.environment.partition(":")[0] in ENVIRONMENT_PACKAGES

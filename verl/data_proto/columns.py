@@ -86,6 +86,10 @@ COLUMNS: dict[str, Column] = {
     "episode_reward": Column(_B, "object", "rollout", "reward that an episode brings itself, or None"),
     "episode_error": Column(_B, "object", "rollout", "why an episode could not be made, or None"),
     "episode_extra": Column(_B, "object", "rollout", "what an episode adds to extra_info for the scorer, dict"),
+    "episode_branches": Column(_B, "object", "rollout", "further conversations of an episode, list of Trajectory"),
+    "branch_of": Column(
+        _B, "int64", "rollout", "row of the episode that a further conversation belongs to; -1 for an episode"
+    ),
     # from the reward
     "token_level_scores": Column(_BR, "float32", "reward", "the score on the last response token, 0 elsewhere"),
     "reward_parts": Column(_B, "object", "reward", "what the reward function returned beside the score, dict"),

@@ -29,12 +29,14 @@ from verl.algorithms.correction import require_fresh, rollout_correction, rollou
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import PPOConfig
+from verl.config.active_keys import trains_branches
 from verl.data_proto.batch_metrics import chosen_values, scored_rows
 from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import names_of_samples
 from verl.data_proto.token_values import compared_log_probs
+from verl.distributions import load_part
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
@@ -62,6 +64,7 @@ class PPO(PPOProgram):
         if config.distillation.on_policy_share < 1:
             self.row_responses = RowResponses(handles.rollout, config, data.tokenizer, lambda: self.weight_version)
             handles = replace(handles, rollout=self.row_responses)
+        self.branches = load_part("verl.agents.branches") if trains_branches(config) else None
         if data.train is not None:
             self.collector = Collector(config, handles, data.train, run, self.samples, self.stages, self.reads_data)
 
@@ -69,6 +72,8 @@ class PPO(PPOProgram):
         """One step; weight version and samples advance only as the step succeeds."""
         result, next_ordinal = self.collect(step)
         self.run.check_stop()
+        if self.branches is not None:
+            result.batch = self.branches.joined(result.batch, self.data.tokenizer.pad_token_id or 0)
         with self.guards.step(step, result, next_ordinal):
             self.annotate(result)
             self.run.check_stop()
@@ -79,6 +84,8 @@ class PPO(PPOProgram):
             self.update(result, step)
         if result.skipped and self.collector.syncs:  # the engine has let go of the weights
             self.send_weights(step)
+        if self.branches is not None:
+            result.batch = self.branches.episodes(result.batch)
         self.samples.train(step, [] if result.skipped else keys_of(result.batch))
         return result
 
@@ -136,12 +143,16 @@ class PPO(PPOProgram):
                 result.metrics.update(self._penalise_kl(batch))
             if self.old_log_probs == "recompute":
                 result.metrics.update(self._correct(batch))
-            columns["advantages"], columns["returns"] = compute_advantage(
-                algorithm.adv_estimator, {**dict(columns.items()), **batch.non_tensor_batch}, config=algorithm,
+            rows = batch if self.branches is None else self.branches.episodes(batch)
+            credit = compute_advantage(
+                algorithm.adv_estimator, {**dict(rows.batch.items()), **rows.non_tensor_batch}, config=algorithm,
                 gamma=algorithm.gamma, lam=algorithm.lam, norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 gdpo_reward_keys=algorithm.gdpo_reward_keys, gdpo_reward_weights=algorithm.gdpo_reward_weights,
                 step_advantage_w=algorithm.gigpo.step_advantage_w,
             )  # fmt: skip
+            if self.branches is not None:
+                credit = tuple(self.branches.spread(batch, values) for values in credit)
+            columns["advantages"], columns["returns"] = credit
             if algorithm.use_pf_ppo:
                 rule, generator = algorithm.pf_ppo, torch.Generator().manual_seed(step)
                 scores, scored = columns["token_level_scores"].sum(dim=1), scored_rows(batch)

@@ -72,6 +72,10 @@ _LARGEST_OF_RANKS = (
 )  # fmt: skip
 
 
+def _added(name: str, value: float) -> Metric:
+    return (Metric.max if name in _LARGEST_OF_RANKS else Metric.sum)(value)
+
+
 def _nothing() -> dict[str, float]:
     return {}
 
@@ -185,8 +189,8 @@ class RolloutWorker:
         if self.free_cache:
             self.engine.release()
         stats = {**stats, **self.on_generation_end(), "num_replicas": 1}
-        log.debug("Generation: %s", {name: float(value) for name, value in stats.items()})
-        metrics = {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
+        log.debug("Generation: %s", {name: str(value) for name, value in stats.items()})
+        metrics = {k: v if isinstance(v, Metric) else _added(k, float(v)) for k, v in stats.items()}
         return metrics | self._ends.metrics()
 
     def _episodes(
@@ -328,6 +332,7 @@ def episode_columns(episodes: Sequence[EpisodeResult], images: EpisodeImages) ->
         "episode_reward": object_array([done.reward for done in episodes]),
         "episode_error": object_array([done.error for done in episodes]),
         "episode_extra": object_array([done.extra for done in episodes]),
+        "episode_branches": object_array([done.branches for done in episodes]),
     }
 
 

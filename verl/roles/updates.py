@@ -18,6 +18,8 @@ from verl.parallel.device import peak_flops
 from verl.parallel.serialize import record
 from verl.roles.guards import Finding, merge_findings
 
+BRANCH_OF = "branch_of"  # a column, see verl.data_proto.columns
+
 
 @dataclass(frozen=True)
 class MiniBatchSchedule:
@@ -42,14 +44,16 @@ class MiniBatchSchedule:
         units: dict[int, list[int]] = {}
         for row, unit in enumerate(unit_ids(batch, self.unit) if self.unit != "row" else ()):
             units.setdefault(unit, []).append(row)
-        members, size = list(units.values()), self.size or max(1, len(batch))
-        mini_batches, num_units = [], len(batch) if self.unit == "row" else len(members)
+        num_rows = int((batch.batch[BRANCH_OF] < 0).sum()) if BRANCH_OF in batch.batch.keys() else len(batch)
+        members, size = list(units.values()), self.size or max(1, num_rows)
+        mini_batches, num_units = [], num_rows if self.unit == "row" else len(members)
         for epoch in range(self.epochs):
             order: np.ndarray = np.arange(num_units, dtype=np.int32)
             if self.shuffle:
                 order = np.random.Generator(np.random.Philox(key=[self.seed + step, epoch])).permutation(num_units)
             if self.unit == "row":
-                mini_batches += [order[at : at + size] for at in range(0, num_units, size)]
+                minis = [order[at : at + size] for at in range(0, num_units, size)]
+                mini_batches += minis if num_rows == len(batch) else [with_branches(batch, mini) for mini in minis]
             else:
                 mini_batches += _filled([members[number] for number in order], size)
         return mini_batches
@@ -57,6 +61,12 @@ class MiniBatchSchedule:
     def computed(self, batch: DataProto) -> Sequence[int]:
         """The rows of `batch` that are computed."""
         return range(len(batch)) if self.needed is None else self.needed(batch)
+
+
+def with_branches(batch: DataProto, rows: np.ndarray) -> np.ndarray:
+    """Rows of episodes, then the rows of their further conversations."""
+    owners = batch.batch[BRANCH_OF].numpy()
+    return np.concatenate([rows, np.flatnonzero(np.isin(owners, rows))])
 
 
 def _filled(units: Sequence[list[int]], size: int) -> list[np.ndarray]:

@@ -211,7 +211,7 @@ async def _chat(session: EndpointSession, body: dict[str, object]) -> object:
 async def _completions(session: EndpointSession, body: dict[str, object]) -> object:
     encode = partial(session.continuity.encode, add_special_tokens=True)
     answer = await session.complete(*formats.completion_request(body, encode), is_first=False)
-    session.num_turns += 2
+    session.num_turns[answer.branch] += 2
     reply = formats.completion_response(answer, body)
     return _events([reply]) if body.get("stream") else reply
 

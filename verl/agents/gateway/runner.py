@@ -115,13 +115,14 @@ class EndpointAgentLoop(AgentLoopBase):
         reward, info = _reward(returned, session)
         unread = session.unread()
         branch = longest(episode, unread)
+        episode.unread, episode.messages = unread, episode.conversations.get(branch.number, [])
         start, end = branch.num_prompt, unread.get(branch.number, len(branch.tokens))
         return AgentLoopOutput(
             branch.tokens[:start],
             branch.tokens[start:end],
             [int(sampled) for sampled in branch.sampled[start:end]],
             reward_score=reward,
-            num_turns=session.num_turns - 2 * len(unread),
+            num_turns=session.num_turns[branch.number] - 2 * (branch.number in unread),
             metrics={},
             extra_fields={**info, "num_branches": len(episode.branches)},
         )

@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ class ModelTurn:
     token_ids: list[int]
     log_probs: list[float]
     raw_text: str  # calls included
+    branch: int = 0  # number of the conversation
 
 
 @dataclass(eq=False)
@@ -75,7 +77,7 @@ class EndpointSession:
     images: EpisodeImages
     reward: float | None = None
     info: dict[str, object] = field(default_factory=dict)
-    num_turns: int = 0
+    num_turns: Counter[int] = field(default_factory=Counter)  # by the number of the conversation, of both sides
     last_call_at: float = field(default_factory=time.monotonic)
     _known: dict[str, list[int]] = field(default_factory=dict)  # `prefixes` of messages, the answer included -> tokens
     _calls: dict[str, list[EndpointCall]] = field(default_factory=dict)  # by their content
@@ -131,8 +133,8 @@ class EndpointSession:
         content = (prefix or "") + answer.text
         turn = {"role": "assistant", "content": content, "tool_calls": [c.in_message() for c in answer.calls]}
         self._known[prefixes([*said, turn], schemas)[-1]] = [*answer.prompt_ids, *answer.token_ids]
-        self.episode.messages = [*said, turn]
-        self.num_turns += 2
+        self.episode.conversations[answer.branch] = [*said, turn]
+        self.num_turns[answer.branch] += 2
         return answer
 
     async def complete(
@@ -161,7 +163,7 @@ class EndpointSession:
             ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids, skip_special_tokens=False
         )
         reason = "stop" if done.finish_reason == "stop" else "length"
-        return ModelTurn(text, [], reason, list(prompt_ids), ids, list(done.log_probs), text)
+        return ModelTurn(text, [], reason, list(prompt_ids), ids, list(done.log_probs), text, done.sample)
 
     async def _media(self, sources: Sequence[object]) -> list[Media]:
         """The images of a conversation. Raises RequestError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from verl.config.active_keys import runner_of, runs_agents
+from verl.config.active_keys import runner_of, runs_agents, trains_branches, uses_critic
 from verl.config.schema import Problem, error, warning
 from verl.families import ADVANTAGES, AGENT_LOOPS, engine_facts, needs_engine
 
@@ -63,6 +63,18 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"again, which {runner} may not repeat. Set partial_rollout=False; prefetch_num alone "
             "makes its episodes ahead of training.",
         )
+    if trains_branches(c):
+        key, algorithm = f"{ROLLOUT}.agent.branches", c.algorithm
+        odd = {
+            f"algorithm.adv_estimator={estimator}": uses_critic(c) or estimator in ADVANTAGES.reading("turn_ids"),
+            "algorithm.use_kl_in_reward=True": algorithm.use_kl_in_reward, "algorithm.use_pf_ppo=True": algorithm.use_pf_ppo,
+            "algorithm.stages": bool(algorithm.stages), "distillation.enabled=True": c.distillation.enabled,
+        }  # fmt: skip
+        for name in [name for name, is_odd in odd.items() if is_odd]:
+            yield error(
+                key,
+                f"{key}=all gives each conversation the one advantage of its episode, and {name} does not. Remove one.",
+            )
     num_ranks = c.trainer.nnodes * c.trainer.n_gpus_per_node
     if runner and agent.gateway_port and agent.gateway_port + num_ranks - 1 > LAST_PORT:
         yield error(

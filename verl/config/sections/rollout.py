@@ -57,6 +57,12 @@ class AgentConfig(Section):
     mask_unfinished_episodes: bool = used(
         False, "train no token of an episode that a limit has cut: of the response, or of turns"
     )
+    branches: str = used(
+        "longest",
+        "which conversations of an episode train: longest, the one with the most sampled tokens, or all, each as a row with "
+        "the advantage of its episode",
+        choices=("longest", "all"),
+    )
     runner: str | None = used(
         None,
         "agent that talks to the run's endpoint, as path/to/file.py:function, or a command that begins with `command:`",
