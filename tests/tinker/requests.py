@@ -24,13 +24,13 @@ from verl.tinker.service import Service
 from verl.tinker.tenants import Tenant, TenantLimits, Tenants
 
 UNSERVED = ("auth/token", "create_custom_loss", "models/M/odd")
-KEYS = {"ada": "tml-ada", "bob": "tml-bob"}
+KEYS = {"ada": "tml-ada", "bob": "tml-bob", "eve": "tml-eve"}
 INTEGERS = (-1, 0, 1, 2, 7, 100, 101, 1 << 31, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, -(1 << 63) - 1, 10**40)
 ODD = (None, True, 1.5, math.nan, math.inf, 1e38, 1e-40, "", "x", "\0", "../..", "a" * 5000, [], {}, [[]], "\ud800")
 
 
 def make_service(bench, folder):
-    """A service with two tenants. Made on the event loop."""
+    """A service with three tenants. Made on the event loop."""
     limits = TenantLimits(models=8, samplers=64, sessions=64)
     tenants = {hashlib.sha256(key.encode()).hexdigest(): Tenant(name, limits=limits) for name, key in KEYS.items()}
     path = str(bench.engine._trained.base)
@@ -63,7 +63,8 @@ class Caller:
         media = PROTOBUF if route == "forward_backward" else "application/json"
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {"x-api-key": KEYS[self.name], "content-type": media, **headers}
-        return await self.http.request(method, f"/api/v1/{route}", content=content, headers=named)
+        path = route if route.startswith("/") else f"/api/v1/{route}"
+        return await self.http.request(method, path, content=content, headers=named)
 
     async def poll(self, answer):
         return await self.post("retrieve_future", {"request_id": answer.json()["request_id"]})
@@ -109,9 +110,30 @@ class Caller:
         return passed.content, stepped["metrics"]["grad_norm"], sampled.content
 
 
+def reads(rng, caller):
+    """(method, route) of a request without a body."""
+    run, text = (
+        f"training_runs/{caller.model}",
+        rng.choice(["weights/a", "sampler_weights/s", "..", "%2e%2e/x", "\u00e9/\u00e9"]),
+    )
+    checkpoint, number = f"{run}/checkpoints/{text}", rng.choice([*INTEGERS, "x", ""])
+    return rng.choice(
+        [
+            ("GET", "/"), ("GET", "/v1/models"), ("GET", "healthz"), ("GET", "status"), ("GET", "metrics"),
+            ("GET", "get_server_capabilities"), ("GET", f"sessions?limit={number}"), ("GET", f"sessions/{caller.session}"),
+            ("GET", f"training_runs?offset={number}"), ("GET", run), ("GET", f"{run}/checkpoints"),
+            ("GET", f"checkpoints?limit={number}&offset={number}"), ("GET", f"samplers/{caller.sampler}"),
+            ("DELETE", checkpoint), ("POST", f"{checkpoint}/publish"), ("DELETE", f"{checkpoint}/publish"),
+            ("GET", f"{checkpoint}/external_weights_urls"), ("GET", f"download/{number}/x/{caller.model}/weights/a/x"),
+            ("POST", f"sessions/{rng.choice(ODD[6:8])}/finish"), ("PATCH", run),
+        ]
+    )  # fmt: skip
+
+
 def bodies(rng, caller):
     """(route, body) of a correct request of every kind."""
     numbered = {"model_id": caller.model, "seq_id": caller.seq_id}
+    asked = {"model": caller.service.bases.names[0], "max_tokens": 2}
     named = {"session_id": caller.session, "base_model": caller.service.bases.names[0]}
     return rng.choice(
         [
@@ -125,6 +147,13 @@ def bodies(rng, caller):
             ("create_model", {**named, "model_seq_id": 1, "lora_config": {"rank": 2, "seed": 1}}),
             ("create_sampling_session", {**named, "sampling_session_seq_id": 1}),
             ("get_info", {"model_id": caller.model}), ("weights_info", {"tinker_path": f"tinker://{caller.model}/weights/a"}),
+            ("save_weights_external", {**numbered, "path": "e"}), ("client/config", {"sdk_version": "0"}),
+            ("copy_weights", {"source_path": f"tinker://{caller.model}/weights/a", "session_id": None, "model_seq_id": None}),
+            ("sessions/search", {"owner": {"type": "own"}, "limit": 3}),
+            ("telemetry", {"events": [], "session_id": caller.session}),
+            (f"training_runs/{caller.model}/checkpoints/weights/a/ttl", {"ttl_seconds": 3600}),
+            ("/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": "a"}]}),
+            ("/v1/completions", {**asked, "prompt": "abc", "stop": "b"}),
             ("retrieve_future", {"request_id": "x"}), ("session_heartbeat", {"session_id": caller.session}),
         ]
     )  # fmt: skip
@@ -169,14 +198,25 @@ def training_bytes(rng, caller):
 
 async def hostile(rng, caller, sent):
     """One request, perhaps repeated from `sent`: (kind, outcome). Like the SDK, the caller takes the next number for each."""
-    kind = rng.choice([*["edited", "training"] * 2, "repeated", "cut", "lost", "zstd", "unserved", "good", "ahead"])
-    headers = {}
+    kind = rng.choice(
+        [*["edited", "training"] * 2, "read", "repeated", "cut", "lost", "zstd", "unserved", "good", "ahead"]
+    )
+    headers, plain = {}, None
+    if kind == "read":
+        method, route = reads(rng, caller)
+        answer = await caller.post(route, b"", method)
+        assert answer.status_code not in (500, 503), (method, route, answer.text)
+        return kind, f"{answer.status_code // 100}xx"
     if kind == "repeated" and sent:
         route, body = rng.choice(sent)
     elif kind in ("training", "zstd"):
         route, body = "forward_backward", training_bytes(rng, caller)
         if kind == "zstd":
-            body, headers = zstandard.compress(body), {"content-encoding": rng.choice(["zstd", "gzip", ""])}
+            plain, body, headers = (
+                body,
+                zstandard.compress(body),
+                {"content-encoding": rng.choice(["zstd", "gzip", ""])},
+            )
             body = body[: rng.randrange(len(body))] if rng.random() < 0.5 else body
     else:
         caller.seq_id += rng.randrange(1, 4) if kind == "ahead" else 0  # what these numbers were for never comes
@@ -186,14 +226,14 @@ async def hostile(rng, caller, sent):
         body = json.dumps(edited(rng, body) if kind == "edited" else body).encode()
         body = body[: rng.randrange(len(body))] if kind == "cut" else body
     caller.sample_seq += 1
-    number = (request_number(body) or ("", 0))[1]
+    number = (request_number(plain or body) or ("", 0))[1]
     caller.seq_id = max(caller.seq_id, number if number < caller.seq_id + 1000 else 0) + 1
     if kind == "lost":  # the SDK repeats it, or gives it up
         assert await caller.lose(route, body) == 499
         if rng.random() < 0.5:
             return kind, "4xx"
     sent.append((route, body))
-    answer = await caller.post(route, body, **headers)
+    answer = await caller.post(route, body, "PUT" if route.endswith("/ttl") else "POST", **headers)
     assert answer.status_code not in (500, 503), (kind, route, body[:400], answer.text)
     if answer.status_code >= 400:
         assert answer.json()["detail"].endswith("."), answer.text
@@ -213,7 +253,7 @@ async def recovered(caller):
 
 
 async def life(rng, bench, folder, count, reference):
-    """`count` hostile requests of ada in turn with steps of bob; their results are `reference` (None: only of bob)."""
+    """`count` hostile requests of ada in turn with steps of bob and eve; their results are `reference` (None: only of bob)."""
     service = make_service(bench, folder)
     transport = httpx.ASGITransport(application(service), raise_app_exceptions=False)
     before, (routes.POLL_S, routes.HOLE_S) = (routes.POLL_S, routes.HOLE_S), (0.02, 0.0)
@@ -222,10 +262,12 @@ async def life(rng, bench, folder, count, reference):
             bob = await Caller(service, http, "bob").open()
             if reference is None:
                 return [await bob.step() for _ in range(5)]
+            eve = await Caller(service, http, "eve").open()
             ada, outcomes, sent = await Caller(service, http, "ada").open(), [], []
             for place in range(5):
                 outcomes += [await hostile(rng, ada, sent) for _ in range(count // 5)]
-                assert await bob.step() == reference[place], (place, sent[-count // 5 :])
+                steps = await asyncio.gather(bob.step(), eve.step())
+                assert steps == [reference[place]] * 2, (place, sent[-count // 5 :])
             service.sweep()
             await asyncio.wait_for(recovered(ada), 60)
             await asyncio.wait_for(ada.step(), 60)

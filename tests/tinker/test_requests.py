@@ -32,6 +32,12 @@ def test_any_sequence_of_requests(bench, tmp_path, seed):
     assert {"2xx", "4xx"} == {what for _, what in outcomes}
 
 
+@pytest.mark.slow
+def test_two_thousand_hostile_requests_beside_two_tenants(bench, tmp_path):
+    outcomes = list(lives(bench, random.Random(60), 2000, tmp_path))
+    assert len(outcomes) == 2000
+
+
 def in_process(bench, folder, act):
     """The result of `act(service, ada, bob)` on a service without a socket, after what its folder has."""
 
@@ -42,7 +48,7 @@ def in_process(bench, folder, act):
         await recover(service, served.state.handlers)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-                return await act(service, *[await Caller(service, http, name).open() for name in KEYS])
+                return await act(service, *[await Caller(service, http, name).open() for name in ("ada", "bob")])
         finally:
             await asyncio.to_thread(service.close)
 
