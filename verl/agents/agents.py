@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from verl.agents.continuity import ChatContinuity
 from verl.agents.driver import EpisodeDriver, EventLoop, OnResult
 from verl.agents.environments import load_environments, players_of_games
-from verl.agents.episode import Episode, EpisodeError, EpisodeResult, EpisodeTask, in_dtype, untrained
+from verl.agents.episode import Episode, EpisodeError, EpisodeResult, EpisodeTask
 from verl.agents.gateway.app import Gateway
 from verl.agents.gateway.runner import command_limits, load_runner, plain
 from verl.agents.images import EpisodeImages, content_text
@@ -33,6 +33,7 @@ from verl.agents.loops import (
 from verl.agents.matches import Matches
 from verl.agents.parsers import ToolParser
 from verl.agents.recorded import packed
+from verl.agents.results import in_dtype, untrained
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
 from verl.config import full_key

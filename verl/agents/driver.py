@@ -22,7 +22,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from verl.agents.episode import CURRENT, AgentKilled, Episode, EpisodeError, EpisodeResult, EpisodeTask, failed
+from verl.agents.episode import CURRENT, AgentKilled, Episode, EpisodeError, EpisodeResult, EpisodeTask
+from verl.agents.results import failed
 from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import DeadlineError, ModelError

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from verl.data.schema import Messages
 from verl.data_proto.media import Media, MediaSpan, Spans, images_in
@@ -386,32 +385,3 @@ def _as_episode_error() -> Iterator[None]:
         yield
     except DataError as error:
         raise EpisodeError(f"its agent loop returned invalid values: {str(error).removesuffix('.')}") from error
-
-
-def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) -> EpisodeResult:
-    """The result of an episode that cannot train: a response of one token with mask 0. It follows the tokens of earlier parts,
-    and these do not train either."""
-    prompt = task.prompt_ids[: task.max_prompt_length] or (filler,)
-    empty = Segment(np.asarray([filler], dtype=np.int32), None, version, "environment")
-    trajectory = Trajectory(task.ordinal, task.sample, prompt, [empty], "abort")
-    if task.so_far is not None:
-        trajectory = replace(untrained(task.so_far), status="abort")
-        trajectory.segments.append(empty)
-    return EpisodeResult(task, trajectory, error=why, **more)
-
-
-def untrained(trajectory: Trajectory) -> Trajectory:
-    """The same tokens, with none that trains."""
-    return replace(trajectory, segments=[replace(s, log_probs=None, source="environment") for s in trajectory.segments])
-
-
-def in_dtype(result: EpisodeResult, dtype: DTypeLike) -> EpisodeResult:
-    """The result with log-probs of `dtype`."""
-
-    def cast(trajectory: Trajectory) -> Trajectory:
-        segments = [
-            s if s.log_probs is None else replace(s, log_probs=s.log_probs.astype(dtype)) for s in trajectory.segments
-        ]
-        return replace(trajectory, segments=segments)
-
-    return replace(result, trajectory=cast(result.trajectory), branches=[cast(one) for one in result.branches])

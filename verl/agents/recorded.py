@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.agents.episode import EpisodeResult, EpisodeTask, untrained
+from verl.agents.episode import EpisodeResult, EpisodeTask
 from verl.agents.journal import EPISODE, FOLDER, PART, read
+from verl.agents.results import untrained
 from verl.data_proto.media import Media, MediaSpan
 from verl.data_proto.trajectory import Segment, Trajectory
 
