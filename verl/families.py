@@ -166,6 +166,7 @@ class EngineFacts:
     quantizes_int8: bool = _can("computes with int8 weights")
     quantizes_fp8: bool = _can("computes with fp8 weights")
     quantizes_cache: bool = _can("has a KV cache of fp8 numbers")
+    limits_requests: bool = _can("takes stop strings and JSON schemas of single requests")
     prefills_by_key: bool = _can("has switches for prompts in chunks and for prefix caching")
 
     @property
@@ -194,7 +195,7 @@ ROLLOUT_ENGINES = Registry(
             "verl.rollout.native.engine:NativeRollout",
             "divides_model scales reads_images verifies_invariance keeps_partial_kv pauses reuses_activations "
             "samples_adapters records_experts records_stopped_experts pages_by_key drafts drafts_history quantizes_int8 "
-            "quantizes_fp8",
+            "quantizes_fp8 limits_requests",
         ),
         "hf": _row("verl.rollout.hf:HFRollout", "scales reads_images"),
         "vllm": _row(

@@ -33,7 +33,7 @@ from verl.agents.loops import (
 from verl.agents.matches import Matches
 from verl.agents.parsers import ToolParser
 from verl.agents.recorded import packed
-from verl.agents.results import in_dtype, untrained
+from verl.agents.results import in_dtype, trained_share, untrained
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
 from verl.config import full_key
@@ -43,7 +43,6 @@ from verl.data.images import image_encoder
 from verl.data.schema import Messages
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.extras import media_of
-from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings
@@ -112,6 +111,7 @@ class Agents:
             None if runner is None else self._gateway(rank),
             runner,
             command_limits(spec.limits, agent.runner_network) if isinstance(runner, list) else None,
+            engine.facts.limits_requests,
         )
         self._notice_template(tools)
         filler = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
@@ -237,9 +237,7 @@ class Agents:
             "num_episodes": len(results) - num_paused,
             "num_paused_episodes": num_paused,
         }
-        trained = sum(_num_trained(one) for result in results for one in (result.trajectory, *result.branches))
-        if sampled := sum(result.num_sampled for result in results):
-            stats["trained_token_share"] = Metric.mean(trained / sampled, sampled)
+        stats |= trained_share(results)
         stats["num_failed_episodes"] = sum(result.error is not None for result in results)
         stats["num_tool_calls"] = len(tools)
         stats["num_failed_tool_calls"] = sum(result.error is not None for result in tools)
@@ -383,10 +381,6 @@ class Agents:
                 "on the tokens that were sampled, without rewriting.",
                 rewrite.before, rewrite.after,
             )  # fmt: skip
-
-
-def _num_trained(one: Trajectory) -> int:
-    return sum(len(segment.token_ids) for segment in one.segments if segment.log_probs is not None)
 
 
 def _shown(messages: Messages) -> list[dict[str, object]]:

@@ -329,8 +329,15 @@ def _merged(requests: list[_Asked]) -> list[tuple[PromptRequest | TurnRequest, l
         if (
             isinstance(last, PromptRequest)
             and isinstance(request, PromptRequest)
-            and (last.ordinal, last.token_ids, last.max_new_tokens, last.spans)
-            == (request.ordinal, request.token_ids, request.max_new_tokens, request.spans)
+            and (last.ordinal, last.token_ids, last.max_new_tokens, last.spans, last.stop, last.grammar)
+            == (
+                request.ordinal,
+                request.token_ids,
+                request.max_new_tokens,
+                request.spans,
+                request.stop,
+                request.grammar,
+            )
             and request.first_sample == last.first_sample + (last.num_samples or 1)
         ):
             merged[-1] = (replace(last, num_samples=(last.num_samples or 1) + 1), [*merged[-1][1], one])

@@ -159,11 +159,14 @@ class Episode:
         *,
         is_first: bool | None = None,
         media: Sequence[Media] | None = None,
+        stop: tuple[str, ...] = (),
+        grammar: str = "",
     ) -> Completion | None:
         """Sample the tokens after `prompt_ids`, with `media` in this order in them (None: the images of the row); None when
         the response of the episode is full. `is_first`: whether a new branch has the random numbers of the sample itself (None:
-        the first one has). Raises EpisodeError for a prompt that is too long or has other images, ModelError for tokens that
-        the model does not know. Does not return if the episode pauses."""
+        the first one has). The turn ends with one of `stop`, and follows the JSON schema `grammar`. Raises EpisodeError for a
+        prompt that is too long or has other images, ModelError for tokens that the model does not know. Does not return if the
+        episode pauses."""
         prompt = self._token_ids(prompt_ids, "prompt_ids")
         media = images_in(self.task.media) if media is None else media
         branch = self._continued(prompt, media) or self._begin(prompt, is_first, media)
@@ -179,7 +182,8 @@ class Episode:
             self._num_left = None
         reason = self._repeat(branch, prompt, num_new)
         while reason is None:
-            done = await self._sample(branch, prompt[len(branch.tokens) :], len(prompt) + num_new)
+            rules = {"stop": stop, "grammar": grammar}
+            done = await self._sample(branch, prompt[len(branch.tokens) :], len(prompt) + num_new, rules)
             if done.finish_reason != "length" or len(branch.tokens) == len(prompt) + num_new:
                 reason = done.finish_reason
         branch.is_busy = False
@@ -214,8 +218,9 @@ class Episode:
             return "stop" if past.tokens[stop - 1] in self.task.stop_token_ids else "length"
         return None if is_last else "stop"
 
-    async def _sample(self, branch: Branch, new: list[int], end: int) -> Completion:
-        """Sample behind a branch and `new`, up to `end` tokens in all. Pauses if the part is used up."""
+    async def _sample(self, branch: Branch, new: list[int], end: int, rules: Mapping[str, Any]) -> Completion:
+        """Sample behind a branch and `new`, up to `end` tokens in all, by the `rules` of a request. Pauses if the part is used
+        up."""
         num_new = end - len(branch.tokens) - len(new)
         if self._num_left is not None:
             num_new = min(num_new, self._num_left)
@@ -229,11 +234,13 @@ class Episode:
         if branch.is_kept:
             start = len(branch.tokens)
             spans = tuple(span.moved(-start) for span in branch.spans if span.start >= start)
-            request = TurnRequest(self.task.ordinal, branch.number, tuple(new), num_new, spans)
+            request = TurnRequest(self.task.ordinal, branch.number, tuple(new), num_new, spans, **rules)
         else:
             tokens = (*branch.tokens, *new)
             num_drawn = len(tokens) - branch.num_prompt
-            request = PromptRequest(self.task.ordinal, tokens, branch.number, num_drawn, 1, num_new, spans=branch.spans)
+            request = PromptRequest(
+                self.task.ordinal, tokens, branch.number, num_drawn, 1, num_new, spans=branch.spans, **rules
+            )
         done = await self._submit(self, request)
         self.generate_s += time.perf_counter() - started_at
         branch.is_kept = True

@@ -57,6 +57,7 @@ class AgentContext:
     gateway: Gateway | None
     runner: Runner | None
     limits: Limits | None
+    limits_requests: bool = False  # whether the engine takes stop strings and schemas of a request
 
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from verl.agents.episode import EpisodeResult, EpisodeTask
+from verl.data_proto.metrics import Metric
 from verl.data_proto.trajectory import Segment, Trajectory
 
 
@@ -39,3 +41,11 @@ def in_dtype(result: EpisodeResult, dtype: DTypeLike) -> EpisodeResult:
         return replace(trajectory, segments=segments)
 
     return replace(result, trajectory=cast(result.trajectory), branches=[cast(one) for one in result.branches])
+
+
+def trained_share(results: Sequence[EpisodeResult]) -> dict[str, Metric]:
+    """The share of the sampled tokens of episodes that train; nothing without tokens."""
+    num_sampled = sum(result.num_sampled for result in results)
+    segments = [s for result in results for one in (result.trajectory, *result.branches) for s in one.segments]
+    trained = sum(len(segment.token_ids) for segment in segments if segment.log_probs is not None)
+    return {"trained_token_share": Metric.mean(trained / num_sampled, num_sampled)} if num_sampled else {}

@@ -50,6 +50,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids; the stopping token is kept
     ignore_eos: bool = False
     seed: int = 42
+    grammar: str = ""  # of requests that have none
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class PromptRequest:
     expected_tokens: float = 0.0  # that a new sample will likely get; prompts with more begin first, 0 is unknown
     random_ordinal: int | None = None  # keys the random numbers in place of `ordinal`
     random_step: int | None = None  # in place of the generation's step: the first step of a resumed sample
+    stop: tuple[str, ...] = ()  # in addition to the strings of SamplingParams
+    grammar: str = (
+        ""  # what the tokens after `token_ids` must be: a JSON schema, or {} for any JSON object; "": anything
+    )
 
     @property
     def placed(self) -> Spans:
@@ -97,6 +102,8 @@ class TurnRequest:
     token_ids: tuple[int, ...]
     max_new_tokens: int | None = None  # of this turn, as in PromptRequest
     spans: Spans = ()
+    stop: tuple[str, ...] = ()  # as in PromptRequest, of this turn
+    grammar: str = ""
 
 
 @dataclass

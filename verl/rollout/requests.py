@@ -129,6 +129,8 @@ class OpenSamples:
             token_ids=tokens,
             num_drawn=history.num_drawn + len(turn.token_ids),
             max_new_tokens=turn.max_new_tokens,
+            stop=turn.stop,
+            grammar=turn.grammar,
             spans=(*history.spans, *(span.moved(len(history.token_ids)) for span in turn.spans)),
         )
 
@@ -243,11 +245,12 @@ class StopRules:
     def has_strings(self) -> bool:
         return bool(self._strings)
 
-    def ends_string(self, response: np.ndarray) -> bool:
-        """Whether the response (int [tokens]) now holds a stop string; it did not before its last token."""
-        assert self._tokenizer is not None  # see __init__
-        text = self._tokenizer.decode(response[-self._tail :].tolist(), clean_up_tokenization_spaces=False)
-        return any(s in text for s in self._strings)
+    def ends_string(self, response: np.ndarray, more: Sequence[str] = ()) -> bool:
+        """Whether the response (int [tokens]) now holds a stop string, or one of `more`; it did not before its last token."""
+        assert self._tokenizer is not None  # see __init__ and `require_tokenizer`
+        tail = max([self._tail, *(len(s.encode()) + _MARGIN for s in more)])
+        text = self._tokenizer.decode(response[-tail:].tolist(), clean_up_tokenization_spaces=False)
+        return any(s in text for s in (*self._strings, *more))
 
     @staticmethod
     def reason(stopped: bool) -> FinishReason:

@@ -202,26 +202,28 @@ async def _body(request: Request) -> dict[str, object]:
 
 
 async def _chat(session: EndpointSession, body: dict[str, object]) -> object:
-    answer = await session.chat(*formats.chat_request(body))
+    answers = await session.chat(*formats.chat_request(body))
     if body.get("stream"):
-        return _events(formats.chat_chunks(answer, body))
-    return formats.chat_response(answer, body)
+        return _events(formats.chat_chunks(answers, body))
+    return formats.chat_response(answers, body)
 
 
 async def _completions(session: EndpointSession, body: dict[str, object]) -> object:
     encode = partial(session.continuity.encode, add_special_tokens=True)
-    answer = await session.complete(*formats.completion_request(body, encode), is_first=False)
-    session.num_turns[answer.branch] += 2
-    reply = formats.completion_response(answer, body)
+    answers = await session.complete(*formats.completion_request(body, encode), is_first=False)
+    for answer in answers:
+        session.num_turns[answer.branch] += 2
+    reply = formats.completion_response(answers, body)
     return _events([reply]) if body.get("stream") else reply
 
 
 async def _responses(session: EndpointSession, body: dict[str, object]) -> object:
-    return formats.responses_response(await session.chat(*formats.responses_request(body)), body)
+    (answer,) = await session.chat(*formats.responses_request(body))
+    return formats.responses_response(answer, body)
 
 
 async def _anthropic(session: EndpointSession, body: dict[str, object]) -> object:
-    answer = await session.chat(*formats.anthropic_request(body))
+    (answer,) = await session.chat(*formats.anthropic_request(body))
     if body.get("stream"):
         return _named_events(formats.anthropic_events(answer, body))
     return formats.anthropic_response(answer, body)

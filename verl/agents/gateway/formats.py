@@ -1,7 +1,8 @@
 """Requests and answers in the formats of OpenAI (chat completions, completions, responses) and Anthropic (messages).
 
-What would change the policy's sampling is either harmless and passed over (temperature, top_p, seed, user), or refused with a
-sentence (n above 1, response_format, logit_bias, forced tool calls, stop texts). So is what an answer would have to show.
+A request chooses its most tokens, stop texts, JSON schema and number of choices. What would change the policy's sampling
+otherwise is either harmless and passed over (temperature, top_p, seed, user), or refused with a sentence (logit_bias, forced
+tool calls). So is what an answer would have to show.
 """
 
 from __future__ import annotations
@@ -9,36 +10,62 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.agents.continuity import Content, joined_contents
-from verl.agents.gateway.sessions import ModelTurn, RequestError, arguments_of
-from verl.config import full_key
+from verl.agents.gateway.sessions import ModelTurn, RequestError, TurnRules, arguments_of
 from verl.data.schema import Messages
 
 MODEL = "policy"
 
 
-ChatRequest = tuple[Any, object, int | None]  # messages, tools, most tokens of the turn to sample
+ChatRequest = tuple[Any, object, TurnRules]  # messages, tools, and how the turn is sampled
+_MOST_CHOICES, _MOST_STOPS = 64, 16
 
 
-def _refuse(body: Mapping[str, Any]) -> None:
-    """Raise RequestError for options that the policy does not support."""
-    if several := next((name for name in ("n", "best_of") if body.get(name) not in (None, 1)), None):
-        raise RequestError(f"{several} must be 1: each sample of a prompt is a separate episode")
-    form = body.get("response_format")
-    if (kind := form.get("type", "text") if isinstance(form, dict) else "text") != "text":
-        raise RequestError(f"response_format of type {kind} is not available: the policy samples without constraints")
+def _rules(body: Mapping[str, Any], *limits: str, form: object = None) -> TurnRules:
+    """How a turn is sampled; `limits` are names of its most tokens. Raises RequestError for options that the policy does not
+    support."""
+    if body.get("best_of") not in (None, 1):
+        raise RequestError("best_of must be 1: n has as many choices as it says, and all are sampled")
+    n = _limit(body, "n") or 1
+    if n > _MOST_CHOICES:
+        raise RequestError(f"n is {n}; a request has at most {_MOST_CHOICES} choices")
     if body.get("logit_bias"):
-        raise RequestError("logit_bias is not available: the policy samples without constraints")
-    if body.get("stop"):
-        raise RequestError(f"stop is not available in a request; set {full_key('rollout.stop')} for the run")
+        raise RequestError("logit_bias is not available: the policy samples without it")
     if unread := next((name for name in ("top_logprobs", "echo", "suffix") if body.get(name)), None):
         raise RequestError(f"{unread} is not available: an answer has the sampled tokens with their log-probabilities")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none") and not (isinstance(choice, dict) and choice.get("type") == "auto"):
         raise RequestError("tool_choice can be auto or none: the policy is not forced to call a tool")
+    return TurnRules(_limit(body, *limits), _stops(body), _grammar(body.get("response_format") or form), n)
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = next((body[name] for name in ("stop", "stop_sequences") if body.get(name)), ())
+    stops = [stop] if isinstance(stop, str) else stop
+    if (
+        not isinstance(stops, list | tuple)
+        or not all(isinstance(one, str) for one in stops)
+        or len(stops) > _MOST_STOPS
+    ):
+        raise RequestError(f"`stop` must be a text or a list of at most {_MOST_STOPS} texts")
+    return tuple(one for one in stops if one)
+
+
+def _grammar(form: Any) -> str:
+    """The JSON schema of a response_format; "" for text."""
+    kind = form.get("type", "text") if isinstance(form, Mapping) else "text"
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return json.dumps({"type": "object"})
+    schema = form.get("json_schema", form) if kind == "json_schema" else None
+    schema = schema.get("schema") if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise RequestError("response_format can be text, json_object, or json_schema with a schema")
+    return json.dumps(schema)
 
 
 def _list(owner: Mapping[str, object], name: str) -> list[object]:
@@ -67,20 +94,28 @@ def _limit(body: Mapping[str, object], *names: str) -> int | None:
 
 def chat_request(body: Mapping[str, object]) -> ChatRequest:
     """Of POST /chat/completions."""
-    _refuse(body)
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
-    return body.get("messages"), tools, _limit(body, "max_completion_tokens", "max_tokens")
+    return body.get("messages"), tools, _rules(body, "max_completion_tokens", "max_tokens")
 
 
-def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, Any]:
+def chat_response(answers: Sequence[ModelTurn], body: Mapping[str, object]) -> dict[str, Any]:
     """Its answer. `token_ids` and `prompt_token_ids` are ours."""
+    return {
+        **_head(body, "chatcmpl", "chat.completion"),
+        "choices": [_choice(number, answer, body) for number, answer in enumerate(answers)],
+        "prompt_token_ids": answers[0].prompt_ids,
+        "usage": _usage(answers),
+    }
+
+
+def _choice(number: int, answer: ModelTurn, body: Mapping[str, object]) -> dict[str, Any]:
     message: dict[str, object] = {
         "role": "assistant",
         "content": answer.text if answer.text or not answer.calls else None,
     }
     if answer.calls:
         message["tool_calls"] = [call.in_message() for call in answer.calls]
-    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+    choice = {"index": number, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
     if body.get("logprobs"):
         choice["logprobs"] = {
             "content": [
@@ -88,34 +123,31 @@ def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, An
                 for token, log_prob in zip(answer.token_ids, answer.log_probs, strict=True)
             ]
         }
-    return {
-        **_head(body, "chatcmpl", "chat.completion"),
-        "choices": [{**choice, "token_ids": answer.token_ids}],
-        "prompt_token_ids": answer.prompt_ids,
-        "usage": _usage(answer),
-    }
+    return {**choice, "token_ids": answer.token_ids}
 
 
-def chat_chunks(answer: ModelTurn, body: Mapping[str, object]) -> list[dict[str, object]]:
-    """The same, streamed: the turn comes in one chunk, since it is read at once."""
-    base, reply = _head(body, "chatcmpl", "chat.completion.chunk"), chat_response(answer, body)
-    delta: dict[str, object] = {"role": "assistant", "content": answer.text}
-    if answer.calls:
-        delta["tool_calls"] = [{"index": i, **call.in_message()} for i, call in enumerate(answer.calls)]
-    (choice,) = reply["choices"]
-    del choice["message"]
-    chunks = [
-        {**base, "choices": [{**choice, "delta": delta, "finish_reason": None}], "prompt_token_ids": answer.prompt_ids},
-        {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]},
-    ]
+def chat_chunks(answers: Sequence[ModelTurn], body: Mapping[str, object]) -> list[dict[str, object]]:
+    """The same, streamed: each turn comes in one chunk, since it is read at once."""
+    base, chunks = _head(body, "chatcmpl", "chat.completion.chunk"), list[dict[str, object]]()
+    for number, answer in enumerate(answers):
+        delta: dict[str, object] = {"role": "assistant", "content": answer.text}
+        if answer.calls:
+            delta["tool_calls"] = [{"index": i, **call.in_message()} for i, call in enumerate(answer.calls)]
+        choice = _choice(number, answer, body)
+        del choice["message"]
+        said = {**choice, "delta": delta, "finish_reason": None}
+        chunks += [
+            {**base, "choices": [said], "prompt_token_ids": answer.prompt_ids},
+            {**base, "choices": [{"index": number, "delta": {}, "finish_reason": answer.finish_reason}]},
+        ]
     options = body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
-        chunks.append({**base, "choices": [], "usage": _usage(answer)})
+        chunks.append({**base, "choices": [], "usage": _usage(answers)})
     return chunks
 
 
-def _usage(answer: ModelTurn) -> dict[str, int]:
-    prompt, new = len(answer.prompt_ids), len(answer.token_ids)
+def _usage(answers: Sequence[ModelTurn]) -> dict[str, int]:
+    prompt, new = len(answers[0].prompt_ids), sum(len(answer.token_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
@@ -130,9 +162,8 @@ def _head(body: Mapping[str, object], kind: str, name: str) -> dict[str, object]
 # -- completions
 
 
-def completion_request(body: Mapping[str, object], encode: Callable[[str], list[int]]) -> tuple[list[int], int | None]:
-    """The tokens to continue and the most tokens to sample, of POST /completions: `prompt` is a text or token ids."""
-    _refuse(body)
+def completion_request(body: Mapping[str, object], encode: Callable[[str], list[int]]) -> tuple[list[int], TurnRules]:
+    """The tokens to continue and how, of POST /completions: `prompt` is a text or token ids."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         ids = encode(prompt)
@@ -142,17 +173,18 @@ def completion_request(body: Mapping[str, object], encode: Callable[[str], list[
         raise RequestError("`prompt` must be a text or a list of token ids")
     if not ids:
         raise RequestError("`prompt` has no tokens")
-    return list(ids), _limit(body, "max_tokens")
+    return list(ids), _rules(body, "max_tokens")
 
 
-def completion_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, object]:
-    log_probs = {"token_logprobs": answer.log_probs} if body.get("logprobs") is not None else None
-    choice = {"index": 0, "text": answer.raw_text, "finish_reason": answer.finish_reason, "logprobs": log_probs}
-    return {
-        **_head(body, "cmpl", "text_completion"),
-        "choices": [{**choice, "token_ids": answer.token_ids}],
-        "usage": _usage(answer),
-    }
+def completion_response(answers: Sequence[ModelTurn], body: Mapping[str, object]) -> dict[str, object]:
+    choices = [
+        {
+            "index": number, "text": answer.raw_text, "finish_reason": answer.finish_reason, "token_ids": answer.token_ids,
+            "logprobs": {"token_logprobs": answer.log_probs} if body.get("logprobs") is not None else None,
+        }
+        for number, answer in enumerate(answers)
+    ]  # fmt: skip
+    return {**_head(body, "cmpl", "text_completion"), "choices": choices, "usage": _usage(answers)}
 
 
 # -- responses
@@ -160,7 +192,6 @@ def completion_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[s
 
 def responses_request(body: Mapping[str, object]) -> ChatRequest:
     """Of POST /responses, as a chat: `instructions`, and `input` as a text or a list of messages, calls and their outputs."""
-    _refuse(body)
     if body.get("stream") or body.get("previous_response_id"):
         raise RequestError("stream and previous_response_id are not available in responses; send the whole input")
     messages: list[dict[str, object]] = []
@@ -174,7 +205,9 @@ def responses_request(body: Mapping[str, object]) -> ChatRequest:
         for tool in _list(body, "tools")
         if isinstance(tool, Mapping) and tool.get("type") == "function"
     ]
-    return _joined(messages), tools, _limit(body, "max_output_tokens")
+    text_rules = body.get("text")
+    form = text_rules.get("format") if isinstance(text_rules, Mapping) else None
+    return _joined(messages), tools, _rules({**body, "n": 1}, "max_output_tokens", form=form)
 
 
 def _of_item(item: object) -> list[dict[str, object]]:
@@ -239,11 +272,12 @@ def responses_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[st
 
 def anthropic_request(body: Mapping[str, object]) -> ChatRequest:
     """Of POST /messages, as a chat."""
-    if body.get("stop_sequences"):
-        raise RequestError(f"stop_sequences are not available in a request; set {full_key('rollout.stop')} for the run")
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    _refuse({"tool_choice": kind})
+    rules = _rules(
+        {"tool_choice": kind, "stop_sequences": body.get("stop_sequences"), "max_tokens": body.get("max_tokens")},
+        "max_tokens",
+    )
     messages: list[dict[str, object]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"])})
@@ -260,7 +294,7 @@ def anthropic_request(body: Mapping[str, object]) -> ChatRequest:
         for tool in _list(body, "tools")
         if isinstance(tool, Mapping)
     ]
-    return messages, None if kind == "none" else tools, _limit(body, "max_tokens")
+    return messages, None if kind == "none" else tools, rules
 
 
 def _of_blocks(message: Mapping[str, object]) -> list[dict[str, object]]:

@@ -84,7 +84,7 @@ class EndpointAgentLoop(AgentLoopBase):
         first = prefixes([dict(message) for message in kwargs["raw_prompt"]], [])[-1]
         session = EndpointSession(
             secrets.token_urlsafe(16), episode, continuity, parser, self.stop_token_ids, first,
-            self.tool_calls.images,
+            self.tool_calls.images, self.context.limits_requests,
         )  # fmt: skip
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}
         task = plain({**row, "prompt": row["raw_prompt"]})

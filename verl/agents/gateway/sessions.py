@@ -23,6 +23,7 @@ from verl.agents.continuity import ChatContinuity
 from verl.agents.episode import Episode, EpisodeError
 from verl.agents.images import EpisodeImages
 from verl.agents.parsers import Schemas, ToolParser
+from verl.config import full_key
 from verl.data.prompts import answer_prefix
 from verl.data.schema import MEDIA_PARTS, VIDEO_PARTS, Messages, message_of
 from verl.data_proto.media import Media, VideoSource, images_in, texts_of
@@ -56,6 +57,17 @@ class ModelTurn:
     branch: int = 0  # number of the conversation
 
 
+@dataclass(frozen=True)
+class TurnRules:
+    """What a request says about the sampling of its turn: most tokens, strings that end it, a JSON schema, and how many
+    choices it wants."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    grammar: str = ""
+    n: int = 1
+
+
 @dataclass(eq=False)
 class EndpointCall:
     """A request with an answer that was not read yet. `is_gone`: whether its client has closed the connection."""
@@ -75,13 +87,14 @@ class EndpointSession:
     stop_token_ids: frozenset[int]
     first_messages: str  # messages of the row, the last of their `prefixes`
     images: EpisodeImages
+    limits_requests: bool = False  # whether the engine takes stop strings and schemas of a request
     reward: float | None = None
     info: dict[str, object] = field(default_factory=dict)
     num_turns: Counter[int] = field(default_factory=Counter)  # by the number of the conversation, of both sides
     last_call_at: float = field(default_factory=time.monotonic)
     _known: dict[str, list[int]] = field(default_factory=dict)  # `prefixes` of messages, the answer included -> tokens
     _calls: dict[str, list[EndpointCall]] = field(default_factory=dict)  # by their content
-    _sampled: dict[object, tuple[int, int]] = field(default_factory=dict)  # a reply's branch and length of its prompt
+    _sampled: dict[object, dict[int, int]] = field(default_factory=dict)  # a reply's branches and lengths of its prompt
 
     async def answered(
         self, content: str, handle: Callable[[], Awaitable[Any]], is_gone: Callable[[], Awaitable[bool]]
@@ -110,14 +123,23 @@ class EndpointSession:
 
     def unread(self) -> dict[int, int]:
         """Branch -> its length without the answer that no client has read."""
-        return dict(self._sampled[c.reply] for calls in self._calls.values() for c in calls if c.reply in self._sampled)
+        waiting = [self._sampled.get(call.reply, {}) for calls in self._calls.values() for call in calls]
+        return {branch: length for branches in waiting for branch, length in branches.items()}
 
-    async def chat(self, messages: object, tools: object, max_tokens: int | None) -> ModelTurn:
-        """The next turn of a conversation. Raises RequestError when the conversation cannot be rendered or does not fit."""
+    async def chat(self, messages: object, tools: object, rules: TurnRules) -> list[ModelTurn]:
+        """The choices for the next turn of a conversation. Raises RequestError when the conversation cannot be rendered or does
+        not fit."""
         (said, sources), schemas = _placed(_messages(messages)), _tools(tools)
         media = await self._media(sources)
         prompt_ids, is_first = self._prompt(said, schemas, texts_of(media))
-        answer = await self.complete(prompt_ids, max_tokens, is_first=is_first, media=media)
+        answers = await self.complete(prompt_ids, rules, is_first=is_first, media=media)
+        for number, answer in enumerate(answers):
+            await self._read(answer, said, schemas, f"_{number}" if number else "")
+        return answers
+
+    async def _read(self, answer: ModelTurn, said: Messages, schemas: Schemas, suffix: str) -> None:
+        """Read the calls of a turn, and remember its tokens. `suffix` tells the calls of choices apart."""
+        prompt_ids = answer.prompt_ids
         prefix = answer_prefix(said, self.continuity.template_kwargs)
         if schemas:
             answer.text, answer.calls = await self.parser.of_turn(prompt_ids, answer.token_ids, schemas, prefix or "")
@@ -126,7 +148,7 @@ class EndpointSession:
                 answer.text = answer.text if answer.calls else answer.raw_text
             self.episode.faults["unreadable"] += sum(call.fault() is not None for call in answer.calls)
         for call in answer.calls:
-            call.id = call.id or f"call_{len(self._known)}_{answer.calls.index(call)}"
+            call.id = call.id or f"call_{len(self._known)}_{answer.calls.index(call)}{suffix}"
         if answer.calls:
             answer.finish_reason = "tool_calls"
         said = said if prefix is None else said[:-1]
@@ -135,21 +157,34 @@ class EndpointSession:
         self._known[prefixes([*said, turn], schemas)[-1]] = [*answer.prompt_ids, *answer.token_ids]
         self.episode.conversations[answer.branch] = [*said, turn]
         self.num_turns[answer.branch] += 2
-        return answer
 
     async def complete(
         self,
         prompt_ids: Sequence[int],
-        max_tokens: int | None,
+        rules: TurnRules,
         *,
         is_first: bool | None = None,
         media: Sequence[Media] | None = None,
-    ) -> ModelTurn:
-        """The tokens after a prompt with the images `media` (None: the row's). Raises RequestError when the prompt is too
-        long or unknown to the model."""
+    ) -> list[ModelTurn]:
+        """The choices after a prompt with the images `media` (None: the row's). The first continues a conversation, the others
+        are conversations that begin with its tokens. Raises RequestError when the prompt is too long or unknown to the
+        model."""
         self.last_call_at = time.monotonic()
+        if (rules.stop or rules.grammar) and not self.limits_requests:
+            raise RequestError(f"stop and response_format of a request need {full_key('rollout.name')}=native")
+        reply = asyncio.current_task()
+        firsts = [is_first, *[False] * (rules.n - 1)]
+        turns = [self._complete(prompt_ids, rules, reply, is_first=first, media=media) for first in firsts]
+        return list(await asyncio.gather(*turns))
+
+    async def _complete(
+        self, prompt_ids: Sequence[int], rules: TurnRules, reply: object, *, is_first: bool | None,
+        media: Sequence[Media] | None,
+    ) -> ModelTurn:  # fmt: skip
         try:
-            done = await self.episode.generate(prompt_ids, max_tokens, is_first=is_first, media=media)
+            done = await self.episode.generate(
+                prompt_ids, rules.max_tokens, is_first=is_first, media=media, stop=rules.stop, grammar=rules.grammar
+            )
         except (EpisodeError, VerlError) as error:
             raise RequestError(str(error)) from error
         if done is None:
@@ -157,11 +192,12 @@ class EndpointSession:
                 f"the context length is exceeded: the response of this episode is full (data.max_response_length="
                 f"{self.episode.task.limit} tokens, tool output included)"
             )
-        self._sampled[asyncio.current_task()] = (done.sample, len(prompt_ids))
+        self._sampled.setdefault(reply, {})[done.sample] = len(prompt_ids)
         ids = list(done.token_ids)
         text = self.continuity.tokenizer.decode(
             ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids, skip_special_tokens=False
         )
+        text = min((text.partition(stop)[0] for stop in rules.stop), key=len, default=text)
         reason = "stop" if done.finish_reason == "stop" else "length"
         return ModelTurn(text, [], reason, list(prompt_ids), ids, list(done.log_probs), text, done.sample)
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.distributions import load_part
 from verl.errors import ConfigError, ModelError
 from verl.families import ROLLOUT_ENGINES
 from verl.models.adapter_weights import AdapterWeights
@@ -222,10 +223,20 @@ class NativeGeneration:
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
         """See Generation. Also raises ModelError for an unknown adapter, or if the engine cannot mix adapters."""
-        admitted = self.samples.admit(request)
+        admitted = self._admitted(request)
         if admitted.adapter is not None:
             self._require_adapter(admitted.adapter)
         self.scheduler.add(admitted)
+
+    def _admitted(self, request: PromptRequest | TurnRequest) -> PromptRequest:
+        """The request with its history, and with a grammar that can be used."""
+        if grammar := request.grammar or self.params.grammar:
+            if self.scheduler.grammars is None:
+                self.scheduler.grammars = load_part("verl.agents.grammars").Grammars(self.engine)
+                self.scheduler.drafter = None  # a draft may break a grammar
+            self.scheduler.grammars.require(grammar)
+            request = replace(request, grammar=grammar)
+        return self.samples.admit(request)
 
     def _require_adapter(self, name: str) -> None:
         if name not in (self.engine.adapters or {}):
@@ -307,7 +318,7 @@ class NativeGeneration:
             is_plain = isinstance(dense, CpuForward) and engine.adapters is None and not self.samples.keep
             if engine.trains and is_plain:
                 self.scheduler.slots = open_records(engine.module, engine.config, self.scheduler.step_number)
-            if engine._drafts is not None and isinstance(dense, CpuForward):
+            if engine._drafts is not None and isinstance(dense, CpuForward) and self.scheduler.grammars is None:
                 self.scheduler.drafter = Drafter(engine._drafts, self.scheduler.rows, self.params.temperature)
             self._backend = HostBackend(
                 self.scheduler, engine.module, dense, stores, paging=paging,

@@ -264,4 +264,6 @@ class HostBackend:
         keys = torch.from_numpy(self.rows.key[rows]).to(self.device)
         u = uniforms_at(keys, torch.from_numpy(lengths + self.rows.num_drawn[rows]).to(self.device))
         tokens, log_probs = sample(logits, self.scheduler.params, u)
+        if self.scheduler.grammars is not None:
+            self.scheduler.grammars.apply(self.rows, rows, logits, self.scheduler.params, u, tokens, log_probs)
         return HostSampled(tokens.cpu().numpy(), log_probs.cpu().numpy())

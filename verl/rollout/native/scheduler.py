@@ -110,6 +110,7 @@ class Scheduler:
         self.experts: ExpertRecords | None = None  # for routing replay
         self.slots: SlotRecords | None = None  # for updates that read the sampler's activations
         self.drafter: Drafter | None = None
+        self.grammars: Any = None  # verl.agents.grammars.Grammars, once a request has one
         self.backend: Backend
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
         self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = self.num_preempted = 0
@@ -117,7 +118,7 @@ class Scheduler:
         self._saved = {} if paused is None else paused  # in order of ending
         self._num_saved_bytes = self.num_evicted = 0
         self._ended: list[Completion] = []
-        self._has_new = False
+        self._has_new = self._has_stops = False
 
     @property
     def is_finished(self) -> bool:
@@ -135,6 +136,7 @@ class Scheduler:
         saved = self._drop_saved((request.ordinal, request.first_sample)) if request.num_drawn else NOTHING_SAVED
         group = Group(request, deque(range(count)), count, saved)
         self.prompts.waiting.append(group)
+        self._has_stops |= bool(request.stop)
         self.longest_prompt = max(self.longest_prompt, group.num_tokens)
         self._has_new = True
 
@@ -329,6 +331,10 @@ class Scheduler:
         self._leave_prefix(group)
         self.backend.rows_changed()
 
+    def _stops(self, row: int) -> tuple[str, ...]:
+        group = self.rows.groups[row]
+        return () if group is None else group.request.stop
+
     @staticmethod
     def _key(group: Group, number: int) -> SampleKey:
         return group.request.ordinal, group.request.first_sample + number
@@ -368,8 +374,10 @@ class Scheduler:
         """Record a token of each of `rows`; returns bool [rows], whether its sample runs on."""
         self.rows.record(rows, tokens, log_probs)
         stopped, finished = self.stop.finished(tokens, self.rows.length[rows], self.rows.limit[rows])
-        if self.stop.has_strings:
-            by_string = [self.stop.ends_string(self.rows.tokens[r, : self.rows.length[r]]) for r in rows]
+        if self.stop.has_strings or self._has_stops:
+            by_string = [
+                self.stop.ends_string(self.rows.tokens[r, : self.rows.length[r]], self._stops(r)) for r in rows
+            ]
             stopped |= np.array(by_string, dtype=bool)
             finished |= stopped
         for i in np.flatnonzero(finished).tolist():

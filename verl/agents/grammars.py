@@ -1,0 +1,106 @@
+"""JSON schemas that sampled tokens must follow, by xgrammar: `response_format` of the endpoint, and `rollout.json_schema`.
+
+A matcher reads the tokens of a sample and says which ones may come next; others get no probability. Log-probs are of the policy
+without this filter, as for top-k, so that they compare with the training forward.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import MissingExtraError, ModelError, first_line
+from verl.foreign_text import clean
+from verl.rollout.native.batch import BatchRows, Group
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.requests import vocab_size
+from verl.rollout.sampling import sample
+
+_MOST_COMPILED = 256
+_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # of xgrammar's source
+
+
+@dataclass
+class _Matching:
+    """The matcher of a sample, and how many of its tokens it has read."""
+
+    matcher: Any
+    num_read: int = 0
+
+
+class Grammars:
+    """The grammars of a generation of `engine`. Raises MissingExtraError without xgrammar, and ModelError on a GPU, whose steps
+    sample on the device."""
+
+    def __init__(self, engine: NativeRollout):
+        try:
+            import xgrammar
+        except ImportError:
+            raise MissingExtraError("response_format with a JSON schema", "agents", "xgrammar") from None
+        if next(engine.module.parameters()).device.type != "cpu":
+            raise ModelError("A response_format with a JSON schema is available on CPUs only. Leave it out.")
+        self._xgrammar, self._size = xgrammar, vocab_size(engine.module)
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            engine.tokenizer, vocab_size=self._size, stop_token_ids=list(engine.eos_token_ids)
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._compiled: dict[str, Any] = {}
+        self._matchings: weakref.WeakKeyDictionary[Group, dict[int, _Matching]] = weakref.WeakKeyDictionary()
+
+    def require(self, grammar: str) -> None:
+        """Compile a JSON schema. Raises ModelError for one that cannot be used."""
+        if grammar in self._compiled:
+            return
+        try:
+            compiled = self._compiler.compile_json_schema(grammar)
+        except Exception as error:  # xgrammar's errors are those of its C++
+            reason = clean(_PLACE.sub("", first_line(error)), 200)
+            raise ModelError(f"The JSON schema of response_format cannot be used: {reason}") from error
+        while len(self._compiled) >= _MOST_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
+        self._compiled[grammar] = compiled
+
+    def apply(
+        self, rows: BatchRows, numbers: np.ndarray, logits: torch.Tensor, params: Any, u: torch.Tensor,
+        tokens: torch.Tensor, log_probs: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Replace, in place, the sampled `tokens` [rows] and `log_probs` of the rows `numbers` that have a grammar, which come
+        from `logits` [rows, vocab] and the uniforms `u` [rows]."""
+        chosen = [
+            place
+            for place, row in enumerate(numbers.tolist())
+            if (g := rows.groups[row]) is not None and g.request.grammar
+        ]
+        if not chosen:
+            return
+        bitmask = self._xgrammar.allocate_token_bitmask(len(chosen), self._size)
+        for index, place in enumerate(chosen):
+            self._matcher(rows, int(numbers[place])).fill_next_token_bitmask(bitmask, index)
+        scores = logits[chosen].to(torch.promote_types(logits.dtype, torch.float32))
+        allowed = scores.float()
+        self._xgrammar.apply_token_bitmask_inplace(allowed, bitmask)
+        sampled, _ = sample(allowed, params, u[chosen])
+        temperature = params.temperature or 1.0
+        normalized = torch.log_softmax(scores / temperature, dim=-1)
+        tokens[chosen] = sampled
+        log_probs[chosen] = normalized.gather(1, sampled[:, None])[:, 0].to(log_probs.dtype)
+
+    def _matcher(self, rows: BatchRows, row: int) -> Any:
+        """The matcher of a row's sample behind the tokens that it has."""
+        group = rows.groups[row]
+        assert group is not None
+        grammar, sample_number = group.request.grammar, int(rows.sample[row])
+        matchings = self._matchings.setdefault(group, {})
+        if sample_number not in matchings:
+            self.require(grammar)
+            matchings[sample_number] = _Matching(self._xgrammar.GrammarMatcher(self._compiled[grammar]))
+        matching = matchings[sample_number]
+        for token in rows.tokens[row, matching.num_read : rows.length[row]].tolist():
+            matching.matcher.accept_token(token)
+            matching.num_read += 1
+        return matching.matcher
