@@ -186,6 +186,29 @@ def test_an_episode_whose_agent_is_killed_is_made_again(module, events, caplog):
     assert "train/10/1 is made again: its command ended its process by SIGKILL" in caplog.text
 
 
+@pytest.mark.parametrize(("effects", "num_takes"), [(False, 3), (True, 1)])
+def test_an_episode_that_fails_is_made_again_unless_a_tool_would_act_twice(module, events, caplog, effects, num_takes):
+    run_agent, takes = agent(), []
+
+    async def flaky(episode):
+        takes.append(episode.task.name)
+        if episode.task.name == "train/10/1" and takes.count("train/10/1") <= 2:
+            await episode.generate(list(episode.task.prompt_ids))
+            episode.num_unrecorded += effects  # as a call that the journal does not have
+            raise ConnectionError("the backend is away.")
+        return await run_agent(episode)
+
+    driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=60.0, filler=258, num_retries=2)
+    expected = driver.run(tasks(2), run_agent, PARAMS, step=1)
+    results = driver.run(tasks(2), flaky, PARAMS, step=1)
+    assert takes.count("train/10/1") == num_takes
+    assert driver.stats["num_retried_episodes"] == num_takes - 1
+    assert [r.task.name for r in results if r.error] == ["train/10/1"] * effects
+    for a, b in zip(expected, results, strict=True):
+        assert b.error or a.trajectory.response_ids == b.trajectory.response_ids
+    assert ("is made again: raised ConnectionError: the backend is away." in caplog.text) != effects
+
+
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [

@@ -60,7 +60,7 @@ def test_stop_texts_of_one_request_end_no_other(engine):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_samples_follow_a_schema_and_others_do_not_see_it(engine, temperature):
-    pytest.importorskip("xgrammar", reason="needs the extra agents")
+    pytest.importorskip("xgrammar", reason="needs the extra schemas")
     params = SamplingParams(max_new_tokens=60, temperature=temperature)
     generation = engine.open(params, step=1, keep=True)
     requests = [
@@ -155,7 +155,7 @@ def run(task, base_url, api_key):
 
 
 def test_a_run_of_an_agent_with_stop_and_schema(agent_run, tmp_path):
-    pytest.importorskip("xgrammar", reason="needs the extra agents")
+    pytest.importorskip("xgrammar", reason="needs the extra schemas")
     (tmp_path / "agent.py").write_text(RUNNER.replace("SCHEMA", repr(SCHEMA)))
     run = agent_run(
         f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.multi_turn.function_tool_path=null",

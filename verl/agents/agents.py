@@ -121,6 +121,7 @@ class Agents:
             max_episodes=agent.max_episodes or 4 * rollout.max_num_seqs,
             timeout_s=agent.episode_timeout_s,
             filler=int(filler),
+            num_retries=agent.num_retries,
         )
         self._results: list[EpisodeResult] = []
         self._tool_results: list[ToolResult] = []

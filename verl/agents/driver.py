@@ -55,6 +55,10 @@ class _Asked:
         return request.ordinal, request.sample if isinstance(request, TurnRequest) else request.first_sample
 
 
+class _FailedTake(Exception):
+    """An episode has failed and is made again."""
+
+
 @dataclass
 class _Ended:
     index: int
@@ -114,11 +118,14 @@ _Event = _Asked | _Ended | _Dropped
 
 
 class EpisodeDriver:
-    """Runs episodes with one engine. At most `max_episodes` are in progress, each for at most `timeout_s` seconds. `filler` is
-    the token of a response that could not be made."""
+    """Runs episodes with one engine. At most `max_episodes` are in progress, each for at most `timeout_s` seconds. One that
+    fails is made again `num_retries` times. `filler` is the token of a response that could not be made."""
 
-    def __init__(self, engine: RolloutEngine, events: EventLoop, *, max_episodes: int, timeout_s: float, filler: int):
-        self.engine, self.events = engine, events
+    def __init__(
+        self, engine: RolloutEngine, events: EventLoop, *, max_episodes: int, timeout_s: float, filler: int,
+        num_retries: int = 0,
+    ):  # fmt: skip
+        self.engine, self.events, self.num_retries = engine, events, num_retries
         self.max_episodes, self.timeout_s, self.filler = max_episodes, timeout_s, filler
         self.stats: Stats = {}
 
@@ -159,7 +166,7 @@ class _Session:
         self.waiting: dict[SampleKey, _Asked] = {}
         self.live: dict[int, Episode] = {}
         self.busy_s = self.idle_s = 0.0
-        self.num_failed = 0
+        self.num_failed = self.num_retried = 0
 
     # -- on the event loop
 
@@ -174,13 +181,16 @@ class _Session:
         await asyncio.gather(*(one(index) for index in range(len(self.tasks))))
 
     async def _run_one(self, index: int) -> None:
-        for _ in range(1, MAX_TAKES):
+        num_kills, num_retries = MAX_TAKES - 1, self.driver.num_retries
+        while True:
             try:
-                return await self._take_one(index, is_last=False)
-            except AgentKilled as error:
-                log.warning("Episode %s is made again: %s.", self.tasks[index].name, error)
+                return await self._take_one(index, is_last=not num_kills, may_fail=num_retries > 0)
+            except (AgentKilled, _FailedTake) as error:
+                killed = isinstance(error, AgentKilled)
+                num_kills, num_retries = num_kills - killed, num_retries - (not killed)
+                log.warning("Episode %s is made again: %s.", self.tasks[index].name, str(error).removesuffix("."))
+                self.num_retried += not killed
                 await self._drop(self.live[index])
-        await self._take_one(index, is_last=True)
 
     async def _drop(self, episode: Episode) -> None:
         """Return when the engine has forgotten the episode's samples, so that they can be made again."""
@@ -189,8 +199,9 @@ class _Session:
         self.inbox.put(dropped)
         await dropped.answer
 
-    async def _take_one(self, index: int, *, is_last: bool) -> None:
-        """Run an episode and hand in its result. Raises AgentKilled unless `is_last`."""
+    async def _take_one(self, index: int, *, is_last: bool, may_fail: bool) -> None:
+        """Run an episode and hand in its result. Raises AgentKilled unless `is_last`, and if it `may_fail`, _FailedTake for one
+        that fails and can be made again."""
         task = self.tasks[index]
         episode = self.live[index] = Episode(task, self._submit)
         CURRENT.set(episode)
@@ -201,6 +212,7 @@ class _Session:
             result = await asyncio.wait_for(agent, self.driver.timeout_s)
         except asyncio.TimeoutError:
             limit = self.driver.timeout_s
+            may_fail = False  # what it left behind may still act
             why = f"took longer than {full_key('rollout.agent.episode_timeout_s')}={limit:g} s"
         except asyncio.CancelledError:
             if not episode.is_paused:
@@ -212,6 +224,8 @@ class _Session:
         except (Exception, SystemExit) as error:  # agents are code of the user's and may raise anything
             why = f"raised {type(error).__name__}: {clean(error, 300)}"
             log.debug("Episode %s", task.name, exc_info=True)
+        if why is not None and may_fail and not episode.is_paused and not episode.num_unrecorded:
+            raise _FailedTake(why)
         if episode.is_paused:  # also if its agent raised at its end
             result = EpisodeResult(task, episode.so_far())
         elif why is not None:
@@ -245,7 +259,7 @@ class _Session:
 
     def times(self) -> Stats:
         """Seconds of computing by the engine, and of waiting for something else by all episodes."""
-        return {"busy_s": self.busy_s, "idle_s": self.idle_s}
+        return {"busy_s": self.busy_s, "idle_s": self.idle_s, "num_retried_episodes": self.num_retried}
 
     def _first_wave(self) -> list[_Event]:
         count, until = min(len(self.tasks), self.driver.max_episodes), time.monotonic() + GATHER_S

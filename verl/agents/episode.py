@@ -139,7 +139,9 @@ class Episode:
     def __init__(self, task: EpisodeTask, submit: Submit):
         self.task = task
         self.branches: list[Branch] = []
-        self.num_calls = 0  # of tools
+        self.num_calls = self.num_unrecorded = (
+            0  # of tools; without a record, so that a repetition would call them again
+        )
         self.generate_s = 0.0
         self.messages: Messages = []
         self.conversations: dict[int, Messages] = {}  # by the number of their branch

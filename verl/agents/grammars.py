@@ -41,7 +41,7 @@ class Grammars:
         try:
             import xgrammar
         except ImportError:
-            raise MissingExtraError("response_format with a JSON schema", "agents", "xgrammar") from None
+            raise MissingExtraError("response_format with a JSON schema", "schemas", "xgrammar") from None
         if next(engine.module.parameters()).device.type != "cpu":
             raise ModelError("A response_format with a JSON schema is available on CPUs only. Leave it out.")
         self._xgrammar, self._size = xgrammar, vocab_size(engine.module)

@@ -61,16 +61,17 @@ class Journal:
     def result(self, split: str, episode: str, call: int, digest: str) -> dict[str, Any] | None:
         return self._found.get((split, episode, call, digest))
 
-    def write(self, kind: str, **fields: Any) -> None:
-        """Append a record; it outlives a kill of this process as soon as this returns."""
+    def write(self, kind: str, **fields: Any) -> bool:
+        """Append a record; it outlives a kill of this process as soon as this returns. Whether there is a file for it."""
         if self._file is None:
-            return
+            return False
         line = json.dumps({"kind": kind, **fields}, ensure_ascii=True, default=str) + "\n"
         with self._lock:
             self._file.write(line.encode())
             self._file.flush()
             if kind == TOOL:  # for an episode that is taken again in this process
                 self._found[fields["split"], fields["episode"], fields["call"], fields["digest"]] = fields
+        return True
 
     def sync(self) -> None:
         """Return when all records of the step are on the disk and outlive a loss of power. Raises OSError."""

@@ -91,6 +91,7 @@ class ToolCalls:
             media = await self.images.stored(recorded["result"].get("media") or [])
             return ToolResult(**{**recorded["result"], "media": media, "replayed": True})
         started_at = time.perf_counter()
+        episode.num_unrecorded += 1
         outcome = await self._called(episode, call, names, dict(kwargs or {}), agent_data)
         outcome.seconds = time.perf_counter() - started_at
         of = None if outcome.error else f"The tool {outcome.name}"
@@ -101,7 +102,7 @@ class ToolCalls:
             result = {"name": outcome.name, "text": outcome.text, "reward": outcome.reward, "metrics": outcome.metrics}
             result |= {"error": outcome.error, "seconds": outcome.seconds}
             result |= {"media": [images.digest for images in outcome.media]} if outcome.media else {}
-            self.journal.write(
+            episode.num_unrecorded -= self.journal.write(
                 TOOL, split=task.split, episode=task.name, call=number, digest=digest, result=result,
                 arguments=call.arguments[:2000],
             )  # fmt: skip

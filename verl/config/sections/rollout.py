@@ -87,6 +87,12 @@ class AgentConfig(Section):
     episode_timeout_s: float = used(
         1800.0, "seconds that one episode may take; a longer one fails and does not train", gt=0
     )
+    num_retries: int = used(
+        0,
+        "times that a failed episode is made again, with the same tokens up to where its agent acts otherwise; not after its "
+        "time limit, nor after a call of a tool whose result is not recorded",
+        ge=0,
+    )
     kv_cache_mb: int | None = used(
         2048,
         "MiB for keys and values of episodes that wait for a tool; beyond it the longest idle are computed again. null: any",
