@@ -22,6 +22,7 @@ _OPTIONS = {
     "host": "address to listen at (default: 127.0.0.1, this machine only)",
     "port": "port to listen at (default: any that is free)",
     "folder": "folder for models and checkpoints (default: runs/tinker)",
+    "adapters": "folder of folders that peft saved, for all tenants (tinker://imported-NAME/sampler_weights/peft)",
     "rank": "largest rank of an adapter (default: 64)",
     "models": "most models of all clients together, without keys= (default: 64)",
     "keys": "file with SHA-256 sums of API keys, tenants and limits (default: any key is taken)",
@@ -76,7 +77,8 @@ def run_serve(argv: list[str]) -> int:
         print(f"{address}\nSet TINKER_BASE_URL to this address and TINKER_API_KEY to tml-...; Ctrl-C ends.", flush=True)
 
     most_bytes = _count("memory", options["memory"]) * GB if "memory" in options else float("inf")
-    serve_tinker(entries, listening, folder, tenants, say, certificate, most_bytes)
+    adapters = Path(options["adapters"]).expanduser() if "adapters" in options else None
+    serve_tinker(entries, listening, folder, tenants, say, certificate, most_bytes, adapters)
     return 0
 
 

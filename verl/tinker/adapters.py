@@ -135,6 +135,11 @@ class AdapterEngine(LocalEngine):
             parameter.data = self.rounding.rounded(name, tensor, parameter.dtype)
 
     def _part(self, name: str) -> str:
-        if self._layers[name] is self._head:
-            return "head"
-        return "attention" if "attn" in name or "attention" in name else "mlp"
+        return part_of(name, is_head=self._layers[name] is self._head)
+
+
+def part_of(layer: str, *, is_head: bool) -> str:
+    """The one of PARTS that a layer belongs to."""
+    if is_head:
+        return "head"
+    return "attention" if "attn" in layer or "attention" in layer else "mlp"

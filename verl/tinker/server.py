@@ -18,6 +18,7 @@ from verl.parallel.connections import PatientProtocol
 from verl.tinker.app import application
 from verl.tinker.bases import BaseEntry, Bases
 from verl.tinker.checkpoints import Checkpoints
+from verl.tinker.imported import import_adapters
 from verl.tinker.journal import RequestJournal
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenants
@@ -44,14 +45,18 @@ def serve_tinker(
     say: Callable[[str], None],
     certificate: tuple[str, str] | None = None,
     most_bytes: float = math.inf,
+    adapters: Path | None = None,
 ) -> None:
     """Serve the base models of `entries` on `listening` until the process is interrupted, with at most `most_bytes` of them in
-    memory. `say` gets the address. `certificate`, files of a certificate and its key, turns TLS on. When a worker is lost, the
-    service starts again under its clients, trainer.max_restarts times."""
+    memory. `say` gets the address. `adapters` is a folder of adapters to import. `certificate`, files of a certificate and its
+    key, turns TLS on. When a worker is lost, the service starts again under its clients, trainer.max_restarts times."""
     paths = [entry.config.actor_rollout_ref.model.path for entry in entries]
 
     async def run(bases: Bases, is_first: bool) -> Exception | None:
-        service = Service(bases, Checkpoints(folder, paths[0]), RequestJournal(folder, *paths), tenants)
+        checkpoints, journal = Checkpoints(folder, paths[0]), RequestJournal(folder, *paths)
+        if adapters is not None:
+            import_adapters(adapters, checkpoints, bases.bases)
+        service = Service(bases, checkpoints, journal, tenants)
         server = uvicorn.Server(uvicorn_config(application(service), certificate))
         service.on_lost = lambda: setattr(server, "should_exit", True)
         host, port = listening.getsockname()[:2]
