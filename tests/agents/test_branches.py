@@ -126,7 +126,7 @@ def run(task, base_url, api_key):
 
 
 @pytest.mark.parametrize("changes", [(), (f"{ROLLOUT}.prefetch_num=1",)])
-def test_a_run_trains_all_conversations_and_resumes_to_the_same_steps(agent_run, tmp_path, changes):
+def test_a_run_trains_all_conversations_and_resumes_to_the_same_steps(agent_run, tmp_path, ends_after, changes):
     (tmp_path / "agent.py").write_text(RUNNER)
     plain = ("trainer.total_training_steps=3", "trainer.save_freq=1", *changes)
     settings = (f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.multi_turn.function_tool_path=null",
@@ -139,7 +139,8 @@ def test_a_run_trains_all_conversations_and_resumes_to_the_same_steps(agent_run,
     shown = "\n".join(transcripts(records(whole.folder), 1))
     assert "[user] help" in shown
     assert "── its conversation 2\n" in shown
-    agent_run(*settings, *plain, "trainer.total_training_steps=2", folder="cut")
+    ends_after(2)
+    agent_run(*settings, *plain, folder="cut")
     resumed = agent_run(*settings, *plain, folder="cut")
     norms = [[row["actor/grad_norm"] for row in run.training_rows()] for run in (whole, resumed)]
     assert norms[0] == norms[1]

@@ -14,7 +14,7 @@ from tests.data.conversations.templates import tokenizer_of
 from verl.agents.agents import Agents
 from verl.agents.episode import Episode, EpisodeTask
 from verl.agents.gateway.formats import anthropic_events, chat_chunks, chat_response
-from verl.agents.gateway.sessions import EndpointSession
+from verl.agents.gateway.sessions import EndpointSession, TurnRules
 from verl.agents.images import EpisodeImages
 from verl.agents.parsers import ToolParser
 from verl.config import load_config
@@ -139,13 +139,14 @@ def test_a_program_behind_the_endpoint_gets_a_damaged_call_as_one_whose_argument
             frozenset([tokenizer.eos_token_id]), "", EpisodeImages(None, None),
         )  # fmt: skip
         max_tokens = len(ids) if reason == "length" else None
-        return agents.events.start(session.chat(ASK, tools, max_tokens)).result(timeout=120), episode
+        (answer,) = agents.events.start(session.chat(ASK, tools, TurnRules(max_tokens))).result(timeout=120)
+        return answer, episode
 
     answer, episode = turn_of(BAD)
     assert episode.faults["unreadable"] == 1
     for message in (
-        chat_response(answer, {})["choices"][0]["message"],
-        chat_chunks(answer, {})[0]["choices"][0]["delta"],
+        chat_response([answer], {})["choices"][0]["message"],
+        chat_chunks([answer], {})[0]["choices"][0]["delta"],
     ):
         (call,) = message["tool_calls"]
         assert call["function"]["name"] == "echo"

@@ -298,9 +298,8 @@ def test_a_conversation_in_another_format_continues_on_its_tokens(play, kind):
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ({"messages": ASK, "n": 2}, "n must be 1"),
-        ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format of type json_object"),
-        ({"messages": ASK, "stop": ["x"]}, "set actor_rollout_ref.rollout.stop"),
+        ({"messages": ASK, "best_of": 2}, "best_of must be 1"),
+        ({"messages": ASK, "logit_bias": {"5": 1}}, "logit_bias is not available"),
         ({"messages": ASK, "tools": SCHEMAS, "tool_choice": "required"}, "tool_choice can be auto or none"),
         ({"messages": []}, "`messages` must be a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),

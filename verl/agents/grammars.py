@@ -48,6 +48,9 @@ class Grammars:
         info = xgrammar.TokenizerInfo.from_huggingface(
             engine.tokenizer, vocab_size=self._size, stop_token_ids=list(engine.eos_token_ids)
         )
+        # xgrammar lets them into strings of limited length; no token of JSON without line ends needs them
+        control = [token for token, text in enumerate(info.decoded_vocab) if any(byte < 32 for byte in text)]
+        self._control = torch.tensor([token for token in control if token not in engine.eos_token_ids], dtype=torch.long)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self._compiled: dict[str, Any] = {}
         self._matchings: weakref.WeakKeyDictionary[Group, dict[int, _Matching]] = weakref.WeakKeyDictionary()
@@ -57,7 +60,7 @@ class Grammars:
         if grammar in self._compiled:
             return
         try:
-            compiled = self._compiler.compile_json_schema(grammar)
+            compiled = self._compiler.compile_json_schema(grammar, any_whitespace=False)  # blanks without end
         except Exception as error:  # xgrammar's errors are those of its C++
             reason = clean(_PLACE.sub("", first_line(error)), 200)
             raise ModelError(f"The JSON schema of response_format cannot be used: {reason}") from error
@@ -84,6 +87,7 @@ class Grammars:
         scores = logits[chosen].to(torch.promote_types(logits.dtype, torch.float32))
         allowed = scores.float()
         self._xgrammar.apply_token_bitmask_inplace(allowed, bitmask)
+        allowed[:, self._control] = -torch.inf
         sampled, _ = sample(allowed, params, u[chosen])
         temperature = params.temperature or 1.0
         normalized = torch.log_softmax(scores / temperature, dim=-1)
