@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.agents.test_gateway import ASK, ROLLOUT, chat, play  # noqa: F401  (a fixture)
 from verl.data_proto.samples import PromptRequest, SamplingParams, TurnRequest
@@ -59,8 +59,9 @@ def test_stop_texts_of_one_request_end_no_other(engine):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_samples_follow_a_schema_and_others_do_not_see_it(engine, temperature):
+def test_samples_follow_a_schema_and_others_do_not_see_it(engine, tiny_llama, temperature):
     pytest.importorskip("xgrammar", reason="needs the extra schemas")
+    oracle = AutoModelForCausalLM.from_pretrained(tiny_llama, torch_dtype=torch.float32)
     params = SamplingParams(max_new_tokens=60, temperature=temperature)
     generation = engine.open(params, step=1, keep=True)
     requests = [
@@ -75,7 +76,7 @@ def test_samples_follow_a_schema_and_others_do_not_see_it(engine, temperature):
         assert set(value) == {"name", "n"}
         assert value["n"] in (1, 2)
         ids = torch.tensor([[5, 6, *one.token_ids]])
-        logits = engine.module(input_ids=ids).logits[0, 1:-1] if hasattr(engine.module, "lm_head") else None
+        logits = oracle(input_ids=ids).logits[0, 1:-1]
         expected = torch.log_softmax(logits.float(), -1).gather(1, ids[0, 2:, None])[:, 0]
         np.testing.assert_allclose(one.log_probs, expected.detach().numpy(), atol=1e-4)
     with pytest.raises(ModelError, match="cannot be used"):

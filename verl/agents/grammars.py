@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,11 +46,13 @@ class Grammars:
             raise ModelError("A response_format with a JSON schema is available on CPUs only. Leave it out.")
         self._xgrammar, self._size = xgrammar, vocab_size(engine.module)
         info = xgrammar.TokenizerInfo.from_huggingface(
-            engine.tokenizer, vocab_size=self._size, stop_token_ids=list(engine.eos_token_ids)
+            cast("Any", engine.tokenizer), vocab_size=self._size, stop_token_ids=list(engine.eos_token_ids)
         )
         # xgrammar lets them into strings of limited length; no token of JSON without line ends needs them
         control = [token for token, text in enumerate(info.decoded_vocab) if any(byte < 32 for byte in text)]
-        self._control = torch.tensor([token for token in control if token not in engine.eos_token_ids], dtype=torch.long)
+        self._control = torch.tensor(
+            [token for token in control if token not in engine.eos_token_ids], dtype=torch.long
+        )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self._compiled: dict[str, Any] = {}
         self._matchings: weakref.WeakKeyDictionary[Group, dict[int, _Matching]] = weakref.WeakKeyDictionary()
@@ -85,7 +87,7 @@ class Grammars:
         for index, place in enumerate(chosen):
             self._matcher(rows, int(numbers[place])).fill_next_token_bitmask(bitmask, index)
         scores = logits[chosen].to(torch.promote_types(logits.dtype, torch.float32))
-        allowed = scores.float()
+        allowed = scores.to(torch.float32, copy=True)
         self._xgrammar.apply_token_bitmask_inplace(allowed, bitmask)
         allowed[:, self._control] = -torch.inf
         sampled, _ = sample(allowed, params, u[chosen])

@@ -55,7 +55,7 @@ def run_serve(argv: list[str]) -> int:
     folder = Path(options.get("folder", "runs/tinker")).expanduser()
     keys = [f"trainer.default_local_dir={folder}", *keys]
     rank = _count("rank", options.get("rank", "64"))
-    rows = read_bases(options["bases"]) if "bases" in options else [{"model": options["model"]}]
+    rows: list[dict[str, Any]] = read_bases(options["bases"]) if "bases" in options else [{"model": options["model"]}]
     entries = []
     for row in rows:
         names, settings = row.get("name", []), [f"{key}={value}" for key, value in row.get("settings", {}).items()]

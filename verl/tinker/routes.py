@@ -149,15 +149,15 @@ class Routes:
             check_room(service, call, "samplers")
             path = message.model_path
             saved = None if path is None else service.saved(call, path)
-            base = message.base_model if saved is None else saved.state["base_model"]
             if saved is not None and message.base_model is not None:
                 require_base(service, message.base_model, saved)
-            service.bases.admit(service.bases.named(base), status=400)
+            name = message.base_model if saved is None else saved.state["base_model"]
+            service.bases.admit(service.bases.named(name), status=400)
             digest = None if saved is None else saved.digest
             with service.snapshots.lock:
                 if saved is not None:
                     service.snapshots.link(saved.folder / WEIGHTS_FILE, saved.digest)
-                service.add_sampler(ServedSampler(sampler_id, message.session_id, tenant, base, digest, path))
+                service.add_sampler(ServedSampler(sampler_id, message.session_id, tenant, str(name), digest, path))
         return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
     async def get_sampler(self, call: ClientCall) -> object:
