@@ -3,6 +3,7 @@
 One process loads the model once. It forks a life of the service whenever the last one has died, so a life begins at once.
 """
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from tests.forked import fork_instead
 from verl.page.launch import listen
 
 MOMENTS = ("before", "after")  # the journal's commit
+KEYS = ("tml-test", "tml-ada", "tml-bob")
 DEADLY = 30  # a token: computing it ends the process
 
 
@@ -45,21 +47,15 @@ class Lives:
 
 
 @contextmanager
-def lives(model, folder, deaths=(), most_deaths=1000):
-    """A service of `model` in `folder`. `deaths` has, for each life that ends itself, the commit of the journal at which it
-    does, and one of MOMENTS. A request is given up after `most_deaths`: kills from outside are not its fault."""
+def lives(model, folder, deaths=(), most_deaths=1000, *others):
+    """A service of `model`, named base, and of `others`, named by their folders, in `folder`, for the tenants of KEYS. `deaths`
+    has, for each life that ends itself, the commit of the journal at which it does, and one of MOMENTS. A request is given up
+    after `most_deaths`: kills from outside are not its fault."""
     listening = listen()
     plan = ",".join(f"{number}{moment}" for number, moment in deaths)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.tinker.lives",
-        str(model),
-        str(folder),
-        str(listening.fileno()),
-        plan,
-        str(most_deaths),
-    ]
+    models = ",".join(map(str, [model, *others]))
+    arguments = [models, folder, listening.fileno(), plan, most_deaths]
+    command = [sys.executable, "-m", "tests.tinker.lives", *map(str, arguments)]
     process = fork_instead(subprocess.Popen)(
         command, env=os.environ, pass_fds=(listening.fileno(),), stdout=subprocess.PIPE, text=True,
         start_new_session=True,
@@ -76,7 +72,7 @@ def lives(model, folder, deaths=(), most_deaths=1000):
 
 def main():
     """Fork lives until killed, and report births and deaths."""
-    _, model, folder, descriptor, plan, most_deaths = sys.argv
+    _, models, folder, descriptor, plan, most_deaths = sys.argv
     import socket
 
     import torch
@@ -97,14 +93,15 @@ def main():
     torch.set_num_threads(1)
     computer.STATE_S = computer.STATE_SHARE = 0.05
     in_work.MOST_DEATHS = int(most_deaths)
-    bench = MortalWorkbench(serving_config(model, ["actor_rollout_ref.actor.fsdp_config.dtype=float32"], rank=8))
+    settings = ["actor_rollout_ref.actor.fsdp_config.dtype=float32"]
+    benches = {path: MortalWorkbench(serving_config(path, settings, rank=8)) for path in models.split(",")}
     listening = socket.socket(fileno=int(descriptor))
     deaths = [entry for entry in plan.split(",") if entry]
     while True:
         death = deaths.pop(0) if deaths else ""
         child = os.fork()
         if not child:
-            live(bench, Path(folder), model, listening, death)
+            live(benches, Path(folder), listening, death)
         print("born", child, flush=True)
         os.waitpid(child, 0)
         print("died", child, flush=True)
@@ -115,17 +112,22 @@ def die_of(tokens):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def live(bench, folder, model, listening, death):
+def live(benches, folder, listening, death):
     """One life that ends itself at the commit `death` of its journal."""
     import asyncio
 
     import uvicorn
 
-    from tests.tinker.served import only
+    from tests.tinker.served import base_of
     from verl.tinker.app import application
+    from verl.tinker.bases import Bases
     from verl.tinker.checkpoints import Checkpoints
     from verl.tinker.journal import RequestJournal
     from verl.tinker.service import Service
+    from verl.tinker.tenants import Tenant, Tenants
+
+    tenants = {hashlib.sha256(key.encode()).hexdigest(): Tenant(key) for key in KEYS}
+    names = {path: [path, "base" if number == 0 else Path(path).name] for number, path in enumerate(benches)}
 
     class Mortal(RequestJournal):
         count = 0
@@ -140,7 +142,9 @@ def live(bench, folder, model, listening, death):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     async def serve():
-        service = Service(only(bench, [model, "base"]), Checkpoints(folder, model), Mortal(folder, model))
+        held = Bases([base_of(bench, names[path]) for path, bench in benches.items()])
+        checkpoints = Checkpoints(folder, held.bases[0].path)
+        service = Service(held, checkpoints, Mortal(folder, *benches), Tenants(tenants))
         await uvicorn.Server(uvicorn.Config(application(service), log_level="error")).serve(sockets=[listening])
 
     asyncio.run(serve())

@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tinker import types  # noqa: E402
 
 from tests.tinker.data import datum  # noqa: E402
 from tests.tinker.lives import DEADLY, MOMENTS, lives  # noqa: E402
+from verl.models.tiny import make_tiny_model  # noqa: E402
 from verl.tracking.files import read_metrics  # noqa: E402
 from verl.tracking.progress import read_progress  # noqa: E402
 
@@ -21,10 +23,10 @@ ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
 SAMPLING = types.SamplingParams(max_tokens=5, seed=3, stop=[])
 
 
-def run(url, num_steps):
+def run(url, num_steps, base="base", key="tml-test"):
     """A run that trains, samples from snapshots, saves and loads: its last sample, and the address of its last state."""
-    client = tinker.ServiceClient(base_url=url, api_key="tml-test")
-    trainer = client.create_lora_training_client(base_model="base", rank=4, seed=1).result()
+    client = tinker.ServiceClient(base_url=url, api_key=key)
+    trainer = client.create_lora_training_client(base_model=base, rank=4, seed=1).result()
     prompt = types.ModelInput.from_ints([3, 4, 5, 6])
     first = None
     for step in range(num_steps):
@@ -128,3 +130,28 @@ def test_twenty_kills_at_random_moments_change_no_bit(tiny_llama, tmp_path, monk
         thread.join(120)
         assert served.kills >= 20, "the run was too short"
         compare(tmp_path, killed, run(served.url, 40))
+
+
+@pytest.mark.slow
+def test_twenty_four_kills_of_several_models_tenants_and_samplers_change_no_bit(tiny_llama, tmp_path, monkeypatch):
+    """Three tenants train at once on two base models, each with a sampler."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    other = make_tiny_model(tmp_path / "other", "qwen2")
+    chance = random.Random(60)
+    deaths = [(chance.randint(3, 20), chance.choice(MOMENTS)) for _ in range(12)]
+    plan = [("base", "tml-test"), ("other", "tml-ada"), ("base", "tml-bob")]
+    with lives(tiny_llama, tmp_path / "service", deaths, 1000, other) as served, ThreadPoolExecutor(3) as pool:
+        ended = threading.Event()
+
+        def kill():
+            while served.kills < 24 and not ended.wait(0.3 + 0.6 * chance.random()):
+                served.kill()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        killed = list(pool.map(lambda one: run(served.url, 30, *one), plan))
+        ended.set()
+        thread.join(120)
+        assert served.kills >= 24, "the runs were too short"
+        for result, one in zip(killed, plan, strict=True):
+            compare(tmp_path / "service", result, run(served.url, 30, *one))
