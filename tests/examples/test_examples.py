@@ -197,3 +197,23 @@ def test_a_preparation_script_makes_rows_that_train(name, tmp_path):
     assert rows[3]["index"] == 3
     scored = default_compute_score(rows[3]["data_source"], answer, truth, rows[3]["extra_info"])
     assert (scored["score"] if isinstance(scored, dict) else scored) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "branches", "gain"), [
+    ("helper", "all", 0.15), ("drafts", "all", 0.1), ("react", "longest", 0.1), ("schema", "longest", 0.3),
+])  # fmt: skip
+def test_agents_with_several_conversations_learn(tmp_path, name, branches, gain):
+    if importlib.util.find_spec("openai") is None or (
+        name == "schema" and importlib.util.find_spec("xgrammar") is None
+    ):
+        pytest.skip("needs openai and the extras agents and schemas")
+    script = AGENTS / "conversations.py"
+    done = subprocess.run(
+        [sys.executable, str(script), name, branches], cwd=tmp_path, text=True, timeout=600, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
+    rows = read_lines(tmp_path / f"outputs/conversations/{name}_{branches}/metrics.jsonl")
+    scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+    assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + gain, scores

@@ -27,6 +27,7 @@ from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, S
 from verl.data_proto.span_column import RowSpans, SpanColumn, row_spans
 from verl.data_proto.storage import bytes_of
 from verl.data_proto.stored_column import LazyColumn, StoredArray, StoredColumn, is_finite, joined_rows
+from verl.data_proto.trajectory import Segment, Trajectory
 
 C = TypeVar("C", bound=type)
 
@@ -48,7 +49,7 @@ def record(cls: C) -> C:
     return cls
 
 
-for _cls in (SamplingParams, PromptRequest, Completion, Score, Clip, ImageFiles, Media, MediaSpan):
+for _cls in (SamplingParams, PromptRequest, Completion, Score, Clip, ImageFiles, Media, MediaSpan, Segment, Trajectory):
     record(_cls)
 
 
