@@ -13,16 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_710,
+    "core": 71_809,
     "compat": 7_960,
     "page": 4_113,
     "planner": 2_754,
-    "tinker": 4_328,
+    "tinker": 4_993,
     "clusters": 7_167,
-    "agents": 5_955,
+    "agents": 6_342,
     "tasks": 2_634,
-    "tests": 87_076,
-    "benchmarks": 6_412,
+    "tests": 87_877,
+    "benchmarks": 6_534,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9

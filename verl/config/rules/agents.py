@@ -63,18 +63,6 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"again, which {runner} may not repeat. Set partial_rollout=False; prefetch_num alone "
             "makes its episodes ahead of training.",
         )
-    if trains_branches(c):
-        key, algorithm = f"{ROLLOUT}.agent.branches", c.algorithm
-        odd = {
-            f"algorithm.adv_estimator={estimator}": uses_critic(c) or estimator in ADVANTAGES.reading("turn_ids"),
-            "algorithm.use_kl_in_reward=True": algorithm.use_kl_in_reward, "algorithm.use_pf_ppo=True": algorithm.use_pf_ppo,
-            "algorithm.stages": bool(algorithm.stages), "distillation.enabled=True": c.distillation.enabled,
-        }  # fmt: skip
-        for name in [name for name, is_odd in odd.items() if is_odd]:
-            yield error(
-                key,
-                f"{key}=all gives each conversation the one advantage of its episode, and {name} does not. Remove one.",
-            )
     num_ranks = c.trainer.nnodes * c.trainer.n_gpus_per_node
     if runner and agent.gateway_port and agent.gateway_port + num_ranks - 1 > LAST_PORT:
         yield error(
@@ -88,4 +76,22 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             size,
             f"{needs_engine(f'{size} above 1 with agents', 'starts_process')}. {rollout.name} plays episodes with a whole "
             f"model on each device. Set {size}=1, or {ROLLOUT}.name.",
+        )
+
+
+def check_branches(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """What gives tokens of an episode different advantages, with agent.branches=all."""
+    if not trains_branches(c):
+        return
+    key, algorithm = f"{ROLLOUT}.agent.branches", c.algorithm
+    estimator = algorithm.adv_estimator
+    odd = {
+        f"algorithm.adv_estimator={estimator}": uses_critic(c) or estimator in ADVANTAGES.reading("turn_ids"),
+        "algorithm.use_kl_in_reward=True": algorithm.use_kl_in_reward, "algorithm.use_pf_ppo=True": algorithm.use_pf_ppo,
+        "algorithm.stages": bool(algorithm.stages), "distillation.enabled=True": c.distillation.enabled,
+    }  # fmt: skip
+    for name in [name for name, is_odd in odd.items() if is_odd]:
+        yield error(
+            key,
+            f"{key}=all gives each conversation the one advantage of its episode, and {name} does not. Remove one.",
         )

@@ -13,7 +13,7 @@ from verl.config.active_keys import (
     uses_critic,
     uses_rewards,
 )
-from verl.config.rules.agents import check_agents
+from verl.config.rules.agents import check_agents, check_branches
 from verl.config.rules.ppo_parts import (
     check_ahead,
     check_correction,
@@ -356,6 +356,7 @@ def check_rewards(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
 
 RULES = (
     check_agents,
+    check_branches,
     check_distillation,
     check_micro_batches,
     check_batches,
