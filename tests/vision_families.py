@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from tests.slow import slow
+from verl.model_families import FAMILIES as FAMILIES_OF_TEXT
 from verl.models.tiny import make_tokenizer
 from verl.models.vision import FAMILIES
 
@@ -76,6 +77,16 @@ def qwen3_vl_moe():
     return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=dict(_DEEP_TOWER), **_QWEN_TOKENS)
 
 
+def qwen3_5(kind="Qwen3_5", experts=()):
+    vision = {name: size for name, size in _DEEP_TOWER.items() if name != "deepstack_visual_indexes"}
+    text = TEXT | FAMILIES_OF_TEXT["qwen3_5_text"].tiny | dict(experts)
+    return getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **_QWEN_TOKENS)
+
+
+def qwen3_5_moe():
+    return qwen3_5("Qwen3_5Moe", FAMILIES_OF_TEXT["qwen3_5_moe_text"].tiny)
+
+
 def glm4v():
     text = TEXT | {"partial_rotary_factor": 1.0} | mrope([2, 3, 3])
     tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
@@ -128,12 +139,12 @@ def smolvlm():
     return idefics3("SmolVLM")
 
 
-_QWENS = (qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
+_QWENS = (qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe)
 CONFIGS = {f.__name__: f for f in (*_QWENS, glm4v, llava, llava_onevision, internvl, mistral3, idefics3, smolvlm)}
 assert set(CONFIGS) == set(FAMILIES)
 FEW = ("qwen2_vl", "qwen3_vl", "smolvlm")  # with positions in images, features for later layers, and neither
 few = pytest.mark.parametrize("family", [slow(f, when=f not in FEW) for f in CONFIGS])  # a path that a kind shares
-PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")  # families with sizes of each image
+PATCHES = (*(f.__name__ for f in _QWENS), "glm4v")  # families with sizes of each image
 
 
 def random_model(family, seed=0):

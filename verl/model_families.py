@@ -50,6 +50,26 @@ _GEMMA = (
 _GLM4 = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _TINY_GEMMA = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
 _TINY_GLM = {"head_dim": 16}
+_TINY_DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+_TINY_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "llama": ModelFamily("LlamaModel", tensor=True, megatron=True, tiny={}),
@@ -77,15 +97,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
         megatron=True,
         tiny={"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "qwen2_moe": ModelFamily(
-        "Qwen2MoeModel",
-        tiny={
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-        },
-    ),
+    "qwen2_moe": ModelFamily("Qwen2MoeModel", tiny=_TINY_SHARED),
+    "qwen3_5_text": ModelFamily(tiny=_TINY_DELTA),
+    "qwen3_5_moe_text": ModelFamily(tiny={**_TINY_DELTA, **_TINY_SHARED}),
     "glm4_moe": ModelFamily(
         "Glm4MoeModel",
         megatron=True,
@@ -126,6 +140,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen2_5_vl": ModelFamily("Qwen2_5_VLTextModel", vision=Vision(not_sent=_BEHIND)),
     "qwen3_vl": ModelFamily("Qwen3VLTextModel", vision=Vision()),
     "qwen3_vl_moe": ModelFamily(vision=Vision()),
+    "qwen3_5": ModelFamily(vision=Vision()),
+    "qwen3_5_moe": ModelFamily(vision=Vision()),
     "glm4v": ModelFamily(vision=Vision(no_videos=_ONE_TOKEN)),
     "llava": ModelFamily(vision=Vision(no_videos="cannot be read: LLaVA has no videos")),
     "llava_onevision": ModelFamily(
@@ -141,6 +157,11 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "idefics3": ModelFamily(vision=Vision(1, no_videos="cannot be read: Idefics3 has no videos")),
     "gemma3": ModelFamily(vision=Vision(refused=f"tokens of an image {_BOTH_WAYS}")),
     "paligemma": ModelFamily(vision=Vision(refused=f"tokens of a prompt {_BOTH_WAYS}")),
+}
+
+# those that read images
+VISION: Mapping[str, Vision] = {
+    name: row.vision for name, row in FAMILIES.items() if row.vision is not None and not row.vision.refused
 }
 
 

@@ -11,6 +11,7 @@ from tests.compat.script_lists import (
     LAYERS,
     MICRO,
     MODEL,
+    OPTIMIZER,
     REF,
     ROLLOUT,
     TEACHER,
@@ -30,6 +31,42 @@ MEGATRON = (
 DISTILLATION = (
     f"algorithm.adv_estimator=grpo data.image_key=images {DYNAMIC} distillation.enabled=True {TEACHER}.model_path={{model}} "
     "distillation.distillation_loss.use_task_rewards=False"
+)
+
+# of Qwen3.5
+_CHUNKS = "use_torch_compile=False entropy_from_logits_with_chunking=True"
+_SHARDED = (
+    f"algorithm.use_kl_in_reward=False data.image_key=images data.shuffle=False data.truncation=error {KL} "
+    f"data.filter_overlong_prompts=True {MICRO} {under(ACTOR, f'{_CHUNKS} strategy=fsdp2 use_dynamic_bsz=False')} "
+    f"{under(f'{ACTOR}.fsdp_config', 'reshard_after_forward=True entropy_checkpointing=True offload_policy=True')} "
+    f"{under(f'{ACTOR}.fsdp_config', 'param_offload=True optimizer_offload=True ulysses_sequence_parallel_size=1')} "
+    f"{under(REF, f'{_CHUNKS} strategy=fsdp2')} {under(MODEL, 'use_remove_padding=True enable_gradient_checkpointing=True')} "
+    f"{under(f'{REF}.fsdp_config', 'reshard_after_forward=True offload_policy=True param_offload=True')} "
+    f"{under(ROLLOUT, 'ignore_eos=False enable_chunked_prefill=True max_num_batched_tokens=8192 free_cache_engine=True')} "
+    f"{under(ROLLOUT, 'enforce_eager=False enable_prefix_caching=False')} "
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=6144 "
+    "trainer.balance_batch=False trainer.resume_from_path=checkpoints/"
+)
+_TURBO = (
+    f"{_SHARDED} {ACTOR}.strategy=fsdp_turbo {REF}.strategy=fsdp_turbo {FALLBACK} {ACTOR}.optim.optimizer=AdamW "
+    f"{ACTOR}.fsdp_config.turbo_config.distributed.fully_shard_parallel_size=1 "
+    f"+{ACTOR}.fsdp_config.turbo_config.memory.recompute=True"
+)
+_PADDED = f"{MODEL}.use_remove_padding=False data.image_patch_size=16 data.filter_overlong_prompts_workers=8"
+_VEOMNI = (
+    f"model_engine=veomni {FALLBACK} {MICRO} {MODEL}.use_remove_padding=True data.filter_overlong_prompts_workers=2 "
+    f"{under(ACTOR, 'clip_ratio_low=3e-4 clip_ratio_high=4e-4 clip_ratio_c=10.0 policy_loss.loss_mode=gspo')} "
+    f"{under(f'{ACTOR}.veomni', 'param_offload=True optimizer_offload=True enable_full_shard=True')} "
+    f"{under(f'{ACTOR}.veomni', 'expert_parallel_size=1 attn_implementation=flash_attention_2')} data.return_raw_chat=True "
+    f"{under(f'{ROLLOUT}.val_kwargs', 'top_p=0.7 temperature=1.0 n=1')} trainer.log_val_generations=100"
+)
+_MEGATRON = (
+    f"model_engine=megatron {KL} {MICRO} {MODEL}.use_remove_padding=False {MODEL}.trust_remote_code=True "
+    f"{under(f'{ACTOR}.megatron', 'use_mbridge=True vanilla_mbridge=True use_remove_padding=False dtype=bfloat16')} "
+    f"{ACTOR}.checkpoint.save_contents=['model','extra','optimizer'] {under(ACTOR, 'use_dynamic_bsz=False')} "
+    f"{under(LAYERS, 'recompute_granularity=full recompute_method=uniform recompute_num_layers=1 apply_rope_fusion=False')} "
+    f"{LAYERS}.moe_router_load_balancing_type=none {OPTIMIZER}.optimizer_cpu_offload=True "
+    f"{ROLLOUT}.dtype=bfloat16 {ROLLOUT}.calculate_log_probs=True"
 )
 
 # family -> name -> overrides
@@ -100,6 +137,28 @@ RUNS_BY_FAMILY = {
         "qwen3-vl moe megatron": f"{GEO3K} {DYNAMIC} {EAGER} model_engine=megatron {MEGATRON} {EXPERTS} "
         f"{LAYERS}.moe_z_loss_coeff=0.001 {ACTOR}.megatron.vanilla_mbridge=False",
         "qwen3-vl moe routing replay": f"{GEO3K} {DYNAMIC} model_engine=megatron {ACTOR}.megatron.router_replay.mode=R2",
+    },
+    "qwen3_5": {
+        "qwen3.5": _SHARDED,
+        "qwen3.5 openr1, videos": f"{_SHARDED} {_PADDED} {ROLLOUT}.layered_summon=True",
+        "qwen3.5 fsdp_turbo": _TURBO,
+        "qwen3.5 npu": f"{_SHARDED} trainer.device=npu {FALLBACK} {CACHES[1]}",
+        "qwen3.5 distillation": f"{_SHARDED} {DISTILLATION} distillation.distillation_loss.loss_mode=k1 {ROLLOUT}.n=1 "
+        f"{under('distillation.distillation_loss', 'use_policy_gradient=True loss_max_clamp=10.0 log_prob_min_clamp=-10.0')} "
+        f"{TEACHER}.inference.max_model_len=512 {ROLLOUT}.max_model_len=512 {ROLLOUT}.calculate_log_probs=True",
+    },
+    "qwen3_5_moe": {
+        "qwen3.5 moe": f"{_SHARDED} {CACHES[1]}",
+        "qwen3.5 moe fsdp_turbo": _TURBO,
+        "qwen3.5 moe veomni": _VEOMNI,
+        "qwen3.5 moe veomni routing replay": f"{_VEOMNI} {ACTOR}.veomni.router_replay.mode=R3 "
+        f"{under(f'{ACTOR}.veomni', 'moe_implementation=fused_triton cross_entropy_loss_implementation=liger_kernel')} "
+        f"{under(ROLLOUT, 'calculate_log_probs=True enable_rollout_routing_replay=True mode=async')}",
+        "qwen3.5 moe megatron": f"{_MEGATRON} {MEGATRON} {EXPERTS}",
+        "qwen3.5 moe megatron npu": f"{_MEGATRON} {MEGATRON} {ACTOR}.megatron.vanilla_mbridge=False "
+        f"{ACTOR}.checkpoint.strict=False {under(LAYERS, 'moe_aux_loss_coeff=0.01 moe_z_loss_coeff=0.001')} "
+        f"{under(LAYERS, 'use_flash_attn=True moe_token_dispatcher_type=alltoall use_naive_l2norm=True')} "
+        f"trainer.device=npu {FALLBACK}",
     },
     "glm4v": {
         "glm-4.1v": f"{GEO3K} {MICRO} {EAGER}",

@@ -5,6 +5,8 @@ so that the packed path can be held to 1e-10.
 """
 
 import contextlib
+import inspect
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -51,21 +53,26 @@ AttentionMaskInterface.register("reference_dense", lambda *args, **kwargs: None)
 
 
 def widen_norms(module: Any) -> Any:
-    """Make the forwards of RMS norms and of mixtures' routers stay in float64. Returns the module.
+    """Make the forwards of RMS norms, of mixtures' routers and of linear attention stay in float64. Returns the module.
 
     A router that multiplies in float32 differs by 1e-8 between row counts for which the library has other kernels.
     """
 
     def exact(self: Any, x: torch.Tensor) -> torch.Tensor:
         eps = getattr(self, "variance_epsilon", None) or self.eps
-        weight = 1.0 + self.weight if "Gemma" in type(self).__name__ else self.weight
+        adds_one = any(name in type(self).__name__ for name in ("Gemma", "Qwen3_5", "Qwen3Next"))
+        weight = 1.0 + self.weight if adds_one else self.weight
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
     for part in module.modules():
         if type(part).__name__.endswith("RMSNorm"):
             part.forward = types.MethodType(exact, part)
-        elif type(part).__name__.endswith("Router"):
+        elif type(part).__name__.endswith(("Router", "RMSNormGated")):
             part.forward = types.MethodType(_in_float64(type(part).forward), part)
+        elif type(part).__name__.endswith("GatedDeltaNet"):  # a forward of the instance asks its class
+            rule = _in_float64(sys.modules[type(part).__module__].torch_chunk_gated_delta_rule)
+            forward = _in_float64(type(part).forward, torch_chunk_gated_delta_rule=rule)
+            part.__class__ = type(type(part).__name__, (type(part),), {"forward": forward})
     return module
 
 
@@ -78,13 +85,15 @@ class _Float64Torch:
         return getattr(torch, name)
 
 
-def _in_float64(forward: Any) -> Any:
-    """The same function, computing in float64 in place of float32."""
-    wide = types.FunctionType(forward.__code__, {**forward.__globals__, "torch": _Float64Torch()}, forward.__name__)
+def _in_float64(forward: Any, **names: Any) -> Any:
+    """The same function, computing in float64 in place of float32, with other values of its module's `names`."""
+    forward = inspect.unwrap(forward)
+    scope = {**forward.__globals__, "torch": _Float64Torch(), **names}
+    wide = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__)
 
-    def in_float64(*args: Any) -> Any:
+    def in_float64(*args: Any, **settings: Any) -> Any:
         with _NoFloat():
-            return wide(*args)
+            return wide(*args, **settings)
 
     return in_float64
 

@@ -1,8 +1,16 @@
 """Memory closed forms against the published numbers of Calculon and of Megatron's paper (arXiv:2205.05198)."""
 
 import pytest
+import torch
 
-from verl.models.memory import EngineLayout, kept_activations, kv_bytes_per_token, rollout_weights, training_state
+from verl.models.memory import (
+    EngineLayout,
+    kept_activations,
+    kv_bytes_per_token,
+    rollout_weights,
+    state_bytes,
+    training_state,
+)
 from verl.planner import ModelShape, ParallelLayout, generation_memory, known_shape, memory
 from verl.planner.workload import Lengths, Workload
 
@@ -95,6 +103,24 @@ def test_keys_and_values():
     assert kv_bytes_per_token(llama, 16) == 131072 / 8  # eight heads do not divide further
     assert kv_bytes_per_token(deepseek, 8) == 61 * 576 * 2  # a latent is repeated
     assert rollout_weights(llama, 4) == pytest.approx(2 * llama.num_parameters / 4)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Qwen3.5-9B", "qwen3_5"), ("Qwen3.5-35B-A3B", "qwen3_5_moe")])
+def test_linear_attention_has_states_in_place_of_keys(name, kind):
+    """Its config in transformers has the sizes of the published model."""
+    transformers = pytest.importorskip("transformers", minversion="5.19")
+    known, config = known_shape(name), transformers.AutoConfig.for_model(kind)
+    config.vision_config.out_hidden_size = config.text_config.hidden_size
+    shape = ModelShape.from_config(config, name)
+    assert (shape.linear, shape.tower) == (known.linear, known.tower)
+    with torch.device("meta"):
+        module = transformers.AutoModelForImageTextToText.from_config(config)
+    assert shape.num_parameters == pytest.approx(sum(p.numel() for p in module.parameters()), rel=2e-3)
+    assert known.num_parameters == shape.num_parameters
+    layers, heads = (8, 4) if kind == "qwen3_5" else (10, 2)
+    assert kv_bytes_per_token(shape, 1) == 2 * layers * 2 * heads * 256
+    assert state_bytes(shape) == 4 * 3 * layers * 32 * 128 * 128
+    assert not state_bytes(known_shape("Llama-3.1-8B"))
 
 
 def test_slots_cost_memory():

@@ -15,6 +15,7 @@ from tests.rollout.simulated import SimulatedVLLM, vllm_server, weight_transfer
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import PromptRequest
+from verl.models.delta_net import lay_out_delta_nets
 from verl.models.tiny import make_tiny_model, make_tokenizer
 from verl.rollout.api import ENGINES
 from verl.rollout.native.cuda.forward import StraightForward
@@ -27,6 +28,7 @@ FAMILIES = {
     "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
+    "qwen3_5_text": {},
 }
 EOS = 258
 
@@ -45,6 +47,7 @@ def load(tmp_path_factory):
     @functools.cache
     def get(family, attention="verl"):
         model = AutoModelForCausalLM.from_pretrained(path(family), attn_implementation=attention, dtype=torch.float32)
+        lay_out_delta_nets(model)
         return model.train()
 
     return get

@@ -28,7 +28,8 @@ from verl.rollout.native.torch.forward import DenseForward
 LENGTH = 6
 loaded = functools.cache(load_model)
 ENGINES = {"native": NativeRollout, "hf": HFRollout}
-BY_MODULES = ("qwen3_vl_moe", "glm4v")  # language models with experts, and norms behind attention
+# language models with experts, with linear attention, and with norms behind attention
+BY_MODULES = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
 GREEDY = SamplingParams(n=1, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=True)
 
 

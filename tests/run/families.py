@@ -84,6 +84,9 @@ SETTINGS = {
     "ctrl": {"dff": 128}, "zamba": {"num_hidden_layers": 3}, "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]}, "dbrx": {"tie_word_embeddings": False},
     "zaya": {"num_experts_per_tok": 1}, "moshi": {"sliding_window": 64},
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), {"layer_types": ["linear_attention", "full_attention"]}
+    ),
 }  # fmt: skip
 
 
@@ -234,8 +237,8 @@ On a GPU, {names(name for name in families_with("decoder") if name not in BY_HOS
 generate with CUDA graphs, without the host between steps. verl's own layers also train and sample
 {names(BY_HOST)}, whose steps
 the host drives: they cap scores, turn heads in another way, or have narrow vectors in place of keys and values. Other models
-generate step by step with their own modules: gpt-oss (attention sinks, experts with biases), and models whose rotation depends
-on the length. `verl check` says why modules compute a model.
+generate step by step with their own modules: Qwen3.5 and Qwen3-Next (linear attention), gpt-oss (attention sinks, experts with
+biases), and models whose rotation depends on the length. `verl check` says why modules compute a model.
 
 With `rope_parameters` of type `dynamic` or `longrope` (Phi-3 and Phi-4 with long contexts), rows beyond a length have other
 rotary frequencies: `max_position_embeddings` tokens, or `original_max_position_embeddings` (4096 in Phi). A batch would turn

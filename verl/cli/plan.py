@@ -177,6 +177,7 @@ def engine_notice(engine: str, shape: ModelShape) -> str:
     """A sentence if the training engine cannot have a model of this shape, else ""."""
     parts = {
         "latent attention": shape.is_latent,
+        "linear attention": shape.linear is not None,
         "shared experts": shape.shared_intermediate > 0,
         "dense layers before its experts": shape.is_mixture and shape.dense_layers > 0,
     }

@@ -17,6 +17,7 @@ import numpy as np
 
 from verl.errors import DataError, UnavailableRowError, nearest
 from verl.foreign_text import quoted
+from verl.model_families import VISION
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -99,8 +100,9 @@ def no_media(media: str, where: str) -> str:
     """The sentence about rows with `media` that a run cannot read."""
     if media != "audio":
         return (
-            f"{media} ({where}) cannot be read: the model has no image processor, or the program trains on text. Use a model "
-            "of docs/images.md that has its processor's files, or rows of text."
+            f"{media} ({where}) cannot be read: the program trains on text, or the model has no image processor, or it is of "
+            f"none of the families {', '.join(VISION)}. Use a model of these with its processor's files, or "
+            "rows of text."
         )
     return f"audio ({where}) is not available in this version. Use rows of text, images and videos."
 

@@ -16,6 +16,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME, Scoring
+from verl.models.delta_net import DeltaInputs
 from verl.models.folder import reason
 from verl.models.forward import hidden_states, packed_outputs
 from verl.models.hf_module import HFModule
@@ -48,6 +49,10 @@ class _NotingLayout(PackedLayout):
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         self.layers.append(layer)
         return super().attend(layer, q, k, v, scoring)
+
+    def recur(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        self.layers.append(layer)
+        return super().recur(layer, inputs)
 
 
 @torch.no_grad()

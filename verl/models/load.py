@@ -21,6 +21,7 @@ from verl.foreign_text import clean
 from verl.models import folder as files
 from verl.models.attention import ATTENTION_NAME
 from verl.models.check import PADDED, check_attention, choose_forward, own_attention
+from verl.models.delta_net import lay_out_delta_nets
 from verl.models.heads import HEADS, WEIGHT_NAMES, HeadKind, ScalarHeadModel, is_further_head
 from verl.models.hf_module import HFModule
 from verl.models.intact import verified
@@ -126,9 +127,8 @@ def _ready(
     module.to(device)
     _require_finite(module, path)
     choose_forward(module, attention)
-    dtype = next(module.parameters()).dtype
-    described = f"{num_parameters(module) / 1e6:.1f} million parameters, {str(dtype).removeprefix('torch.')}"
-    log.info("Loaded %s: %s, %s.", path, type(module).__name__, described)
+    size, dtype = num_parameters(module) / 1e6, str(next(module.parameters()).dtype).removeprefix("torch.")
+    log.info("Loaded %s: %s, %.1f million parameters, %s.", path, type(module).__name__, size, dtype)
     return module
 
 
@@ -376,6 +376,7 @@ def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
         except ValueError as error:
             log.warning("Activations are kept, not computed again: %s.", files.reason(error))
     guard_rotations(module)
+    lay_out_delta_nets(module)
     return turn_off(module)
 
 

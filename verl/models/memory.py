@@ -206,6 +206,9 @@ def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequenc
     else:  # fused attention: its log-sum-exp, and rotated copies
         attention += FLOAT32 * shape.heads
         attention += 0 if layout.recompute == "selective" else 2 * (shape.query_size + keys)
+    if shape.linear is not None:  # the mean over the layers
+        share = shape.num_cached_layers / shape.num_layers
+        attention = share * (attention + 2 * shape.query_size) + (1 - share) * shape.linear.kept_bytes
     return undivided / tokens_divided + (attention + 2 * products * _inner_size(shape) + scores) / t
 
 
@@ -300,13 +303,18 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int) -> float:
     """Bytes of keys and values of one token on one rank of a rollout engine; heads that do not divide, and latents, are
     repeated."""
     elements = shape.kv_elements if shape.is_latent else shape.kv_elements / min(tensor, shape.kv_heads)
-    return 2 * elements * shape.num_layers
+    return 2 * elements * shape.num_cached_layers
+
+
+def state_bytes(shape: ModelShape) -> float:
+    """Bytes of the states of a row in layers with linear attention, which do not grow with the row."""
+    return FLOAT32 * shape.linear.state_elements if shape.linear else 0.0
 
 
 def recorded_activations(shape: ModelShape, tokens: float, max_bytes: float) -> float:
     """Bytes of the activations of `tokens` tokens that the sampler keeps for the update, at most `max_bytes`
     (verl/models/decoder/reuse.py); 0 for models that record none."""
-    if shape.is_mixture or shape.is_latent or shape.tower:
+    if shape.is_mixture or shape.is_latent or shape.tower or shape.linear:
         return 0.0
     qkv = shape.query_size + 2 * shape.kv_heads * shape.head_dim
     layer = WEIGHT * (2 * shape.hidden + qkv + shape.output_size + shape.num_in * shape.intermediate)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from verl.models.attention import Scoring
+from verl.models.delta_net import DeltaInputs, DeltaPlan
 from verl.models.hf_module import AutogradContext
 from verl.models.ops import compiled
 from verl.models.ops.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
@@ -65,6 +66,13 @@ class PackedLayout:
         self.longest = max((s.prefix_length + s.length for s in self.segments), default=0)
         self._plans: dict[int | None, VarlenPlan] = {}  # by window
         self._compiled_plan: CompiledPlan | None = None
+        self._delta_plan: DeltaPlan | None = None
+
+    def recur(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        """The outputs [tokens, heads, value_dim] of linear attention; a row's state begins with the row."""
+        if self._delta_plan is None:
+            self._delta_plan = DeltaPlan(self.segments, inputs.kernel.shape[2] - 1, inputs.mixed.device)
+        return inputs.packed(self._delta_plan)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], v [1, kv_heads, tokens, value_dim].

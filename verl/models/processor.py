@@ -38,7 +38,12 @@ FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocesso
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _TILINGS = {"crop_to_patches", "do_image_splitting"}  # arguments that divide an image into several
 _PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor")
-_TOTALS = ("qwen3_vl", "qwen3_vl_moe")  # families whose limits of pixels, in the folder's file, are of a complete video
+_TOTALS = (
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+)  # families whose limits of pixels, in the folder's file, are of a complete video
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
 
 

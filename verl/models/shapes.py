@@ -25,7 +25,8 @@ _SIZES = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
     "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank",
-    "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
+    "qk_rope_head_dim", "v_head_dim", "max_position_embeddings", "linear_num_value_heads", "linear_num_key_heads",
+    "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 _SIZE = re.compile(r"-\d+(\.\d+)?[bm](-|$)")  # of a model in its name, as in -7b
 _MODELS = Path(__file__).with_name("shapes.yaml")
@@ -64,9 +65,38 @@ class Tower:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Layers with a matrix of key_dim x value_dim for each of `heads` in place of keys and values (verl/models/delta_net.py).
+    `keys` and `values` are the elements of all heads of a token."""
+
+    num_layers: int
+    heads: int
+    key_dim: int
+    keys: int
+    values: int
+
+    def parameters(self, hidden: int) -> int:
+        """Of one layer: queries, keys, values, gates and output, and two numbers for each head."""
+        return hidden * (2 * self.keys + 3 * self.values + 2 * self.heads)
+
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes that a layer keeps of a token for its backward pass, in float32 behind its convolution."""
+        keys, channels = self.heads * self.key_dim, 2 * self.keys + self.values
+        chunk = 5 * 64 * self.heads + 2 * self.key_dim * self.values / 64
+        return 4 * (channels + 6 * (keys + self.values) + chunk) + 2 * (2 * channels + 4 * self.values)
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the matrices of a row, in all layers."""
+        return self.num_layers * self.key_dim * self.values
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder. `intermediate` is a dense layer's MLP size; a mixture has `dense_layers` dense layers before its
-    expert layers. With `kv_lora_rank` attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+    expert layers. With `kv_lora_rank` attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+    With `linear` some layers have no other, and the output of the others has a gate."""
 
     num_layers: int
     hidden: int
@@ -90,6 +120,7 @@ class ModelShape:
     max_positions: int | None = None
     counted: int = 0  # parameters of the module, if it was built: with norms and biases
     tower: Tower | None = None
+    linear: LinearAttention | None = None
 
     @classmethod
     def gpt(cls, num_layers: int, hidden: int, heads: int, vocab: int = 0, name: str = "") -> ModelShape:
@@ -113,9 +144,9 @@ class ModelShape:
                     "Give a folder with a config.json, or the name of a published model."
                 )
         sizes = {**_dense_sizes(mapping), **_expert_sizes(mapping), **_latent_sizes(mapping)}
-        tower = _tower(vision, mapping) if vision else None
+        tower, linear = _tower(vision, mapping) if vision else None, _linear(mapping)
         max_positions = mapping.get("max_position_embeddings")
-        return cls(**sizes, name=name, max_positions=max_positions, counted=counted, tower=tower)
+        return cls(**sizes, name=name, max_positions=max_positions, counted=counted, tower=tower, linear=linear)
 
     @property
     def is_mixture(self) -> bool:
@@ -128,6 +159,11 @@ class ModelShape:
     @property
     def num_mixture_layers(self) -> int:
         return self.num_layers - self.dense_layers if self.is_mixture else 0
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers - (self.linear.num_layers if self.linear else 0)
 
     def has_stages(self, num: int) -> bool:
         """Whether `num` stages of a pipeline with equally many layers, but for fewer in the last one, all have some."""
@@ -156,7 +192,8 @@ class ModelShape:
     def attention_parameters(self) -> int:
         out = self.hidden * self.output_size
         if not self.is_latent:
-            return out + self.hidden * (self.query_size + 2 * self.kv_heads * self.head_dim)
+            queries = self.query_size * (2 if self.linear else 1)  # and their gate
+            return out + self.hidden * (queries + 2 * self.kv_heads * self.head_dim)
         rank, nope = self.kv_lora_rank, self.head_dim - self.rope_head_dim
         queries = (
             self.q_lora_rank * (self.hidden + self.query_size) if self.q_lora_rank else self.hidden * self.query_size
@@ -184,7 +221,8 @@ class ModelShape:
         """Parameters of all layers, without the routed experts, norms and biases."""
         dense = self.num_layers - self.num_mixture_layers
         mlp = dense * self.mlp_parameters(mixture=False) + self.num_mixture_layers * self.mlp_parameters(mixture=True)
-        return self.num_layers * self.attention_parameters + mlp
+        linear = self.linear.num_layers * self.linear.parameters(self.hidden) if self.linear else 0
+        return self.num_cached_layers * self.attention_parameters + linear + mlp
 
     @property
     def embedding_parameters(self) -> int:
@@ -206,7 +244,8 @@ class ModelShape:
     def flops(self) -> tuple[float, float]:
         """(a, b): a forward pass over a sequence of T tokens takes a T + b T^2 operations. Attention is causal."""
         scores = self.heads * (self.head_dim + (self.value_head_dim or self.head_dim))
-        return 2.0 * self.active_parameters, float(self.num_layers * scores)
+        recurrence = 6 * self.linear.state_elements if self.linear else 0  # two reads of the matrices and a write
+        return 2.0 * self.active_parameters + recurrence, float(self.num_cached_layers * scores)
 
 
 def _as_mapping(config: object) -> Mapping[str, Any]:
@@ -258,6 +297,21 @@ def _latent_sizes(config: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
+def _linear(config: Mapping[str, Any]) -> LinearAttention | None:
+    """The layers of a config with the gated delta rule; transformers' class has the same default of every fourth layer."""
+    heads, keys = config.get("linear_num_value_heads"), config.get("linear_num_key_heads")
+    if not heads or not keys:
+        return None
+    layers, key_dim, every = (
+        config["num_hidden_layers"],
+        config["linear_key_head_dim"],
+        config.get("full_attention_interval"),
+    )
+    kinds = config.get("layer_types")
+    num = kinds.count("linear_attention") if kinds else layers - layers // (every or 4)
+    return LinearAttention(num, heads, key_dim, keys * key_dim, heads * config["linear_value_head_dim"])
+
+
 def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None:
     """The tower of a vision_config in the `config` of its model. Families name sizes differently; None without sizes."""
     hidden = vision.get("embed_dim") or vision.get("hidden_size")  # with embed_dim, hidden_size is the language model's
@@ -281,7 +335,11 @@ def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None
 def known_shapes() -> dict[str, ModelShape]:
     names = {field.name for field in fields(ModelShape)}
     rows = read_yaml(_MODELS)["models"]
-    rows = {name: {**row, "tower": Tower(**row["tower"])} if "tower" in row else row for name, row in rows.items()}
+    parts = {"tower": Tower, "linear": LinearAttention}
+    rows = {
+        name: row | {part: kind(**row[part]) for part, kind in parts.items() if part in row}
+        for name, row in rows.items()
+    }
     return {name: ModelShape(**{k: v for k, v in row.items() if k in names}, name=name) for name, row in rows.items()}
 
 

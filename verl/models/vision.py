@@ -24,18 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from verl.data_proto.media import Media
 from verl.errors import ModelError
 from verl.model_families import FAMILIES as ALL_FAMILIES
-from verl.model_families import Vision
+from verl.model_families import VISION
 from verl.models.attention import ATTENTION_NAME
 from verl.models.hf_module import HFModule
 
-FAMILIES: Mapping[str, Vision] = {
-    name: row.vision for name, row in ALL_FAMILIES.items() if row.vision is not None and not row.vision.refused
-}
+FAMILIES = VISION
 
 
 @dataclass(frozen=True)
@@ -183,9 +181,9 @@ def _front(module: HFModule) -> Iterator[dict[str, Any]]:
     are constants: their gradient would be as large as the vocabulary, and no token of an image reads one."""
     read: dict[str, object] = {}
 
-    def forward(**inputs: Any) -> BaseModelOutputWithPast:
+    def forward(**inputs: Any) -> MoeModelOutputWithPast:
         read.update(inputs)
-        return BaseModelOutputWithPast(last_hidden_state=inputs["inputs_embeds"])
+        return MoeModelOutputWithPast(last_hidden_state=inputs["inputs_embeds"])
 
     decoder = language_model_of(module)
     decoder.forward = forward

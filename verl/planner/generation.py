@@ -21,6 +21,7 @@ from verl.models.memory import (
     forward_memory,
     kv_bytes_per_token,
     rollout_weights,
+    state_bytes,
 )
 from verl.models.shapes import ModelShape
 from verl.planner import kernels
@@ -63,7 +64,9 @@ def _decode_attention(shape: ModelShape, tensor: int, cluster: Cluster, rows: fl
     if not shape.is_latent:
         elements, kv_heads = elements / min(tensor, shape.kv_heads), max(shape.kv_heads / tensor, 1.0)
     heads = shape.heads / tensor
-    return shape.num_layers * float(kernels.decode_time(cluster.device, rows, context, elements, kv_heads, heads))
+    return shape.num_cached_layers * float(
+        kernels.decode_time(cluster.device, rows, context, elements, kv_heads, heads)
+    )
 
 
 def _all_reduce(cluster: Cluster, num_bytes: float, tensor: int) -> float:
@@ -111,7 +114,7 @@ def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workloa
     each = ParallelLayout(tensor=layout.tensor, zero=0, expert=_experts(shape, layout), logit_chunk=1024)
     return Bytes(
         weights=rollout_weights(shape, layout.tensor) * width / WEIGHT,
-        kv=tokens * kv_bytes_per_token(shape, layout.tensor) * width / WEIGHT,
+        kv=tokens * kv_bytes_per_token(shape, layout.tensor) * width / WEIGHT + slots * state_bytes(shape),
         buffers=forward_memory(shape, each, tokens=min(_PREFILL_TOKENS, prompts), width=width).buffers,
     )
 

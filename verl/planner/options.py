@@ -298,6 +298,8 @@ def _expert_sizes(shape: ModelShape, base: ParallelLayout, zero: int) -> list[in
 
 def _divides(shape: ModelShape, tensor: int) -> bool:
     """Whether training engines cut the model into `tensor` equal parts."""
+    if shape.linear is not None:
+        return tensor == 1
     kv = 0 if shape.is_latent else shape.kv_heads
     return not any(size % tensor for size in (shape.heads, kv, shape.intermediate))
 

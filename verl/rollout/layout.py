@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.attention import Scoring
+from verl.models.delta_net import DeltaInputs
 from verl.models.routing import Routing
 from verl.rollout.native.torch.decode_attention import DecodeRows
 from verl.rollout.native.torch.kv_cache import SlotStore
@@ -63,6 +64,22 @@ class StepLayout:
             parts.append(self._prefill(layer, chunk, q[tokens], k[tokens], v[tokens], scoring))
             start = tokens.stop
         return torch.cat(parts).to(dtype)
+
+    def recur(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        """Outputs [tokens, heads, value_dim] of linear attention. Renews the states of rows and of the prompts of chunks."""
+        start, parts, first = 0, [], inputs.first_states
+        if self._rows is not None:
+            start = self._rows.num_rows
+            parts.append(inputs.part(0, start).stepped(self._rows.states(layer, first)))
+        for chunk in self._pieces:
+            end = start + chunk.end - chunk.start
+            states = [t[chunk.slot : chunk.slot + 1] for t in self._prefix.states(layer, first)]
+            if not chunk.start:
+                for state in states:
+                    state.zero_()
+            parts.append(inputs.part(start, end).continued(states))
+            start = end
+        return torch.cat(parts)
 
     def _prefill(
         self, layer: int, chunk: Chunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring

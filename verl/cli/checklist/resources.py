@@ -39,6 +39,7 @@ from verl.models.memory import (
     memory,
     optimizer_bytes,
     recorded_activations,
+    state_bytes,
 )
 from verl.models.shapes import ModelShape
 from verl.parallel.memory import available_memory, memory_limit
@@ -84,7 +85,8 @@ def cache_bytes(
     """Bytes of keys and values of `num_samples` concurrent samples; the samples of a prompt share its keys and values."""
     num_prompts = -(-num_samples // max(1, samples_per_prompt))
     tokens = num_samples * response + num_prompts * prompt
-    return int(kv_bytes_per_token(model, 1) * width / WEIGHT * tokens)
+    states = state_bytes(model) * (num_samples + num_prompts)
+    return int(kv_bytes_per_token(model, 1) * width / WEIGHT * tokens + states)
 
 
 def activation_bytes(model: ModelShape, num_tokens: int, width: int, recompute: Recompute) -> int:

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
 from verl.models.attention import Scoring
+from verl.models.delta_net import DeltaInputs
 from verl.models.ops.linear import Matmul
 from verl.models.packed import Attended, HeadViews, PackedLayout, as_heads
 from verl.models.packing import PackedBatch
@@ -30,8 +31,10 @@ def check_heads(
     config: PreTrainedConfig, size: int, tensor_size: int = 1, key: str = "ulysses_sequence_parallel_size"
 ) -> None:
     """Raises ConfigError if the heads that tensor parallelism leaves to a rank do not divide over `size` ranks, and the model
-    has a window or a cap, which ring attention lacks."""
+    has linear attention, or a window or a cap, which ring attention lacks."""
     config = config.get_text_config()
+    if (keys := getattr(config, "linear_num_key_heads", None) or 0) % size:
+        raise ConfigError(f"{key}={size} does not divide the {keys} key heads of linear attention; choose a divisor.")
     heads = config.num_attention_heads // tensor_size
     kv_heads = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor_size
     names = ("sliding_window", "attn_logit_softcapping")
@@ -85,6 +88,24 @@ class SequenceLayout:
         for target, gradient in zip(into, self._all_heads(ranks, *gradients), strict=True):
             copies = gradient.shape[1] // target.shape[1]  # of a key-value head, on as many ranks
             target.copy_(gradient.unflatten(1, (-1, copies)).sum(2) if copies > 1 else gradient)
+
+    def recur(self, layer: int, inputs: DeltaInputs) -> torch.Tensor:
+        """As PackedLayout.recur, with `num_local` tokens in and out: a rank has some of the heads of all tokens."""
+        size, rank = self.group.size(), self.group.rank()
+
+        def all_tokens(*parts: torch.Tensor) -> torch.Tensor:
+            by_rank = torch.cat([part.unflatten(1, (size, -1)) for part in parts], dim=2)
+            return self._exchange(by_rank.transpose(0, 1)).flatten(0, 1)[: self.num_tokens]
+
+        kernels = [part.unflatten(0, (size, -1))[rank] for part in inputs.kernel.split(inputs.sizes)]
+        decay, beta = all_tokens(inputs.decay, inputs.beta).chunk(2, dim=1)
+        inside = DeltaInputs(
+            all_tokens(*inputs.mixed.split(inputs.sizes, dim=1)), decay, beta, torch.cat(kernels), None,
+            inputs.num_keys // size, inputs.key_dim,
+        )  # fmt: skip
+        out = self.full.recur(layer, inside)
+        padded = F.pad(out, (0, 0, 0, 0, 0, size * self.num_local - len(out)))
+        return self._exchange(padded.unflatten(0, (size, self.num_local))).transpose(0, 1).flatten(1, 2)
 
     def _inside(self, q: torch.Tensor, k: torch.Tensor) -> tuple[int, PackedLayout | RingLayout]:
         """Ranks that divide the heads of q and k, and the layout of the tokens that each of them gets."""

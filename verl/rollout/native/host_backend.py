@@ -98,11 +98,12 @@ class HostBackend:
         return self.row_store.joined(prompt, group.num_tokens, response, length)
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
-        if not self.scheduler.shared:
+        if not self.scheduler.shared or self.prefix.has_states:
             groups = [g for g in (self.rows.groups[r] for r in rows) if g is not None]
-            self._reserve_own(max(g.num_tokens for g in groups) + 1)
-            for row, group in zip(rows.tolist(), groups, strict=True):
-                self.row_store.put(row, self.prefix.take(group.slot, group.num_tokens))
+            lengths = [0 if self.scheduler.shared else g.num_tokens for g in groups]
+            self._reserve_own(max(lengths) + 1)
+            for row, group, length in zip(rows.tolist(), groups, lengths, strict=True):
+                self.row_store.put(row, self.prefix.take(group.slot, length))
         return self._sample(rows, self.rows.length[rows], logits)
 
     def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[HostSampled | None, torch.Tensor]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from verl.models.attention import Scoring
+from verl.models.delta_net import States
 from verl.rollout.native.torch.kv_cache import SlotStore, rounded
 from verl.rollout.native.torch.partial_attention import (
     OwnPart,
@@ -124,6 +125,10 @@ class DecodeRows:
         torch.ops.aten.index_put_(held.keys, [self._slots, None, None, self._newest], k)
         torch.ops.aten.index_put_(held.values, [self._slots, None, self._newest], v)
         return kind.attend(q, held, scoring)
+
+    def states(self, layer: int, first: States) -> States:
+        """The states of the rows; see SlotStore."""
+        return [state[: self.num_rows] for state in self._row_store.states(layer, first)]
 
     def _hold(self, layer: int, kind: _Kind, k: torch.Tensor, v: torch.Tensor) -> _Layer:
         keys, values = self._row_store.tensors(layer, k, v)

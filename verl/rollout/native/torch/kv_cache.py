@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from verl.models.delta_net import States
+
 _ROUND = 16  # capacities are multiples of this, so that every slot starts on a cache line
 
 
@@ -27,6 +29,7 @@ class SlotStore:
         self.capacity = 0
         self.version = 0  # counts up when tensors that were returned may no longer be the layers' own
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._states: dict[int, States] = {}
 
     def reserve(self, num_slots: int, length: int, limit: int) -> None:
         """Make room for `length` tokens in each of `num_slots` slots; contents stay. Capacities double, up to `limit`
@@ -55,8 +58,29 @@ class SlotStore:
         self._layers[layer] = (keys, values)
         return keys, values
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have states in place of keys and values."""
+        return bool(self._states)
+
+    def states(self, layer: int, first: States) -> States:
+        """The states [slots, ...] of a layer with linear attention; `first` are those of one row without tokens."""
+        held = self._states.get(layer, ())
+        if any(old.dtype != new.dtype or old.device != new.device for old, new in zip(held, first, strict=False)):
+            held = ()
+        if not held or len(held[0]) < self.num_slots:
+            grown = [state.new_zeros(self.num_slots, *state.shape[1:]) for state in first]
+            for new, old in zip(grown, held, strict=False):
+                new[: len(old)] = old
+            self._states[layer] = held = grown
+        return held
+
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` tokens of slots `sources` to slots `targets` (none is in both)."""
+        """Copy the first `length` tokens of slots `sources` to slots `targets` (none is in both), and their states."""
+        for state in (state for states in self._states.values() for state in states):
+            for source, target in zip(sources, targets, strict=True):
+                if source < len(state):  # else nothing of the slot has been computed
+                    state[target] = state[source]
         for pair in self._layers.values():
             for tensor in self._by_token(pair):
                 for source, target in zip(sources, targets, strict=True):
@@ -64,8 +88,9 @@ class SlotStore:
 
     def take(self, slot: int, length: int, *, copy: bool = False) -> dict[int, list[torch.Tensor]]:
         """Keys and values of the first `length` tokens of a slot, for `put`: by layer, [kv_heads, length, head_dim] each. They
-        are views, or copies with `copy`."""
+        are views, or copies with `copy`. States behind all tokens of the slot have -1 - layer as their key."""
         views = {i: [t[slot, :, :length] for t in self._by_token(pair)] for i, pair in self._layers.items()}
+        views |= {~i: [t[slot] for t in states] for i, states in self._states.items()}
         return {i: [t.clone() for t in pair] for i, pair in views.items()} if copy else views
 
     @staticmethod
@@ -73,25 +98,30 @@ class SlotStore:
         first: dict[int, list[torch.Tensor]], num_first: int, then: dict[int, list[torch.Tensor]], num_then: int
     ) -> dict[int, list[torch.Tensor]]:
         """A copy of keys and values of `num_first` tokens and `num_then` tokens behind them, for `put`; both as `take` gives
-        them. A store without a token may have no layers yet."""
-        none = {i: [t[:, :0] for t in held] for i, held in first.items()}
+        them. A store without a token may have no layers yet. States are those behind the last token."""
+        none = {i: [t[:, :0] if i >= 0 else t for t in held] for i, held in first.items()}
         pairs = {i: zip(held, {**none, **then}[i], strict=True) for i, held in first.items()}
-        return {i: [torch.cat(pair, dim=1) for pair in layer] for i, layer in pairs.items()}
+        return {i: [torch.cat(p, dim=1) if i >= 0 else p[1].clone() for p in layer] for i, layer in pairs.items()}
 
     def put(self, slot: int, taken: dict[int, list[torch.Tensor]]) -> None:
         """Write what `take` of a store with the same layers gave to the start of a slot."""
         for layer, pair in taken.items():
+            if layer < 0:
+                for state, new in zip(self.states(~layer, [t[None] for t in pair]), pair, strict=True):
+                    state[slot] = new
+                continue
             stored = self._by_token(self.tensors(layer, *(t.transpose(0, 1) for t in pair)))
             for new, old in zip(stored, pair, strict=True):
                 new[slot, :, : old.shape[1]] = old
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
+        return sum(t.nbytes for held in (*self._layers.values(), *self._states.values()) for t in held)
 
     def clear(self) -> None:
         """Free the memory."""
         self._layers.clear()
+        self._states.clear()
         self.num_slots = self.capacity = 0
         self.version += 1
 
