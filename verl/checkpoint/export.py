@@ -19,11 +19,11 @@ from verl.checkpoint.files import read_document
 from verl.checkpoint.retention import candidates, missing_newest
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
 from verl.config.loaded import scalar
+from verl.distributions import load_part
 from verl.engines.api import whole
 from verl.errors import CheckpointError, ConfigError, UnreachableError, VerlError
 from verl.foreign_text import clean
 from verl.manifest import MANIFEST, find_damage, new_folder
-from verl.models.gguf_file import rounded_dtype, write_gguf
 from verl.models.intact import require_intact
 from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
@@ -209,7 +209,8 @@ def export(
     of `step` (None: its newest), or a Hugging Face folder. `out` must be missing or empty, and appears atomically. Raises
     CheckpointError, also if the newest checkpoint is damaged, and the errors of `write_gguf`.
     """
-    target_dtype = parse_dtype(rounded_dtype(dtype) if gguf else dtype)
+    writer = load_part("verl.models.gguf_file") if gguf else None
+    target_dtype = parse_dtype(dtype if writer is None else writer.rounded_dtype(dtype))
     checkpoint, role, model_folder = checkpoint_model(source, role, step)
     out = Path(out).expanduser()
     if out.exists() and (gguf or not out.is_dir() or any(out.iterdir())):
@@ -228,8 +229,8 @@ def export(
         raise CheckpointError(
             f"{out} needs {num_bytes(tensors) / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free."
         )
-    if gguf:
-        write_gguf(model_folder, tensors, out, dtype)
+    if writer is not None:
+        writer.write_gguf(model_folder, tensors, out, dtype)
     else:
         _write_folder(model_folder, tensors, out, target_dtype)
     log.info("Exported the %s of %s to %s (%s).", role, checkpoint, out, dtype)
