@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_809,
+    "core": 71_938,
     "compat": 7_960,
     "page": 4_113,
-    "planner": 2_754,
+    "planner": 2_760,
     "tinker": 4_993,
     "clusters": 7_167,
     "agents": 6_342,
-    "tasks": 2_634,
-    "tests": 87_877,
+    "tasks": 2_903,
+    "tests": 88_250,
     "benchmarks": 6_534,
 }
 MAX_MEAN_FUNCTION_LINES = 12
