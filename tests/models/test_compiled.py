@@ -31,7 +31,8 @@ from verl.parallel.compiled import INSTRUCTION_SETS
 
 pytestmark = pytest.mark.skipif(compiled._library() is None, reason="verl was installed without a C compiler")
 
-SETS = [name for name in INSTRUCTION_SETS if name != "avx512_bf16" and compiled._library() and compiled._kernels(name)]
+SETS = [name for name in ("avx512", "avx2") if compiled._library() and compiled._kernels(name)]
+PAIRS = [name for name in INSTRUCTION_SETS if compiled._library() and compiled._bf16_kernels(name)]
 FULL_BLOCKS = [71, 72, 73, 255, 256, 257, 600, 1]
 
 
@@ -42,12 +43,16 @@ def instruction_set(request):
         yield request.param
 
 
-@pytest.fixture
-def pairs(instruction_set, monkeypatch):
-    """The kernels for bfloat16, of one instruction set."""
-    monkeypatch.setenv("VERL_CPU_ISA", "avx512_bf16")
-    if instruction_set != "avx512" or not compiled.usable(torch.zeros(1, dtype=torch.bfloat16)):
-        pytest.skip("float32, or no processor whose matmuls read pairs of bfloat16 values")
+@pytest.fixture(params=PAIRS or [pytest.param(None, marks=pytest.mark.skip("no matmuls of pairs of bfloat16 values"))])
+def pairs(request, instruction_set, monkeypatch):
+    """The kernels for bfloat16, of one instruction set; None for float32 ones."""
+    if request.param is None:
+        return None
+    if instruction_set != "avx512":
+        pytest.skip("tested with the first set")
+    monkeypatch.setenv("VERL_CPU_ISA", request.param)
+    monkeypatch.setenv("VERL_CPU_BF16", "native")  # even if it is slow
+    return request.param
 
 
 @pytest.fixture
@@ -239,11 +244,10 @@ def head(dtype, tokens, features):
     return [log_probs.detach(), *torch.autograd.grad(log_probs, leaves, upstream)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pairs", [None, *PAIRS], indirect=True)
 @pytest.mark.parametrize(("tokens", "features"), [(1, 3), (33, 50), (700, 96)])
-def test_operations_on_rows_equal_float64_for_any_number_of_threads(threads, tokens, features, dtype, request):
-    if dtype == torch.bfloat16:
-        request.getfixturevalue("pairs")
+def test_operations_on_rows_equal_float64_for_any_number_of_threads(threads, tokens, features, pairs):
+    dtype = torch.bfloat16 if pairs else torch.float32
     exact = [*pointwise(torch.float64, tokens, features), *head(torch.float64, tokens, features)]
     runs = []
     for count in (1, 2, 3):

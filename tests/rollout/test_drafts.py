@@ -291,7 +291,7 @@ def test_a_row_whose_guesses_fail_is_trusted_less():
 
 @pytest.mark.parametrize(
     ("settings", "fix"),
-    [({"family": "gemma2"}, r"\[\]\."), ({"batch_invariant": "off"}, r"\[\], or .*batch_invariant=require")],
+    [({"family": "gemma2"}, r"\[\]\."), ({"batch_invariant": "off"}, r"\[\], or .*batch_invariant=auto")],
 )
 def test_drafts_that_could_change_samples_are_refused(settings, fix, make_engine):
     """The guarantee is named as a fix where it can be kept."""

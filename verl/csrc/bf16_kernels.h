@@ -19,13 +19,40 @@ FN void NAME(inverse_rms_rows)(const struct rows *r, int64_t begin, int64_t end)
 /* Values of two rows as pairs; a and b are rounded */
 INLINE vf NAME(join)(vf a, vf b) { return v_float(_mm512_or_si512(_mm512_srli_epi32(v_int(a), 16), v_int(b))); }
 
+/* Lane i of vector j to lane j of vector i */
+INLINE void NAME(transpose)(vi x[WIDTH])
+{
+    vi y[WIDTH];
+#pragma GCC unroll 4
+    for (int i = 0; i < WIDTH; i += 4) {
+        vi a = _mm512_unpacklo_epi32(x[i], x[i + 1]), b = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+        vi c = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]), d = _mm512_unpackhi_epi32(x[i + 2], x[i + 3]);
+        y[i] = _mm512_unpacklo_epi64(a, c), y[i + 1] = _mm512_unpackhi_epi64(a, c);
+        y[i + 2] = _mm512_unpacklo_epi64(b, d), y[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        vi a = _mm512_shuffle_i32x4(y[i], y[i + 4], 0x88), b = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0x88);
+        vi c = _mm512_shuffle_i32x4(y[i], y[i + 4], 0xdd), d = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0xdd);
+        x[i] = _mm512_shuffle_i32x4(a, b, 0x88), x[i + 8] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        x[i + 4] = _mm512_shuffle_i32x4(c, d, 0x88), x[i + 12] = _mm512_shuffle_i32x4(c, d, 0xdd);
+    }
+}
+
 /* Rows [count][dim] as pairs of neighbours in a row, [count / NR][padded / 2][NR] */
 INLINE void NAME(pack_across)(float *to, const uint16_t *from, int64_t stride, int64_t count, int64_t dim, int64_t padded)
 {
-    __builtin_memset(to, 0, (size_t)(round_up(count, PAD) * padded) * 2);
-    for (int64_t n = 0; n < count; n++)
-        for (int64_t d = 0; d < dim; d += 2)
-            __builtin_memcpy(to + n / NR * NR * (padded / 2) + d / 2 * NR + n % NR, from + n * stride + d, d + 1 < dim ? 4 : 2);
+    for (int64_t n = 0; n < round_up(count, PAD); n += WIDTH)
+        for (int64_t d = 0; d < padded; d += 2 * WIDTH) {
+            const int64_t width = at_least(at_most(dim - d, 2 * WIDTH), 0);
+            vi x[WIDTH];
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++)
+                x[i] = n + i < count ? _mm512_maskz_loadu_epi16((__mmask32)((1ull << width) - 1), from + (n + i) * stride + d) : _mm512_setzero_si512();
+            NAME(transpose)(x);
+            for (int64_t i = 0; i < WIDTH && 2 * i < padded - d; i++)
+                v_store(to + n / NR * NR * (padded / 2) + (d / 2 + i) * NR + n % NR, v_float(x[i]));
+        }
 }
 
 /* Rows [count][dim] as pairs of neighbours in a column: the pair of rows 2n and 2n + 1 has dims [d, d + NR) at d / NR * panel + n row */
@@ -205,13 +232,14 @@ FN void NAME(sum_heads)(const struct call *c, const struct work *w, int64_t begi
 #include "matmul_kernels.h"
 
 static const struct kernels NAME(kernels) = {
-    STRING(ISA), NAME(pack), NAME(forward), NAME(backward), NAME(sum_heads), {POINTWISE, NAME(inverse_rms_rows)}, NAME(pack_slab), NAME(multiply),
+    STRING(ISA), NAME(pack), NAME(forward), NAME(backward), NAME(sum_heads), {POINTWISE, NAME(inverse_rms_rows)}, NAME(pack_slab), NAME(multiply), HAS_TILES,
 };
 
 #undef ISA
 #undef TARGET
 #undef WIDTH
 #undef HAS_PAIRS
+#undef HAS_TILES
 #undef element
 #undef NR
 #undef MR

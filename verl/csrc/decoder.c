@@ -27,6 +27,17 @@
 #define STRING(x) STRING_(x)
 
 #if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
+#if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 12
+#include "amx.h"
+#define ISA avx512_amx
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+#define WIDTH 16
+#define HAS_PAIRS 1
+#define HAS_TILES 1
+#include "decoder_kernels.h"
+#define HAVE_AMX 1
+#endif
+
 #define ISA avx512_bf16
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")))
 #define WIDTH 16
@@ -92,6 +103,10 @@ const struct kernels *kernels_for(const char *name)
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#ifdef HAVE_AMX
+    if (avx512 && (!name || !strcmp(name, "avx512_amx")) && amx_allowed())
+        return &kernels_avx512_amx;
+#endif
 #ifdef HAVE_BF16
     /* AMD's processors multiply bfloat16 pairs twice as fast as widened ones, Intel's (Sapphire Rapids) at 0.6 of their rate.
        The maker decides and no measurement, so that a processor always computes the same bits. */
@@ -181,7 +196,7 @@ static void multiply(const struct forward *f, const struct team *team, int threa
     g.block = inputs == m->hidden ? m->hidden_block : inputs == m->heads * m->head_dim ? m->heads_block : inputs == m->inner ? m->inner_block : 0;
     g.steps = int8 ? (inputs + f->int8->group - 1) / f->int8->group : g.kind == FLOATS ? inputs : (inputs + 1) / 2;
     g.panels = round_up(outputs, f->kernels->panel) / f->kernels->panel;
-    int64_t units = g.panels * ((g.rows + f->kernels->tile_rows - 1) / f->kernels->tile_rows);
+    int64_t tile = rows_of(f->kernels, g.kind), units = g.panels * ((g.rows + tile - 1) / tile);
     (int8 ? f->int8->gemm : f->kernels->gemm)(&g, units * thread / team->size, units * (thread + 1) / team->size);
 }
 
@@ -481,7 +496,7 @@ static void multiply_alone(const struct kernels *k, struct product p, int64_t ou
 {
     p.g.panels = round_up(outputs, k->panel) / k->panel;
     p.g.out_stride = p.g.panels * k->panel;
-    p.units = p.g.panels * ((p.g.rows + k->tile_rows - 1) / k->tile_rows);
+    p.units = p.g.panels * ((p.g.rows + rows_of(k, p.g.kind) - 1) / rows_of(k, p.g.kind));
     run_team(product_job, &p, threads);
 }
 

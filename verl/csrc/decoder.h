@@ -11,7 +11,7 @@ enum { CHUNK = 256 };           /* tokens that pass together from one matrix pro
 enum { MAX_HEAD_DIM = 256 };
 
 /* How a matrix product reads its operands: float32; bfloat16 weights times float32 activations that hold bfloat16
-   values; bfloat16 pairs through vdpbf16ps; int8 weights times int8 activations, for which no other kernel has operands. */
+   values; bfloat16 pairs through vdpbf16ps or tdpbf16ps; int8 weights times int8 activations, for which no other kernel has operands. */
 enum { FLOATS = 0, WIDENED = 1, PAIRS = 2, INT8 = 3 };
 
 struct layer {
@@ -116,7 +116,7 @@ struct attention {
 /* The kernels of one instruction set. */
 struct kernels {
     const char *name;
-    int width, tile_rows, panel; /* vector width in floats, rows of a register tile, outputs of a weight panel */
+    int width, tile_rows, pair_rows, panel; /* vector width in floats, rows of a tile of sums, and in pairs, outputs of a weight panel */
     void (*gemm)(const struct gemm *, int64_t begin, int64_t end);
     void (*pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end);
     void (*widen)(float *to, const void *from, int64_t n, int bf16);
@@ -127,6 +127,9 @@ struct kernels {
     void (*swiglu)(char *to, const float *gate, const float *up, int64_t n, int64_t padded, int bf16, int kind);
     void (*draw)(const float *logits, int64_t vocab, float temperature, double u, int64_t *token, float *log_prob);
 };
+
+/* Rows of a tile of sums of a product */
+static inline int64_t rows_of(const struct kernels *k, int kind) { return kind == PAIRS ? k->pair_rows : k->tile_rows; }
 
 /* The int8 kernels of one instruction set. */
 struct int8_kernels {

@@ -34,11 +34,23 @@ static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H
 #define WIDTH 8
 #include "all_kernels.h"
 
+#if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 12
+#include "amx.h"
+#define ISA avx512_amx
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+#define WIDTH 16
+#define HAS_PAIRS 1
+#define HAS_TILES 1
+#include "bf16_kernels.h"
+#define HAVE_AMX 1
+#endif
+
 #if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
 #define ISA avx512_bf16
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")))
 #define WIDTH 16
 #define HAS_PAIRS 1
+#define HAS_TILES 0
 #include "bf16_kernels.h"
 #define HAVE_BF16 1
 #endif
@@ -46,8 +58,12 @@ static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H
 /* The kernels for bfloat16 that go with the sampler's (see decoder.c), or NULL */
 const struct kernels *bf16_kernels_for(const char *name)
 {
-#ifdef HAVE_BF16
     __builtin_cpu_init();
+#ifdef HAVE_AMX
+    if ((!name || !strcmp(name, "avx512_amx")) && amx_allowed())
+        return &kernels_avx512_amx;
+#endif
+#ifdef HAVE_BF16
     if (__builtin_cpu_supports("avx512bf16") && (name ? !strcmp(name, "avx512_bf16") : __builtin_cpu_is("amd")))
         return &kernels_avx512_bf16;
 #endif
@@ -222,7 +238,9 @@ static void product_job(struct team *team, int thread)
 
 void product_run(const struct kernels *k, const struct product *p)
 {
-    struct product_job j = {k, p};
+    struct product undivided = *p;
+    undivided.block = k->undivided && p->depth <= DEPTH ? round_up(p->depth, 2) : p->block;
+    struct product_job j = {k, &undivided};
     run_team(product_job, &j, p->threads);
 }
 

@@ -91,6 +91,7 @@ struct kernels {
     void (*rows[NUM_OPERATIONS])(const struct rows *, int64_t begin, int64_t end);
     void (*pack_slab)(const struct product *, const struct slab *, int64_t part, int64_t parts); /* in bfloat16 only */
     void (*multiply)(const struct product *, const struct slab *, float *a, int64_t part, int64_t parts);
+    int undivided; /* sums of up to 8192 values of a product do not begin at zero again after `block` of them */
 };
 
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

@@ -1,6 +1,6 @@
 """Compiled C libraries: their places, and the instruction set of their kernels.
 
-`VERL_CPU_ISA` forces an instruction set (avx512_bf16, avx512 or avx2), or with `none` torch.
+`VERL_CPU_ISA` forces an instruction set (avx512_amx, avx512_bf16, avx512 or avx2), or with `none` torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
+INSTRUCTION_SETS = ("avx512_amx", "avx512_bf16", "avx512", "avx2")
 
 
 def open_library(stem: Path, revision: int | None = None) -> ctypes.CDLL | None:

@@ -150,11 +150,6 @@ def prefers_onednn(device: torch.device) -> bool:
     return device.type == "cpu" and {"avx512f", "AuthenticAMD"} <= _cpu_flags() and torch.backends.mkldnn.is_available()
 
 
-def multiplies_bf16_tiles() -> bool:
-    """Whether the CPU multiplies tiles of bfloat16 (AMX), many times as fast as vectors."""
-    return "amx_bf16" in _cpu_flags()
-
-
 @functools.cache
 def _cpu_flags() -> set[str]:
     """Instruction sets of the first CPU and the name of its maker. Without /proc (macOS) an ARM CPU is taken to be an Apple

@@ -255,8 +255,8 @@ class RolloutConfig(Section):
     batch_invariant: str = used(
         "auto",
         "whether a sample keeps its bits whichever others are generated with it, and however many at once. auto: where the "
-        "compiled kernels are fastest, else a notice; require: by these kernels also where torch is faster, and refused at "
-        "start where they do not compute the model; off: without a statement",
+        "compiled kernels compute the model, else a notice; require: refused at start where they do not; off: without a "
+        "statement",
         choices=("auto", "require", "off"),
     )
     speculative: SpeculativeConfig = section(SpeculativeConfig, "drafts of tokens that one step verifies", strict=OURS)

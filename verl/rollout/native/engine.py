@@ -177,7 +177,6 @@ class NativeRollout(RolloutEngine):
             self._dense = DenseForward.of(
                 self.module,
                 prepack=self.config.prepack_weights,
-                required=_requires_kernels(self.config),
                 quantization=self.config.quantization,
             )
             self._dense_of = version_of(self.module)
@@ -348,15 +347,11 @@ def _require_quantized(module: Any, quantization: str) -> None:
     if quantization == "int8":
         head = module.get_output_embeddings()
         projection = Projection(head.weight.detach(), head.bias, (head,))
-        if compiled(module, forward.decoder, projection, prepack=True, required=True) is None:
+        if compiled(module, forward.decoder, projection, prepack=True) is None:
             raise ConfigError(
                 f"int8 needs the compiled decoder, which does not compute {name} in {head.weight.dtype} here: the processor "
                 f"has no AVX2, verl was installed without a C compiler, or VERL_CPU_ISA=none. {end}."
             )
-
-
-def _requires_kernels(config: RolloutConfig) -> bool:
-    return config.batch_invariant == "require" or config.quantization == "int8"
 
 
 def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:
@@ -368,8 +363,7 @@ def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:
             f"{_INVARIANT}=require cannot be kept: {invariance.why}. Set it to auto to run without the guarantee."
         )
     if config.speculative.methods and not invariance.holds:
-        can_be = _examined(module, replace(config, batch_invariant="require")).holds
-        other = f", or {_INVARIANT}=require to compute with the compiled kernels" if can_be else ""
+        other = f", or {_INVARIANT}=auto" if config.batch_invariant == "off" else ""
         raise ConfigError(
             f"{_METHODS}={config.speculative.methods} would change samples: {invariance.why}. Set it to []{other}."
         )
@@ -387,8 +381,7 @@ def _examined(module: Any, config: RolloutConfig) -> Invariance:
         return Invariance(False, "the model's own modules compute it, by kernels that were not verified")
     decoder, head = forward.decoder, module.get_output_embeddings()
     projection = Projection(head.weight.detach(), head.bias, (head,))
-    required = _requires_kernels(config)
-    kernels = compiled(module, decoder, projection, prepack=config.prepack_weights, required=required)
+    kernels = compiled(module, decoder, projection, prepack=config.prepack_weights)
     if kernels is None:
         return Invariance(False, "torch computes it, whose order of adding depends on the number of rows")
     if config.quantization == "fp8":

@@ -17,6 +17,7 @@ from verl.parallel.device import native_bf16
 REVISION = 6  # of the structures, see decoder.h
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
+PAIRED = ("avx512_amx", "avx512_bf16")  # instruction sets with products of bfloat16 pairs
 FLOATS, WIDENED, PAIRS = range(3)  # how a matmul reads its operands, see decoder.h
 
 
@@ -83,7 +84,7 @@ class Kernels:
         """The operand layout of matmuls of a model in `dtype`."""
         if dtype == torch.float32:
             return FLOATS
-        return PAIRS if self.name == "avx512_bf16" and native_bf16(torch.device("cpu")) else WIDENED
+        return PAIRS if self.name in PAIRED and native_bf16(torch.device("cpu")) else WIDENED
 
     def padded(self, outputs: int) -> int:
         return -(-outputs // self.panel) * self.panel

@@ -29,7 +29,6 @@ from verl.models.ops.pointwise import Turns, inverse_rms, scaled_norm
 from verl.models.ops.table import by_torch
 from verl.models.quantized import on_grid
 from verl.models.vision import ImageFeatures, num_deep_layers
-from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.layout import StepLayout
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.compiled.forward import CpuForward
@@ -54,7 +53,7 @@ class DenseForward:
 
     @classmethod
     def of(
-        cls, module: HFModule, *, prepack: bool, required: bool = False, quantization: str | None = None
+        cls, module: HFModule, *, prepack: bool, quantization: str | None = None
     ) -> DenseForward | CpuForward | None:
         """The fused forward of a causal language model, with compiled kernels if `compiled` returns them. None if only the
         model's forward computes it. `prepack` allows a copy of the weights. With `quantization` layers multiply in int8, by
@@ -68,7 +67,7 @@ class DenseForward:
         projection = Projection(head.weight.detach(), bias, (head,))
         if quantization == "fp8":
             return cls(module, decoder, projection, prepack=prepack, fp8=True)
-        if (kernels := compiled(module, decoder, projection, prepack=prepack, required=required)) is not None:
+        if (kernels := compiled(module, decoder, projection, prepack=prepack)) is not None:
             return CpuForward(kernels, module, decoder, projection, int8=quantization == "int8")
         return cls(module, decoder, projection, prepack=prepack)
 
@@ -191,14 +190,10 @@ class _HostPass(DecoderPass):
         return images.deepened(number, x)
 
 
-def compiled(
-    module: HFModule, decoder: DenseDecoder, head: Projection, *, prepack: bool, required: bool
-) -> Kernels | None:
-    """The compiled kernels, if they are faster than torch or their batch invariance is `required`; else None."""
-    torch_is_faster = head.weight.dtype == torch.bfloat16 and multiplies_bf16_tiles()
+def compiled(module: HFModule, decoder: DenseDecoder, head: Projection, *, prepack: bool) -> Kernels | None:
+    """The compiled kernels; None if torch computes the module."""
     if (
         not prepack
-        or (torch_is_faster and not required)
         or num_deep_layers(module)
         or head_transform(module.config) != _PLAIN_LOGITS
         or not CpuForward.fits(decoder, head)
