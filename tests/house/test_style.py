@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_938,
+    "core": 71_922,
     "compat": 7_960,
     "page": 4_113,
     "planner": 2_760,
@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 7_167,
     "agents": 6_342,
     "tasks": 2_903,
-    "tests": 88_250,
+    "tests": 88_248,
     "benchmarks": 6_534,
 }
 MAX_MEAN_FUNCTION_LINES = 12
