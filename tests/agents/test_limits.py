@@ -116,7 +116,9 @@ def test_several_choices_are_conversations_that_can_continue(play):  # noqa: F81
         ({"n": 65}, "at most 64 choices"), ({"n": 0}, "n must be a whole number"), ({"stop": 3}, "`stop` must be"),
         ({"stop": ["a"] * 17}, "at most 16 texts"), ({"response_format": {"type": "grammar"}}, "response_format can be"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format can be"),
-        ({"stop": "a"}, "rollout.name=native"), ({"response_format": {"type": "json_object"}}, "rollout.name=native"),
+        ({"stop": ["", "a"]}, "rollout.name=native"), ({"stop": "a" * 1001}, "more than 1000 letters"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": "b" * 70000}}}}, "at most 65536"),
+        ({"response_format": {"type": "json_object"}}, "rollout.name=native"),
     ],
 )  # fmt: skip
 def test_wrong_limits_are_sentences(play, body, sentence):  # noqa: F811

@@ -1,6 +1,7 @@
 """The computation behind the service against plain torch: gradients in float64, AdamW, adapters that take turns."""
 
 import gc
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -165,3 +166,29 @@ def test_requests_join_an_open_lane_and_have_the_samples_of_lanes_for_themselves
     while not lane.is_empty:
         outputs |= bench.advance(lane, 64)
     assert [drawn(outputs[number]) for number in range(4)] == alone
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "gspo"])
+def test_the_loss_of_the_config_reads_whole_sequences(bench, monkeypatch, mode):
+    """Against formulas on the log-probs of a forward: PPO's per token, GSPO's ratio of a sequence."""
+    adapter = bench.engine.new_adapter(4, 1)
+    actor = replace(bench._actor, clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1e9)
+    actor = replace(actor, policy_loss=replace(actor.policy_loss, loss_mode=mode))
+    monkeypatch.setattr(bench, "_actor", actor)
+    monkeypatch.setattr(bench, "_loss_params", {**asdict(actor), **asdict(actor.policy_loss)})
+    sent = request("importance_sampling")
+    log_probs = bench.forward_backward(adapter, replace(sent, forward_only=True)).log_probs
+    generator = np.random.default_rng(1)
+    for datum, values in zip(sent.data, log_probs, strict=True):  # ratios on both sides of the clip
+        datum.inputs["logprobs"][:] = values + generator.normal(0, 0.3, len(values))
+    expected = 0.0
+    for datum, values in zip(sent.data, log_probs, strict=True):
+        advantages, chosen = datum.inputs["advantages"], datum.inputs["advantages"] != 0
+        ratio = np.exp(values - datum.inputs["logprobs"])
+        if mode == "gspo":
+            ratio = np.exp((values - datum.inputs["logprobs"])[chosen].mean())
+        loss = np.maximum(-ratio * advantages, -np.clip(ratio, 0.8, 1.2) * advantages)
+        expected += loss[chosen].sum()
+    result = bench.forward_backward(adapter, replace(sent, loss="custom_from_config"))
+    assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
+    assert bench.optim_step(adapter, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))["grad_norm"] > 0

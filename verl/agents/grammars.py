@@ -76,16 +76,19 @@ class Grammars:
     ) -> None:  # fmt: skip
         """Replace, in place, the sampled `tokens` [rows] and `log_probs` of the rows `numbers` that have a grammar, which come
         from `logits` [rows, vocab] and the uniforms `u` [rows]."""
-        chosen = [
-            place
+        bound = [
+            (place, matcher)
             for place, row in enumerate(numbers.tolist())
-            if (g := rows.groups[row]) is not None and g.request.grammar
+            if (group := rows.groups[row]) is not None
+            and group.request.grammar
+            and not (matcher := self._matcher(rows, row)).is_terminated()  # else the run ignores the end
         ]
-        if not chosen:
+        if not bound:
             return
-        bitmask = self._xgrammar.allocate_token_bitmask(len(chosen), self._size)
-        for index, place in enumerate(chosen):
-            self._matcher(rows, int(numbers[place])).fill_next_token_bitmask(bitmask, index)
+        bitmask = self._xgrammar.allocate_token_bitmask(len(bound), self._size)
+        for index, (_, matcher) in enumerate(bound):
+            matcher.fill_next_token_bitmask(bitmask, index)
+        chosen = [place for place, _ in bound]
         scores = logits[chosen].to(torch.promote_types(logits.dtype, torch.float32))
         allowed = scores.to(torch.float32, copy=True)
         self._xgrammar.apply_token_bitmask_inplace(allowed, bitmask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ def run_serve(argv: list[str]) -> int:
     rows: list[dict[str, Any]] = read_bases(options["bases"]) if "bases" in options else [{"model": options["model"]}]
     entries = []
     for row in rows:
-        names, settings = row.get("name", []), [f"{key}={value}" for key, value in row.get("settings", {}).items()]
+        settings = [f"{key}={value}" for key, value in row.get("settings", {}).items()]
         config = serving_config(row["model"], [*keys, *settings], row.get("rank", rank))
-        entries.append(BaseEntry(config, [names] if isinstance(names, str) else names, row.get("train", True)))
+        entries.append(BaseEntry(config, _names(row), row.get("train", True)))
     entries[0].names.extend([options["name"]] if "name" in options else [])
     host, certificate = options.get("host", "127.0.0.1"), _certificate(options)
     if "keys" not in options and host not in ("127.0.0.1", "::1", "localhost"):
@@ -100,11 +101,28 @@ def read_bases(path: str) -> list[dict[str, Any]]:
         place = f"bases={path}, row {number}"
         if not isinstance(row, dict) or not isinstance(row.get("model"), str):
             raise ConfigError(f"{place} names no model. Write {{model: PATH}}.")
-        if bad := [key for key, value in row.items() if key not in _ROW or not isinstance(value, _ROW[key])]:
+        if bad := [key for key, value in row.items() if not _is_entry(key, value)]:
             raise ConfigError(f"{place} has {bad[0]!r} with {row[bad[0]]!r}; a row has {', '.join(_ROW)}.")
-    if len({row["model"] for row in rows}) < len(rows):
-        raise ConfigError(f"bases={path} names a base model twice. Remove one of the rows.")
+    names = [name for row in rows for name in {row["model"], Path(row["model"]).name, *_names(row)}]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"bases={path} names {twice[0]!r} twice, a path, a folder or a name. Give each base model its own."
+        )
     return rows
+
+
+def _is_entry(key: object, value: object) -> bool:
+    """Whether a row may have this entry."""
+    if key == "rank":
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if key == "name":
+        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+    return isinstance(key, str) and key in _ROW and isinstance(value, _ROW[key])
+
+
+def _names(row: Mapping[str, Any]) -> list[str]:
+    names = row.get("name", [])
+    return [names] if isinstance(names, str) else names
 
 
 def serving_config(model: str, keys: list[str], rank: int) -> PPOConfig:

@@ -26,7 +26,8 @@ from verl.tinker.adapters import PARTS, Adapter, part_of
 from verl.tinker.bases import BaseModel
 from verl.tinker.checkpoints import Checkpoints
 
-OWNER, NAME = "imported", "peft"  # a tenant that no key has
+PREFIX, NAME = "imported", "peft"
+OWNER = "-imported"  # a name that no tenant can have
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 
@@ -50,7 +51,7 @@ def _import(source: Path, checkpoints: Checkpoints, bases: Sequence[BaseModel]) 
     if not fitting:
         names = ", ".join(base.names[0] for base in bases)
         raise ConfigError(f"{source} was trained on {trained_on}, and this server has {names}. Remove the folder.")
-    (base, *_), model_id = fitting, f"{OWNER}-{source.name}"
+    (base, *_), model_id = fitting, f"{PREFIX}-{source.name}"
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not 1 <= rank <= base.facts.most_rank:
         raise ConfigError(
             f"{source} has rank {rank}, and the largest one of {base.names[0]} is {base.facts.most_rank}. Set rank=."

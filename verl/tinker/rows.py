@@ -15,12 +15,14 @@ import torch
 from verl.data_proto.proto import DataProto
 from verl.data_proto.trajectory import token_columns
 from verl.tinker.records import Datum
+from verl.tinker.sum_losses import FROM_CONFIG
 
 _COUNTS = {  # loss -> its input that is 0 for tokens without a part in the sum; dro has none
     "cross_entropy": "weights",
     "importance_sampling": "advantages",
     "ppo": "advantages",
     "cispo": "advantages",
+    FROM_CONFIG: "advantages",
 }
 
 

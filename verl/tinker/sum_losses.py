@@ -7,6 +7,7 @@ lp are the log-probs of the target tokens, q the sampler's (`logprobs`), A the `
     ppo                   -sum(min(r * A, clamp(r, low, high) * A))
     cispo                 -sum(stopgrad(clamp(r, low, high)) * lp * A)
     dro                   -sum(lp * A - beta / 2 * (lp - q)^2)
+    custom_from_config    the policy loss of the server's config (actor.policy_loss), summed over tokens with A != 0
 
 All tensors are [...] of one shape. A token that does not count has a weight or an advantage of 0, and lp = q for dro. The
 source is the documentation of Thinking Machines' Tinker, where the thresholds are ratios with the defaults 0.8 and 1.2.
@@ -62,6 +63,11 @@ def _dro(log_probs: torch.Tensor, *, logprobs: torch.Tensor, advantages: torch.T
     return -(log_probs * advantages - 0.5 * beta * (log_probs - logprobs).square()).sum()
 
 
+def _from_config(log_probs: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """Losses over sequences read rows: the workbench computes it."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class SumLoss:
     """A loss, the tensors that it reads in addition to the log-probs, and its settings with their defaults (None: required)."""
@@ -71,6 +77,7 @@ class SumLoss:
     settings: Mapping[str, float | None] = field(default_factory=dict)
 
 
+FROM_CONFIG = "custom_from_config"  # as verl-recipe's server calls it
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _POLICY = ("logprobs", "advantages")
 SUM_LOSSES = {
@@ -79,4 +86,5 @@ SUM_LOSSES = {
     "ppo": SumLoss(_ppo, _POLICY, _CLIP),
     "cispo": SumLoss(_cispo, _POLICY, _CLIP),
     "dro": SumLoss(_dro, _POLICY, {"beta": None}),
+    FROM_CONFIG: SumLoss(_from_config, _POLICY),
 }

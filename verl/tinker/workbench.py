@@ -7,10 +7,13 @@ hand-written decoders read the model. Only one thread may call it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
+from verl.algorithms.policy_losses import policy_loss
 from verl.config import PPOConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -30,7 +33,7 @@ from verl.tinker.adapters import Adapter, AdapterEngine
 from verl.tinker.open_lane import OpenLane
 from verl.tinker.records import SampleOutput, SamplingRequest, TopTokens, TrainingOutput, TrainingRequest
 from verl.tinker.rows import computed_rows, log_probs_of, training_columns
-from verl.tinker.sum_losses import SUM_LOSSES
+from verl.tinker.sum_losses import FROM_CONFIG, SUM_LOSSES
 
 _LOG_PROBS = "candidate_log_probs"
 
@@ -47,6 +50,8 @@ class Workbench:
             "total_steps": 1,
         }
         self.engine = AdapterEngine(model=sections.model, optim=sections.actor.optim, **settings)
+        self._actor = sections.actor
+        self._loss_params = {**asdict(sections.actor), **asdict(sections.actor.policy_loss)}
         self.micro = MicroBatching(max_tokens=sections.actor.ppo_max_token_len_per_gpu)
         self.tokenizer = load_tokenizer(sections.model)
         module = self.engine.module
@@ -74,6 +79,8 @@ class Workbench:
             for row, number in enumerate(columns["number"].tolist()):
                 collected[number] = log_probs[row].detach().to("cpu", torch.float32).numpy()
             chosen, exists = SUM_LOSSES[request.loss], columns["target_mask"]
+            if request.loss == FROM_CONFIG:
+                return self._policy_loss(log_probs, columns, exists), {}
             inputs = {name: columns[name].to(log_probs)[exists] for name in chosen.inputs}
             return chosen.function(log_probs[exists], **inputs, **request.settings), {}
 
@@ -86,6 +93,17 @@ class Workbench:
         if not np.isfinite(value):
             raise NumericsError(f"The loss is {value}. Look at the log-probs and weights of the data.")
         return TrainingOutput(log_probs_of(request.data, rows, collected), {"loss:sum": value})
+
+    def _policy_loss(self, log_probs: torch.Tensor, columns: TensorDict, exists: torch.Tensor) -> torch.Tensor:
+        """The policy loss of the config on `log_probs` [rows, response, 1], summed over tokens with an advantage."""
+        old, advantages = (columns[name].to(log_probs)[..., 0] for name in ("logprobs", "advantages"))
+        mask = exists[..., 0].to(log_probs.device) & (advantages != 0)
+        loss, _ = policy_loss(
+            self._actor.policy_loss.loss_mode, old_log_prob=old, log_prob=log_probs[..., 0], advantages=advantages,
+            response_mask=mask, agg=lambda values, mask: (values * mask).sum(), params=self._loss_params, config=self._actor,
+            generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        return loss
 
     def optim_step(self, adapter: Adapter, values: AdamStep) -> dict[str, float]:
         """One step on the adapter's gradients, and forget them. Raises NumericsError for gradients that are not finite: they

@@ -21,7 +21,8 @@ MODEL = "policy"
 
 
 ChatRequest = tuple[Any, object, TurnRules]  # messages, tools, and how the turn is sampled
-_MOST_CHOICES, _MOST_STOPS = 64, 16
+_MOST_CHOICES, _MOST_STOPS, _MOST_LETTERS = 64, 16, 1000  # of a stop text
+_MOST_SCHEMA = 1 << 16
 
 
 def _rules(body: Mapping[str, Any], *limits: str, form: object = None) -> TurnRules:
@@ -51,6 +52,8 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
         or len(stops) > _MOST_STOPS
     ):
         raise RequestError(f"`stop` must be a text or a list of at most {_MOST_STOPS} texts")
+    if any(len(one) > _MOST_LETTERS for one in stops):  # each step looks back as far
+        raise RequestError(f"a text of `stop` has more than {_MOST_LETTERS} letters")
     return tuple(one for one in stops if one)
 
 
@@ -65,7 +68,9 @@ def _grammar(form: Any) -> str:
     schema = schema.get("schema") if isinstance(schema, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestError("response_format can be text, json_object, or json_schema with a schema")
-    return json.dumps(schema)
+    if len(text := json.dumps(schema)) > _MOST_SCHEMA:
+        raise RequestError(f"the JSON schema has {len(text)} letters; at most {_MOST_SCHEMA} are taken")
+    return text
 
 
 def _list(owner: Mapping[str, object], name: str) -> list[object]:
