@@ -126,6 +126,14 @@ def test_a_save_that_the_disk_refuses_leaves_nothing(session, tmp_path, monkeypa
         (lambda s: s.forward_backward([{**ROWS[0], "response_ids": [10**6]}], summed), DataError, "token id"),
         (lambda s: s.sample([]), DataError, "at least one entry"),
         (lambda s: s.sample(PROMPTS, max_tokens=7), DataError, "data.max_response_length=6"),
+        (lambda s: s.sample([[5] * 500]), DataError, "max_prompt_length"),
+        (lambda s: s.sample(PROMPTS, n=1.5), DataError, "must be a whole number"),
+        (lambda s: s.sample(PROMPTS, max_tokens=True), DataError, "max_tokens"),
+        (
+            lambda s: s.forward_backward([{**ROWS[0], "response_ids": [5] * 900}], summed),
+            DataError,
+            "max_response_length",
+        ),
         (lambda s: s.log_probs(ROWS, reference=True), ConfigError, "use_kl_loss"),
     ],
 )

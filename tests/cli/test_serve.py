@@ -24,6 +24,7 @@ KEYS = "a" * 64
         (["model=m", "tls_key=missing", "tls_cert=missing"], "missing does not exist"),
         (["model=m", "actor_rollout_ref.rollot.n=1"], "rollot"),
         (["model=m", "bases=b.yaml"], "or bases=FILE for several"),
+        (["model=m", "memory=nan"], "memory=nan is no number above 0"),
         (["bases=b.yaml"], "bases= b.yaml does not exist"),
     ],
 )

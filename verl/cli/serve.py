@@ -72,12 +72,12 @@ def run_serve(argv: list[str]) -> int:
         )
     limits = TenantLimits(models=_count("models", options["models"])) if "models" in options else TenantLimits()
     tenants = read_tenants(options["keys"]) if "keys" in options else Tenants(limits=limits)
+    most_bytes = _amount("memory", options["memory"]) * GB if "memory" in options else float("inf")
     listening = listen(host, _count("port", options.get("port", "0")))
 
     def say(address: str) -> None:
         print(f"{address}\nSet TINKER_BASE_URL to this address and TINKER_API_KEY to tml-...; Ctrl-C ends.", flush=True)
 
-    most_bytes = _count("memory", options["memory"]) * GB if "memory" in options else float("inf")
     adapters = Path(options["adapters"]).expanduser() if "adapters" in options else None
     serve_tinker(entries, listening, folder, tenants, say, certificate, most_bytes, adapters)
     return 0
@@ -148,6 +148,16 @@ def _options(settings: list[str]) -> tuple[dict[str, str], list[str]]:
             "verl serve tinker needs model=PATH, the folder of the base model, or bases=FILE for several."
         )
     return options, ["=".join((name, value)) for name, _, value in pairs if name not in _OPTIONS]
+
+
+def _amount(name: str, text: str) -> float:
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = -1.0
+    if not 0 < amount < float("inf"):
+        raise ConfigError(f"{name}={text} is no number above 0.")
+    return amount
 
 
 def _count(name: str, text: str) -> int:
