@@ -1,4 +1,4 @@
-"""How long small requests wait at the training service while one client is greedy.
+"""Waits of small requests at the training service while one client is greedy.
 
     python -m benchmarks.service_load --model work/models/SmolLM2-135M-Instruct --seconds 120
 

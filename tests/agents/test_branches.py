@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.agents.test_gateway import ASK, ROLLOUT, chat, play  # noqa: F401  (a fixture)
-from verl.agents.branches import episodes, joined, spread
+from verl.agents.branches import episodes, spread_over_conversations, with_conversations
 from verl.agents.journal import records, transcripts
-from verl.agents.recorded import _unpacked, packed
+from verl.agents.recorded import _unpacked, packed_branch
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.trajectory import Segment, Trajectory, to_columns
@@ -48,8 +48,10 @@ def test_each_sampled_token_trains_once(play, changes):  # noqa: F811
     assert trained == ([ids for number, turns in sampled.items() if number for ids in turns] if changes else [])
     assert [messages[0]["content"] for messages in result.conversations] == ["You are a helper."]
     for one in result.branches:
-        saved = json.loads(json.dumps(packed(one)))
-        assert packed(_unpacked(saved, result.trajectory, np.dtype(np.float64), lambda digest: None)) == packed(one)
+        saved = json.loads(json.dumps(packed_branch(one)))
+        assert packed_branch(
+            _unpacked(saved, result.trajectory, np.dtype(np.float64), lambda digest: None)
+        ) == packed_branch(one)
 
 
 def trajectory(ordinal, sample, prompt, *parts):
@@ -80,28 +82,28 @@ def batch():
 
 
 def test_further_conversations_are_rows_with_the_advantage_of_their_episode():
-    rows = joined(batch(), 0)
+    rows = with_conversations(batch(), 0)
     assert rows.batch["branch_of"].tolist() == [-1, -1, -1, 0, 0, 2]
     assert rows.batch["response_mask"].sum(dim=1).tolist() == [2, 2, 2, 1, 1, 2]
     assert rows.batch["token_level_scores"].sum(dim=1).tolist() == [1.0, 0.0, 0.5, 0.0, 0.0, 0.0]
     assert rows.batch["rollout_log_probs"][4].tolist() == [0.0, 0.0, -2.0, 0.0, 0.0, 0.0]
     assert rows.batch["prompts"][3].tolist() == [0, 0, 0, 3]
-    own = episodes(rows)
-    assert len(own) == 3
-    advantages = torch.tensor([[1.0], [-1.0], [0.25]]) * own.batch["response_mask"]
-    values = spread(rows, advantages)
+    main_rows = episodes(rows)
+    assert len(main_rows) == 3
+    advantages = torch.tensor([[1.0], [-1.0], [0.25]]) * main_rows.batch["response_mask"]
+    values = spread_over_conversations(rows, advantages)
     assert values.tolist() == [
         [1.0, 1.0, 0, 0, 0, 0], [-1.0, -1.0, 0, 0, 0, 0], [0.25, 0.25, 0, 0, 0, 0],
         [1.0, 0, 0, 0, 0, 0], [0, 0, 1.0, 0, 0, 0], [0.25, 0.25, 0, 0, 0, 0],
     ]  # fmt: skip
     advantages[0, 1] = 2.0
     with pytest.raises(ConfigError, match="Choose grpo or another estimator of groups"):
-        spread(rows, advantages)
-    assert joined(batch().select_idxs(np.array([1])), 0).batch["branch_of"].tolist() == [-1]
+        spread_over_conversations(rows, advantages)
+    assert with_conversations(batch().select_idxs(np.array([1])), 0).batch["branch_of"].tolist() == [-1]
 
 
 def test_a_mini_batch_has_the_further_conversations_of_its_episodes():
-    rows = joined(batch(), 0)
+    rows = with_conversations(batch(), 0)
     minis = MiniBatchSchedule(size=2, epochs=2, shuffle=True, seed=1).rows(rows, 1)
     assert len(minis) == 4, "as many optimizer steps as without them"
     owners = rows.batch["branch_of"].tolist()
@@ -131,16 +133,16 @@ def test_a_run_trains_all_conversations_and_resumes_to_the_same_steps(agent_run,
     plain = ("trainer.total_training_steps=3", "trainer.save_freq=1", *changes)
     settings = (f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.multi_turn.function_tool_path=null",
                 f"{ROLLOUT}.agent.runner={tmp_path}/agent.py:run", ALL)  # fmt: skip
-    whole = agent_run(*settings, *plain)
-    for row in whole.training_rows():
+    unbroken = agent_run(*settings, *plain)
+    for row in unbroken.training_rows():
         assert row["training/rollout_probs_diff_max"] < (0.1 if changes else 1e-5)  # samples of the last version
         assert row.get("rollout/trained_token_share", 1.0) == 1.0  # a step ahead generates none
         assert row["actor/grad_norm"] > 0
-    shown = "\n".join(transcripts(records(whole.folder), 1))
-    assert "[user] help" in shown
-    assert "── its conversation 2\n" in shown
+    transcript = "\n".join(transcripts(records(unbroken.folder), 1))
+    assert "[user] help" in transcript
+    assert "── its conversation 2\n" in transcript
     ends_after(2)
     agent_run(*settings, *plain, folder="cut")
     resumed = agent_run(*settings, *plain, folder="cut")
-    norms = [[row["actor/grad_norm"] for row in run.training_rows()] for run in (whole, resumed)]
+    norms = [[row["actor/grad_norm"] for row in run.training_rows()] for run in (unbroken, resumed)]
     assert norms[0] == norms[1]

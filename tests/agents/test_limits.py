@@ -1,4 +1,4 @@
-"""What a request of an agent says about its turn: stop texts, a JSON schema, several choices."""
+"""Rules of a request of an agent for its turn: stop texts, a JSON schema, several choices."""
 
 import json
 

@@ -47,13 +47,13 @@ class Lives:
 
 
 @contextmanager
-def lives(model, folder, deaths=(), most_deaths=1000, *others):
-    """A service of `model`, named base, and of `others`, named by their folders, in `folder`, for the tenants of KEYS. `deaths`
-    has, for each life that ends itself, the commit of the journal at which it does, and one of MOMENTS. A request is given up
-    after `most_deaths`: kills from outside are not its fault."""
+def lives(model, folder, deaths=(), most_deaths=1000, *further):
+    """A service of `model`, named base, and of `further` models, named by their folders, in `folder`, for the tenants of
+    KEYS. `deaths` has, for each life that ends itself, the commit of the journal at which it does, and one of MOMENTS. A
+    request is given up after `most_deaths`: kills from outside are not its fault."""
     listening = listen()
     plan = ",".join(f"{number}{moment}" for number, moment in deaths)
-    models = ",".join(map(str, [model, *others]))
+    models = ",".join(map(str, [model, *further]))
     arguments = [models, folder, listening.fileno(), plan, most_deaths]
     command = [sys.executable, "-m", "tests.tinker.lives", *map(str, arguments)]
     process = fork_instead(subprocess.Popen)(

@@ -133,7 +133,7 @@ def reads(rng, caller):
 def bodies(rng, caller):
     """(route, body) of a correct request of every kind."""
     numbered = {"model_id": caller.model, "seq_id": caller.seq_id}
-    asked = {"model": caller.service.bases.names[0], "max_tokens": 2}
+    completion = {"model": caller.service.bases.names[0], "max_tokens": 2}
     named = {"session_id": caller.session, "base_model": caller.service.bases.names[0]}
     return rng.choice(
         [
@@ -152,8 +152,8 @@ def bodies(rng, caller):
             ("sessions/search", {"owner": {"type": "own"}, "limit": 3}),
             ("telemetry", {"events": [], "session_id": caller.session}),
             (f"training_runs/{caller.model}/checkpoints/weights/a/ttl", {"ttl_seconds": 3600}),
-            ("/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": "a"}]}),
-            ("/v1/completions", {**asked, "prompt": "abc", "stop": "b"}),
+            ("/v1/chat/completions", {**completion, "messages": [{"role": "user", "content": "a"}]}),
+            ("/v1/completions", {**completion, "prompt": "abc", "stop": "b"}),
             ("retrieve_future", {"request_id": "x"}), ("session_heartbeat", {"session_id": caller.session}),
         ]
     )  # fmt: skip

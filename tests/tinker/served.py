@@ -24,8 +24,8 @@ class Served:
     def __init__(self, url, service, faults):
         self.url, self.service, self.faults, self._clients = url, service, faults, []
 
-    def client(self):
-        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key="tml-test"))
+    def client(self, key="tml-test"):
+        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key=key))
         return self._clients[-1]
 
     def close(self):
@@ -47,8 +47,8 @@ def base_of(bench, names, training=None, sampling=None, **settings):
     """A base model that is `bench` in this process, unless other workers are named."""
     training = training or BenchWorker(bench)
     sampling = sampling or training
-    made = Bench(training, sampling, training.facts(), bench.tokenizer, is_apart=sampling is not training)
-    return BaseModel(names[0], list(names), made.facts, bench.tokenizer, lambda: nullcontext(made), **settings)
+    workers = Bench(training, sampling, training.facts(), bench.tokenizer, is_apart=sampling is not training)
+    return BaseModel(names[0], list(names), workers.facts, bench.tokenizer, lambda: nullcontext(workers), **settings)
 
 
 def only(bench, names, *apart):

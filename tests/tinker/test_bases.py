@@ -1,5 +1,6 @@
 """Several base models in one service: loaded on demand, with room for one, and equal to a service that has each alone."""
 
+import hashlib
 import logging
 import weakref
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from verl.errors import ConfigError  # noqa: E402
 from verl.models.tiny import make_tiny_model  # noqa: E402
 from verl.tinker import bases as module  # noqa: E402
 from verl.tinker.bases import BaseEntry, Bases  # noqa: E402
+from verl.tinker.tenants import Tenant, Tenants  # noqa: E402
 from verl.tinker.workbench import Workbench  # noqa: E402
 
 FLOAT = "actor_rollout_ref.actor.fsdp_config.dtype=float32"
@@ -31,8 +33,12 @@ def teacher(tmp_path_factory):
     return Workbench(serving_config(str(path), [FLOAT], rank=8))
 
 
+def tenants_of(*names):
+    return Tenants({hashlib.sha256(f"tml-{name}".encode()).hexdigest(): Tenant(name) for name in names})
+
+
 @contextmanager
-def both(bench, teacher, folder, monkeypatch, idle_s=0.0, **settings):
+def both(bench, teacher, folder, monkeypatch, idle_s=0.0, tenants=None, **settings):
     """A service with room for one of two base models, which may leave after `idle_s` seconds."""
     monkeypatch.setattr(module, "IDLE_S", idle_s)
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
@@ -46,7 +52,7 @@ def both(bench, teacher, folder, monkeypatch, idle_s=0.0, **settings):
 
     student = base(bench, [str(bench.engine._trained.base), "student"])
     held = Bases([student, base(teacher, [str(teacher.engine._trained.base), "teacher"], **settings)], most_bytes=10)
-    with running(bench, folder, bases=held) as served:
+    with running(bench, folder, tenants, bases=held) as served:
         served.loads = loads
         yield served
 
@@ -83,24 +89,28 @@ def test_a_base_model_that_leaves_in_the_middle_of_a_step_changes_no_bit(bench, 
         sampler = served.client().create_sampling_client(base_model="base")
         expected = sampler.compute_logprobs(PROMPT).result()
     with both(bench, teacher, tmp_path / "both", monkeypatch) as served:
-        sampler, seen = served.client().create_sampling_client(base_model="teacher"), []
-        same(reference, steps(served, lambda: seen.append(sampler.compute_logprobs(PROMPT).result())))
-        assert all(scores == expected for scores in seen)
+        sampler, scores = served.client().create_sampling_client(base_model="teacher"), []
+        same(reference, steps(served, lambda: scores.append(sampler.compute_logprobs(PROMPT).result())))
+        assert all(one == expected for one in scores)
         assert served.loads.count("student") >= 6, "it has left each time"
         assert len(served.service.bases._open) == 1
         models = served.client().get_server_capabilities().supported_models
         assert {"student", "teacher"} <= {model.model_name for model in models}
 
 
-def test_one_that_does_not_fit_beside_one_in_use_is_a_sentence(bench, teacher, tmp_path, monkeypatch):
-    with both(bench, teacher, tmp_path, monkeypatch, idle_s=3600.0) as served:
-        trainer = served.client().create_lora_training_client(base_model="student", rank=4).result()
-        client = served.client()
-        with pytest.raises(tinker.BadRequestError, match=r"does not fit beside .*, in use now"):
+def test_a_base_model_that_does_not_fit_is_a_sentence_to_who_asks(bench, teacher, tmp_path, monkeypatch):
+    with both(bench, teacher, tmp_path, monkeypatch, idle_s=3600.0, tenants=tenants_of("ada", "bob")) as served:
+        trainer = served.client("tml-ada").create_lora_training_client(base_model="student", rank=4).result()
+        client = served.client("tml-bob")
+        with pytest.raises(tinker.BadRequestError, match=r"does not fit with .*, in use now"):
             client.create_lora_training_client(base_model="teacher", rank=4).result()
+        with pytest.raises(tinker.BadRequestError, match=r"does not fit with .*, in use now"):
+            client.create_sampling_client(base_model="teacher").compute_logprobs(PROMPT).result()
         trainer.forward_backward([datum(0)], "cross_entropy").result()
         assert trainer.optim_step(ADAM).result().metrics["grad_norm"] > 0
         assert served.loads == ["student"]
+        served.client("tml-ada").create_sampling_client(base_model="teacher").compute_logprobs(PROMPT).result()
+        assert served.loads == ["student", "teacher"], "a tenant uses its own in turns"
 
 
 def test_adapters_stay_with_their_base_model(bench, teacher, tmp_path, monkeypatch):
@@ -169,18 +179,18 @@ def test_a_folder_keeps_its_base_models(tmp_path):
 def test_a_base_model_that_leaves_gives_its_memory_back(teacher, tiny_llama):
     paths = [str(tiny_llama), str(teacher.engine._trained.base)]
     entries = [BaseEntry(serving_config(path, [FLOAT], rank=8)) for path in paths]
-    sizes = [module.described(entry).num_bytes for entry in entries]
+    sizes = [module.described_base(entry).num_bytes for entry in entries]
     with Bases.opened(entries, max(sizes)) as held:
-        kept = weakref.ref(held.bench(held.bases[0]).tokenizer)
+        tokenizer = weakref.ref(held.bench(held.bases[0]).tokenizer)
         embedding = weakref.ref(held.loaded(held.bases[0]).training)
         module.IDLE_S, before = 0.0, module.IDLE_S
         try:
-            held.admit(held.bases[1])
+            held.admit(held.bases[1], "ada")
         finally:
             module.IDLE_S = before
         held.bench(held.bases[1])
         assert held.loaded(held.bases[0]) is None
-        assert kept() is None
+        assert tokenizer() is None
         assert embedding() is None
     with pytest.raises(ConfigError, match="more than memory="), Bases.opened(entries, min(sizes) - 1):
         pass
@@ -193,7 +203,7 @@ def test_a_base_model_that_leaves_gives_its_memory_back(teacher, tiny_llama):
 
 def test_base_models_are_described_from_their_files(bench, teacher, tiny_llama):
     entries = [BaseEntry(serving_config(str(tiny_llama), [FLOAT], rank=8), ["base"])]
-    held = Bases([module.described(entry) for entry in entries])
+    held = Bases([module.described_base(entry) for entry in entries])
     assert held.bases[0].facts == base_of(bench, ["x"]).facts
     assert held.bases[0].num_bytes > 0
     assert held.bases[0].names[-1] == "base"

@@ -33,7 +33,7 @@ def test_any_sequence_of_requests(bench, tmp_path, seed):
 
 
 @pytest.mark.slow
-def test_two_thousand_hostile_requests_beside_two_tenants(bench, tmp_path):
+def test_two_thousand_hostile_requests_disturb_no_other_tenant(bench, tmp_path):
     outcomes = list(lives(bench, random.Random(60), 2000, tmp_path))
     assert len(outcomes) == 2000
 

@@ -32,7 +32,7 @@ from verl.agents.loops import (
 )
 from verl.agents.matches import Matches
 from verl.agents.parsers import ToolParser
-from verl.agents.recorded import packed
+from verl.agents.recorded import packed_branch
 from verl.agents.results import in_dtype, trained_share, untrained
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
@@ -358,7 +358,7 @@ class Agents:
             **prompt,
             messages=_shown(result.trajectory.messages),
             **({"conversations": list(map(_shown, result.conversations))} if result.conversations else {}),
-            **({"branches": list(map(packed, result.branches))} if result.branches else {}),
+            **({"branches": list(map(packed_branch, result.branches))} if result.branches else {}),
             num_turns=result.num_turns,
             reward=result.reward,
             extra=result.extra,

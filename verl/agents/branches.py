@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from verl.config import full_key
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.trajectory import Trajectory, to_columns
@@ -19,7 +20,7 @@ from verl.roles.updates import BRANCH_OF
 _FURTHER = 1 << 19  # added to the number of a sample
 
 
-def joined(batch: DataProto, pad_token_id: int) -> DataProto:
+def with_conversations(batch: DataProto, pad_token_id: int) -> DataProto:
     """The rows of `batch` and of their further conversations, with the column branch_of."""
     further: list[list[Trajectory]] = [list(one or ()) for one in batch.non_tensor_batch.get("episode_branches", ())]
     owners = np.array([row for row, branches in enumerate(further) for _ in branches], dtype=np.int64)
@@ -50,7 +51,7 @@ def episodes(batch: DataProto) -> DataProto:
     return batch.select_idxs(batch.batch[BRANCH_OF] < 0)
 
 
-def spread(batch: DataProto, values: torch.Tensor) -> torch.Tensor:
+def spread_over_conversations(batch: DataProto, values: torch.Tensor) -> torch.Tensor:
     """`values` [episode, response] of episodes for all rows of `batch` [row, response]: a further row has its episode's value
     on its own tokens. Raises ConfigError for an episode whose tokens have different values."""
     owners, mask = batch.batch[BRANCH_OF], batch.batch["response_mask"].bool()
@@ -58,8 +59,8 @@ def spread(batch: DataProto, values: torch.Tensor) -> torch.Tensor:
     first = values.gather(1, trained.int().argmax(dim=1, keepdim=True)) * trained.any(dim=1, keepdim=True)
     if (values != first)[trained].any():
         raise ConfigError(
-            "actor_rollout_ref.rollout.agent.branches=all gives each conversation the advantage of its episode, and "
-            "algorithm.adv_estimator gives the tokens of an episode different ones. Choose grpo or another estimator of groups."
+            f"{full_key('rollout.agent.branches')}=all gives each conversation the advantage of its episode, and the advantage "
+            "estimator gives the tokens of an episode different ones. Choose grpo or another estimator of groups."
         )
     further = owners >= 0
     return torch.cat([values, first[owners[further]] * mask[further]])

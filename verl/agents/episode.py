@@ -328,8 +328,8 @@ class Episode:
         return self.trajectory(branch.tokens[:start], branch.tokens[start:], branch.sampled[start:], "length")
 
     def further(self, trained: Trajectory) -> list[Trajectory]:
-        """The conversations with sampled tokens beside the one that `trained` has, in the order of their numbers. Tokens of a
-        prompt beyond the longest prompt become context of the response."""
+        """The conversations with sampled tokens, without the conversation of `trained`, in the order of their numbers. Tokens
+        of a prompt beyond the longest prompt become context of the response."""
         sequence = [*trained.prompt_ids, *trained.response_ids]
         main = max(self.branches, key=lambda branch: num_common(branch.tokens, sequence))
         trajectories = []

@@ -58,7 +58,7 @@ class Grammars:
         self._matchings: weakref.WeakKeyDictionary[Group, dict[int, _Matching]] = weakref.WeakKeyDictionary()
 
     def require(self, grammar: str) -> None:
-        """Compile a JSON schema. Raises ModelError for one that cannot be used."""
+        """Compile a JSON schema. Raises ModelError if it cannot be used."""
         if grammar in self._compiled:
             return
         try:

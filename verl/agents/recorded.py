@@ -45,7 +45,7 @@ def recorded(
     return results
 
 
-def packed(one: Trajectory) -> dict[str, object]:
+def packed_branch(one: Trajectory) -> dict[str, object]:
     """A further conversation as the journal has it."""
     segments = [
         [s.token_ids.tolist(), None if s.log_probs is None else s.log_probs.tolist(), s.weight_version]

@@ -73,7 +73,7 @@ class PPO(PPOProgram):
         result, next_ordinal = self.collect(step)
         self.run.check_stop()
         if self.branches is not None:
-            result.batch = self.branches.joined(result.batch, self.data.tokenizer.pad_token_id or 0)
+            result.batch = self.branches.with_conversations(result.batch, self.data.tokenizer.pad_token_id or 0)
         with self.guards.step(step, result, next_ordinal):
             self.annotate(result)
             self.run.check_stop()
@@ -151,7 +151,7 @@ class PPO(PPOProgram):
                 step_advantage_w=algorithm.gigpo.step_advantage_w,
             )  # fmt: skip
             if self.branches is not None:
-                credit = tuple(self.branches.spread(batch, values) for values in credit)
+                credit = tuple(self.branches.spread_over_conversations(batch, values) for values in credit)
             columns["advantages"], columns["returns"] = credit
             if algorithm.use_pf_ppo:
                 rule, generator = algorithm.pf_ppo, torch.Generator().manual_seed(step)

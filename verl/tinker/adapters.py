@@ -135,10 +135,10 @@ class AdapterEngine(LocalEngine):
             parameter.data = self.rounding.rounded(name, tensor, parameter.dtype)
 
     def _part(self, name: str) -> str:
-        return part_of(name, is_head=self._layers[name] is self._head)
+        return part_of_adapter(name, is_head=self._layers[name] is self._head)
 
 
-def part_of(layer: str, *, is_head: bool) -> str:
+def part_of_adapter(layer: str, *, is_head: bool) -> str:
     """The one of PARTS that a layer belongs to."""
     if is_head:
         return "head"

@@ -1,8 +1,8 @@
 """The base models of a service: their names and facts, and which of them are in memory.
 
-A base model is loaded when a request computes with it. If it does not fit beside the others, the one that was used least
-recently leaves, unless it has requests or had one in the last IDLE_S seconds. The adapters that train on it stay in memory
-(`Parked`), and their states are saved.
+A base model is loaded when a request computes with it. If it does not fit with the others, those that were used least recently
+leave, unless they have requests, or another tenant used them in the last IDLE_S seconds. The adapters that train on them stay
+in memory (`Parked`), and their states are saved.
 
     - {model: Qwen/Qwen3-0.6B}                                   a line of bases=FILE
     - {model: models/teacher, name: Qwen/Qwen3-4B, train: false, settings: {actor_rollout_ref.actor.fsdp_config.dtype: float32}}
@@ -34,7 +34,7 @@ from verl.tinker.worker import Bench, BenchFacts, check_service, open_bench
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 30.0  # without a request: it may leave for another one
+IDLE_S = 30.0  # without a request of its tenant: it may leave for another tenant
 RETRY_S = 5
 GB = 10**9
 
@@ -68,27 +68,28 @@ class BaseEntry:
 
 
 class Bases:
-    """The base models, the first of which is the one that a folder belongs to. At most `most_bytes` are in memory.
+    """The base models; a folder belongs to the first. At most `most_bytes` are in memory.
 
-    Requests are admitted on the event loop; `bench` loads on a thread that computes. `is_busy` says whether a base model has
-    requests, `on_leave` and `on_return` get one whose workers go, or have come.
+    Requests are admitted on the event loop; `bench` loads on a thread that computes. `tenants_of` has the tenants whose
+    requests wait for a base model, `on_leave` and `on_return` get one whose workers go, or have come.
     """
 
     def __init__(self, bases: Sequence[BaseModel], most_bytes: float = math.inf, *, is_apart: bool = False):
         self.bases, self.most_bytes, self.is_apart = list(bases), most_bytes, is_apart
-        self.is_busy: Callable[[BaseModel], bool] = lambda base: False
+        self.tenants_of: Callable[[BaseModel], set[str]] = lambda base: set()
         self.on_leave: Callable[[BaseModel, Bench], None] = lambda base, bench: None
         self.on_return: Callable[[BaseModel, Bench], None] = lambda base, bench: None
         self._lock, self._loading = threading.Lock(), threading.RLock()
-        self._kept: OrderedDict[BaseModel, float] = OrderedDict()  # with the time of the last request, the oldest first
+        # with the last request of each tenant; the base model that was used least recently first
+        self._promised: OrderedDict[BaseModel, dict[str, float]] = OrderedDict()
         self._open: dict[BaseModel, tuple[Bench, contextlib.ExitStack]] = {}
 
     @classmethod
     @contextlib.contextmanager
     def opened(cls, entries: Sequence[BaseEntry], most_bytes: float = math.inf) -> Iterator[Bases]:
-        """The base models of `entries`; one alone is loaded at once. Their processes end on leaving. Raises ConfigError for
-        one that does not fit."""
-        bases = [described(entry) for entry in entries]
+        """The base models of `entries`; a single one is loaded at once. Their processes end on leaving. Raises ConfigError if
+        one does not fit."""
+        bases = [described_base(entry) for entry in entries]
         for base in bases:
             if base.num_bytes > most_bytes:
                 raise ConfigError(
@@ -109,7 +110,7 @@ class Bases:
         return [name for base in self.bases for name in base.names]
 
     def named(self, name: str | None) -> BaseModel:
-        """The base model of a name. Raises RefusedRequest for one that is not served."""
+        """The base model of a name. Raises RefusedRequest if it is not served."""
         for base in self.bases:
             if name in base.names:
                 return base
@@ -120,27 +121,49 @@ class Bases:
         opened = self._open.get(base)
         return None if opened is None else opened[0]
 
-    def admit(self, base: BaseModel, *, status: int = 429, is_stored: bool = False) -> None:
-        """Promise room to a base model that a request computes with. Raises RefusedRequest if it does not fit beside the ones
-        in use, unless the request `is_stored` in the journal: it was admitted before a kill."""
+    def require_fit(self, base: BaseModel, tenant: str) -> None:
+        """Raise RefusedRequest (400) for a base model that does not fit with those that other tenants use."""
         with self._lock:
-            now, used = time.monotonic(), sum(kept.num_bytes for kept in self._kept)
-            idle = [b for b, at in self._kept.items() if now - at > IDLE_S and b is not base and not self.is_busy(b)]
-            free, leaving = self.most_bytes - used, list[BaseModel]()
-            while base not in self._kept and base.num_bytes > free and idle:
-                leaving.append(idle.pop(0))
-                free += leaving[-1].num_bytes
-            if base not in self._kept and base.num_bytes > free and not is_stored:
-                beside = ", ".join(kept.names[0] for kept in self._kept if kept not in leaving)
-                raise RefusedRequest(
-                    f"The base model {base.names[0]} ({base.num_bytes / GB:.1f} GB) does not fit beside {beside}, in use now: "
-                    f"the server has {self.most_bytes / GB:g} GB for base models. Try again later.",
-                    status, RETRY_S if status == 429 else None,
-                )  # fmt: skip
-            for one in leaving:
-                del self._kept[one]
-            self._kept[base] = now
-            self._kept.move_to_end(base)
+            self._leaving(base, tenant, self._used_by_others(tenant), 400)
+
+    def admit(self, base: BaseModel, tenant: str, *, is_stored: bool = False) -> None:
+        """Promise memory to a base model that a request of a tenant computes with. Raises RefusedRequest (429) while it does
+        not fit with those in use, unless the request `is_stored` in the journal: it was admitted before a kill."""
+        with self._lock:
+            used = self._used_by_others(tenant) | {held for held in self._promised if self.tenants_of(held)}
+            for held in [] if is_stored else self._leaving(base, tenant, used, 429):
+                del self._promised[held]
+            self._promised.setdefault(base, {})[tenant] = time.monotonic()
+            self._promised.move_to_end(base)
+
+    def _used_by_others(self, tenant: str) -> set[BaseModel]:
+        """Base models that other tenants wait for, or used in the last IDLE_S seconds."""
+        now = time.monotonic()
+        return {
+            held
+            for held, times in self._promised.items()
+            if self.tenants_of(held) - {tenant}
+            or any(now - at <= IDLE_S for name, at in times.items() if name != tenant)
+        }
+
+    def _leaving(self, base: BaseModel, tenant: str, used: set[BaseModel], status: int) -> list[BaseModel]:
+        """Base models that leave for `base`, none of them `used`. Raises RefusedRequest if it does not fit with those."""
+        free = self.most_bytes - sum(held.num_bytes for held in self._promised)
+        leaving, candidates = (
+            list[BaseModel](),
+            [held for held in self._promised if held not in used and held is not base],
+        )
+        while base not in self._promised and base.num_bytes > free and candidates:
+            leaving.append(candidates.pop(0))
+            free += leaving[-1].num_bytes
+        if base not in self._promised and base.num_bytes > free:
+            names = ", ".join(held.names[0] for held in self._promised if held not in leaving)
+            raise RefusedRequest(
+                f"The base model {base.names[0]} ({base.num_bytes / GB:.1f} GB) does not fit with {names}, in use now: the "
+                f"server has {self.most_bytes / GB:g} GB for base models. Try again later.",
+                status, RETRY_S if status == 429 else None,
+            )  # fmt: skip
+        return leaving
 
     def bench(self, base: BaseModel | None = None) -> Bench:
         """The workers of a base model (None: of the first), which is loaded. Call it on a thread that computes."""
@@ -150,8 +173,8 @@ class Bases:
         with self._loading:
             if base not in self._open:
                 with self._lock:
-                    self._kept.setdefault(base, time.monotonic())
-                    leaving = [other for other in self._open if other not in self._kept]
+                    self._promised.setdefault(base, {})
+                    leaving = [other for other in self._open if other not in self._promised]
                 for other in leaving:
                     self._leave(other)
                 if len(self.bases) > 1:
@@ -178,7 +201,7 @@ class Bases:
         self._open.clear()
 
 
-def described(entry: BaseEntry) -> BaseModel:
+def described_base(entry: BaseEntry) -> BaseModel:
     """The base model of an entry, from its files; no weights are read. Raises ModelError, and ConfigError for what a service
     cannot have."""
     config, sections = entry.config, entry.config.actor_rollout_ref

@@ -22,7 +22,7 @@ from verl.manifest import record_of
 from verl.models.adapter_weights import ALPHA, AdapterWeights
 from verl.models.folder import fetch, read_headers
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, LoRASpec, read_adapter
-from verl.tinker.adapters import PARTS, Adapter, part_of
+from verl.tinker.adapters import PARTS, Adapter, part_of_adapter
 from verl.tinker.bases import BaseModel
 from verl.tinker.checkpoints import Checkpoints
 
@@ -63,7 +63,9 @@ def _import(source: Path, checkpoints: Checkpoints, bases: Sequence[BaseModel]) 
     factor = spec.scale * rank / ALPHA
     scaled = {name: tensor.float() * (factor if name.endswith(".lora_B") else 1) for name, tensor in tensors.items()}
     weights = AdapterWeights(rank, scaled)
-    parts = [part for part in PARTS if part in {part_of(name, is_head=name == "lm_head") for name in weights.layers}]
+    parts = [
+        part for part in PARTS if part in {part_of_adapter(name, is_head=name == "lm_head") for name in weights.layers}
+    ]
     facts = {"model_id": model_id, "base_model": base.names[0], "rank": rank, "parts": parts, "tenant": OWNER}
     checkpoints.register(model_id, {**facts, "created": time.time(), "user_metadata": None})
     notes = {"base_model": base.names[0], "user_metadata": None, "request": record_of(source / WEIGHTS_FILE).blake2b}

@@ -1,4 +1,4 @@
-"""Which requests were computed when the server's process died, so that a restart does not repeat for ever what kills it.
+"""Requests that were computed when the server's process died, so that a restart does not repeat for ever what kills it.
 
     {"computing": [ids], "deaths": {id: count}}      in_work.json in the folder of the service, one line
 
@@ -54,7 +54,7 @@ class InWork:
         return self.deaths[request_id] > 0
 
     def failure(self, request_id: str) -> str:
-        """Why a request is not computed again; "" for one that is."""
+        """The reason why a request is not computed again; "" if it is."""
         if (count := self.deaths[request_id]) < MOST_DEATHS:
             return ""
         return f"The server's process ended {count} times while it computed this request, so it is not computed again."
@@ -100,7 +100,7 @@ class InWork:
             self._write()
 
     def _write(self) -> None:
-        """Replace the line in place, which needs no room on a full disk."""
+        """Replace the line in place, which needs no space on a full disk."""
         text = json.dumps({"computing": sorted(self._computing), "deaths": self.deaths}).encode() + b"\n"
         with contextlib.suppress(OSError):  # then a death is not noticed
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -152,7 +152,7 @@ class Routes:
             if saved is not None and message.base_model is not None:
                 require_base(service, message.base_model, saved)
             name = message.base_model if saved is None else saved.state["base_model"]
-            service.bases.admit(service.bases.named(name), status=400)
+            service.bases.require_fit(service.bases.named(name), call.tenant.name)
             digest = None if saved is None else saved.digest
             with service.snapshots.lock:
                 if saved is not None:

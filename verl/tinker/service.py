@@ -71,7 +71,7 @@ class Service:
         self._lanes = Lanes()
         self._sample_lanes = Lanes() if bases.is_apart else self._lanes
         self._parked = Parked(self.models, checkpoints, journal)
-        bases.is_busy, bases.on_leave, bases.on_return = self._has_requests, self._parked.take, self._parked.give
+        bases.tenants_of, bases.on_leave, bases.on_return = self._tenants_of, self._parked.take, self._parked.give
         self.in_work = InWork(checkpoints.root.parent)
         settings = (bases, checkpoints, journal, self.snapshots, self.in_work)
         lanes = dict.fromkeys((self._lanes, self._sample_lanes))
@@ -225,12 +225,11 @@ class Service:
                 raise RefusedRequest(f"There is no checkpoint {uri[:400]!r}.", 404) from error
         return saved
 
-    def _has_requests(self, base: BaseModel) -> bool:
-        """Whether requests wait that compute with a base model."""
-        waiting = {future.owner for future in self.futures.values() if future.answer is None}
-        held: list[ServedModel | ServedSampler] = [self.models[n] for n in waiting & self.models.keys()]
-        held += [self.samplers[n] for n in waiting & self.samplers.keys()]
-        return any(one.base_model in base.names for one in held)
+    def _tenants_of(self, base: BaseModel) -> set[str]:
+        """The tenants with requests that wait and compute with a base model."""
+        waiting = [future for future in self.futures.values() if future.answer is None]
+        held = [(future, self.models.get(future.owner) or self.samplers.get(future.owner)) for future in waiting]
+        return {future.tenant for future, one in held if one is not None and one.base_model in base.names}
 
     # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -244,7 +243,9 @@ class Service:
             return earlier
         state = self.checkpoints.newest_state(model.model_id)
         if state is None:
-            self.bases.admit(model.base, status=400, is_stored=call.stored is not None)
+            if call.stored is None:
+                self.bases.require_fit(model.base, call.tenant.name)
+            self.bases.admit(model.base, call.tenant.name, is_stored=call.stored is not None)
         future = self._future(call, model.model_id, model.session_id, 0)
         self.models[model.model_id] = model
         if state is not None:
@@ -329,9 +330,9 @@ class Service:
 
     def _admit(self, call: ClientCall, base: BaseModel, tokens: int, *, is_next: bool = False) -> None:
         """Raise RefusedRequest for a request that is too large, or comes while too many of the tenant wait and not for it, or
-        while its base model has no room."""
+        while its base model does not fit."""
         limit = call.tenant.limits.tokens
-        self.bases.admit(base, is_stored=call.stored is not None)
+        self.bases.admit(base, call.tenant.name, is_stored=call.stored is not None)
         if call.stored is not None:
             return
         if tokens > limit:

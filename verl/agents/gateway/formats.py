@@ -26,8 +26,8 @@ _MOST_SCHEMA = 1 << 16
 
 
 def _rules(body: Mapping[str, Any], *limits: str, form: object = None) -> TurnRules:
-    """How a turn is sampled; `limits` are names of its most tokens. Raises RequestError for options that the policy does not
-    support."""
+    """Rules of the sampling of a turn; `limits` are names of its most tokens. Raises RequestError for options that the policy
+    does not support."""
     if body.get("best_of") not in (None, 1):
         raise RequestError("best_of must be 1: n has as many choices as it says, and all are sampled")
     n = _limit(body, "n") or 1

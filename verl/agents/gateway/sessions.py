@@ -59,7 +59,7 @@ class ModelTurn:
 
 @dataclass(frozen=True)
 class TurnRules:
-    """What a request says about the sampling of its turn: most tokens, strings that end it, a JSON schema, and how many
+    """Rules of a request for the sampling of its turn: most tokens, strings that end it, a JSON schema, and how many
     choices it wants."""
 
     max_tokens: int | None = None

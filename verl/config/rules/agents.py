@@ -80,7 +80,7 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
 
 
 def check_branches(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
-    """What gives tokens of an episode different advantages, with agent.branches=all."""
+    """Keys that give tokens of an episode different advantages, with agent.branches=all."""
     if not trains_branches(c):
         return
     key, algorithm = f"{ROLLOUT}.agent.branches", c.algorithm
