@@ -1,5 +1,6 @@
 """Rules of a request of an agent for its turn: stop texts, a JSON schema, several choices."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -86,6 +87,27 @@ def test_samples_follow_a_schema_and_others_do_not_see_it(engine, tiny_llama, te
     generation.close()
     generation = engine.open(params, step=1, keep=True)
     assert sorted((d.sample, d.token_ids) for d in sampled(generation, requests[1])) == free
+    generation.close()
+
+
+HOSTILE = [
+    {"$ref": "#"}, {"enum": []}, {"type": "string", "minLength": 10**9}, {"type": "string", "pattern": "(a+)+$"}, False, {},
+    {"const": "a\nb\u0000"}, {"type": "array", "items": {"$ref": "#/$defs/no"}},
+    {"allOf": [{"type": "string"}, {"type": "number"}]},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "integer", "minimum": 5, "maximum": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_schema_that_nothing_satisfies_ends_by_its_limit_or_is_refused(engine, number):
+    pytest.importorskip("xgrammar", reason="needs the extra schemas")
+    generation = engine.open(SamplingParams(max_new_tokens=24), step=1, keep=True)
+    done = []
+    with contextlib.suppress(ModelError):
+        done = sampled(generation, PromptRequest(0, (5, 6), num_samples=2, grammar=json.dumps(HOSTILE[number])))
+    assert all(0 < len(one.token_ids) <= 24 for one in done)
+    (other,) = sampled(generation, PromptRequest(1, (5, 6), num_samples=1))
+    assert np.isfinite(other.log_probs).all()
     generation.close()
 
 

@@ -1,6 +1,7 @@
 """Several base models in one service: loaded on demand, with room for one, and equal to a service that has each alone."""
 
 import hashlib
+import json
 import logging
 import weakref
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from verl.errors import ConfigError  # noqa: E402
 from verl.models.tiny import make_tiny_model  # noqa: E402
 from verl.tinker import bases as module  # noqa: E402
 from verl.tinker.bases import BaseEntry, Bases  # noqa: E402
+from verl.tinker.in_work import InWork  # noqa: E402
 from verl.tinker.tenants import Tenant, Tenants  # noqa: E402
 from verl.tinker.workbench import Workbench  # noqa: E402
 
@@ -152,6 +154,50 @@ def test_a_restart_loads_only_what_is_asked_for(bench, teacher, tmp_path, monkey
         weights = served.service.bases.bench(served.service.bases.named("student")).training.adapters[models[0]].weights
         for name, tensor in expected.items():
             assert torch.equal(tensor, weights.tensors[name])
+
+
+def test_a_base_model_that_is_served_no_more_is_a_sentence_and_its_state_stays(bench, teacher, tmp_path, monkeypatch):
+    with both(bench, teacher, tmp_path, monkeypatch) as served:
+        trainer = served.client().create_lora_training_client(base_model="teacher", rank=4, seed=1).result()
+        trainer.forward_backward([datum(0)], "cross_entropy").result()
+        trainer.optim_step(ADAM).result()
+        served.client().create_sampling_client(base_model="student").compute_logprobs(PROMPT).result()
+        assert served.service.models[trainer.model_id].state_seq == 2
+        path = trainer.save_state("a").result().path
+    with running(bench, tmp_path) as served:
+        assert trainer.model_id not in served.service.models
+        with pytest.raises(tinker.BadRequestError, match="There is no base model .* here"):
+            served.client().create_sampling_client(model_path=path).compute_logprobs(PROMPT).result()
+        assert served.service.checkpoints.newest_state(trainer.model_id) is not None
+    with both(bench, teacher, tmp_path, monkeypatch) as served:
+        client = served.client().create_training_client_from_state_with_optimizer(path)
+        client.forward_backward([datum(1)], "cross_entropy").result()
+        assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
+def test_tokens_are_checked_against_their_own_base_model(bench, tmp_path, monkeypatch):
+    large = Workbench(
+        serving_config(str(make_tiny_model(tmp_path / "large", "llama", vocab_size=400)), [FLOAT], rank=8)
+    )
+    beyond = types.ModelInput.from_ints([3, 300])
+    with both(bench, large, tmp_path / "service", monkeypatch) as served:
+        served.client().create_sampling_client(base_model="teacher").compute_logprobs(beyond).result()
+        with pytest.raises(tinker.BadRequestError, match="none of the model's 264 tokens"):
+            served.client().create_sampling_client(base_model="student").compute_logprobs(beyond).result()
+
+
+DAMAGED = ["", "[]", "{}", '{"computing": 1, "deaths": {}}', '{"computing": [], "deaths": {"a": "b"}}', "\0" * 99]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_record_of_work_blames_nobody(tmp_path, caplog, text):
+    (tmp_path / "in_work.json").write_text(text)
+    work = InWork(tmp_path)
+    assert not work.deaths
+    assert "it is not known what ended the server" in caplog.text
+    with pytest.raises(KeyError), work.computing(["a"]):
+        raise KeyError
+    assert json.loads((tmp_path / "in_work.json").read_text()) == {"computing": [], "deaths": {}}
 
 
 def test_a_folder_keeps_its_base_models(tmp_path):
