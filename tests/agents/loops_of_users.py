@@ -43,6 +43,21 @@ class EchoTwice(AgentLoopBase):
         return CURRENT.get().task.sample
 
 
+class TwoConversations(AgentLoopBase):
+    """Three conversations, of which two train."""
+
+    async def run(self, sampling_params, **kwargs):
+        outputs = []
+        for text, most in (("one", 8), ("two", 12), ("three", 4)):
+            ids = await self.apply_chat_template([{"role": "user", "content": text}])
+            done = await self.server_manager.generate(
+                request_id=text, prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": most}
+            )
+            tokens = list(done.token_ids)
+            outputs.append(AgentLoopOutput(ids, tokens, [1] * len(tokens), reward_score=0.1 * len(tokens), num_turns=2))
+        return outputs[:2]
+
+
 class Judge(BaseInteraction):
     def __init__(self, config):
         super().__init__(config)

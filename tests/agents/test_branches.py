@@ -13,7 +13,7 @@ from verl.agents.recorded import _unpacked, packed_branch
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.trajectory import Segment, Trajectory, to_columns
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RewardError
 from verl.roles.updates import MiniBatchSchedule
 
 pytest.importorskip("starlette", reason="needs the extra agents")
@@ -146,3 +146,24 @@ def test_a_run_trains_all_conversations_and_resumes_to_the_same_steps(agent_run,
     resumed = agent_run(*settings, *plain, folder="cut")
     norms = [[row["actor/grad_norm"] for row in run.training_rows()] for run in (unbroken, resumed)]
     assert norms[0] == norms[1]
+
+
+LOOPS = """
+- {name: two, _target_: tests.agents.loops_of_users.TwoConversations}
+"""
+
+
+@pytest.mark.parametrize("changes", [(), (ALL,)])
+def test_a_loop_that_returns_several_sequences_chooses_what_trains(agent_run, tmp_path, changes):
+    (tmp_path / "loops.yaml").write_text(LOOPS)
+    settings = (
+        f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml", f"{ROLLOUT}.agent.default_agent_loop=two",
+        "trainer.total_training_steps=1",
+    )  # fmt: skip
+    if not changes:
+        with pytest.raises(RewardError, match="its loop returned 2 sequences, and one trains"):
+            agent_run(*settings)
+        return
+    (row,) = agent_run(*settings, *changes).training_rows()
+    assert row["rollout/num_failed_episodes"] == 0
+    assert 0.5 < row["rollout/trained_token_share"] < 1.0, "the third conversation is left out"

@@ -27,6 +27,7 @@ from verl.agents.loops import (
     AgentLoopOutput,
     AsyncLLMServerManager,
     DictConfigWrap,
+    checked_output,
     load_loops,
     loop_named,
 )
@@ -267,16 +268,13 @@ class Agents:
         loop = self._loop(cls, more)
         sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "logprobs": True}
         output = await loop.run(sampling, **task.row)
-        if isinstance(output, list):
-            if len(output) != 1:
-                raise EpisodeError(
-                    f"its loop returned {len(output)} sequences; this version trains one for each episode"
-                )
-            (output,) = output
-        if not isinstance(output, AgentLoopOutput | dict):  # an object of another class with the same fields
-            names = AgentLoopOutput.__dataclass_fields__
-            output = {name: getattr(output, name) for name in names if hasattr(output, name)}
-        return self._result(episode, AgentLoopOutput.model_validate(output))
+        outputs = [checked_output(one) for one in (output if isinstance(output, list) else [output])]
+        outputs.sort(key=lambda one: -sum(one.response_mask))  # the longest is the episode's row
+        if len(outputs) != 1 and (not outputs or self.spec.rollout.agent.branches != "all"):
+            raise EpisodeError(
+                f"its loop returned {len(outputs)} sequences, and one trains. Set {_AGENTS}.agent.branches=all"
+            )
+        return self._result(episode, *outputs)
 
     def _loop(self, cls: type[AgentLoopBase], more: dict[str, Any]) -> AgentLoopBase:
         return cls(
@@ -289,7 +287,7 @@ class Agents:
             **more,
         )
 
-    def _result(self, episode: Episode, output: AgentLoopOutput) -> EpisodeResult:
+    def _result(self, episode: Episode, output: AgentLoopOutput, *others: AgentLoopOutput) -> EpisodeResult:
         if not output.response_ids:
             raise EpisodeError("its response has no tokens")
         last = output.response_ids[-1]
@@ -310,7 +308,9 @@ class Agents:
         trains_all = self.spec.rollout.agent.branches == "all"
         if self.spec.rollout.agent.mask_unfinished_episodes and not fields.get("finished", status != "length"):
             trajectory, trains_all = untrained(trajectory), False
-        further = episode.further(trajectory)
+        further = [
+            episode.trajectory(one.prompt_ids, one.response_ids, one.response_mask, "stop") for one in others
+        ] or episode.further(trajectory)
         scores = fields.get("reward_scores") or {
             name: fields[name] for name in ("turn_scores", "tool_rewards") if fields.get(name)
         }

@@ -94,6 +94,14 @@ class AgentLoopOutput(Record):
     mm_processor_output: object = None
 
 
+def checked_output(output: object) -> AgentLoopOutput:
+    """The result of a loop, which may be a dict, or an object of another class with the same fields."""
+    if not isinstance(output, AgentLoopOutput | dict):
+        names = AgentLoopOutput.__dataclass_fields__
+        output = {name: getattr(output, name) for name in names if hasattr(output, name)}
+    return AgentLoopOutput.model_validate(output)
+
+
 @dataclass
 class TokenOutput(Record):
     """Sampled tokens. `stop_reason`: "stop", or "length" if the episode's response was full."""
