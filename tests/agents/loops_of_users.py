@@ -48,10 +48,10 @@ class TwoConversations(AgentLoopBase):
 
     async def run(self, sampling_params, **kwargs):
         outputs = []
-        for text, most in (("one", 8), ("two", 12), ("three", 4)):
+        for text, limit in (("one", 8), ("two", 12), ("three", 4)):
             ids = await self.apply_chat_template([{"role": "user", "content": text}])
             done = await self.server_manager.generate(
-                request_id=text, prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": most}
+                request_id=text, prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": limit}
             )
             tokens = list(done.token_ids)
             outputs.append(AgentLoopOutput(ids, tokens, [1] * len(tokens), reward_score=0.1 * len(tokens), num_turns=2))

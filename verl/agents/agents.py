@@ -287,7 +287,7 @@ class Agents:
             **more,
         )
 
-    def _result(self, episode: Episode, output: AgentLoopOutput, *others: AgentLoopOutput) -> EpisodeResult:
+    def _result(self, episode: Episode, output: AgentLoopOutput, *further_outputs: AgentLoopOutput) -> EpisodeResult:
         if not output.response_ids:
             raise EpisodeError("its response has no tokens")
         last = output.response_ids[-1]
@@ -309,7 +309,7 @@ class Agents:
         if self.spec.rollout.agent.mask_unfinished_episodes and not fields.get("finished", status != "length"):
             trajectory, trains_all = untrained(trajectory), False
         further = [
-            episode.trajectory(one.prompt_ids, one.response_ids, one.response_mask, "stop") for one in others
+            episode.trajectory(one.prompt_ids, one.response_ids, one.response_mask, "stop") for one in further_outputs
         ] or episode.further(trajectory)
         scores = fields.get("reward_scores") or {
             name: fields[name] for name in ("turn_scores", "tool_rewards") if fields.get(name)
