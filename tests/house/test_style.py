@@ -17,12 +17,12 @@ MAX_LINES = {
     "compat": 7_960,
     "page": 4_113,
     "planner": 2_760,
-    "tinker": 4_993,
+    "tinker": 5_076,
     "clusters": 7_167,
-    "agents": 6_342,
+    "agents": 6_359,
     "tasks": 2_903,
-    "tests": 88_248,
-    "benchmarks": 6_534,
+    "tests": 88_407,
+    "benchmarks": 6_536,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
