@@ -53,7 +53,8 @@ class Client:
         began = time.perf_counter()
         answer = await self._post("asample", body)
         answer.raise_for_status()
-        while (result := await self._post("retrieve_future", answer.json())).status_code == 408:
+        named = {"request_id": answer.json()["request_id"]}
+        while (result := await self._post("retrieve_future", named)).status_code == 408:
             pass
         result.raise_for_status()
         assert not result.content.startswith(b'{"error"'), result.text
