@@ -36,9 +36,8 @@ class Client:
         return await self.http.post(f"/api/v1/{route}", json=body, headers={"x-api-key": self.key})
 
     async def open(self) -> None:
-        session = (await self._post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})).json()[
-            "session_id"
-        ]
+        opened = await self._post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})
+        session = opened.json()["session_id"]
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": self.model}
         self._sampler = (await self._post("create_sampling_session", body)).json()["sampling_session_id"]
 
