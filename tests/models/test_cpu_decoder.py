@@ -178,7 +178,7 @@ def shared_pair(folder_of):
     return module, widen_norms(copy.deepcopy(module))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
 def test_checkpointing_changes_no_bit(pair, name):
     module, _ = pair(name)
     packed = pack_rows(columns_of(5, [2, 2]))
@@ -211,7 +211,18 @@ def test_adapters_with_selective_checkpointing(pair, name):
     assert all(torch.equal(runs[0][name], gradient) for name, gradient in runs[1].items())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+# 3 of 6 experts: rows in all, and routing that counts
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+PLANNED = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 48},
+}
+
+
+@pytest.mark.parametrize("family", PLANNED)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_memory_of_a_layer_is_as_planned(tmp_path, family, recompute):
     """On a CPU a layer without checkpointing keeps as much as with the selective form, and rotated heads if they are normed."""
@@ -222,14 +233,17 @@ def test_memory_of_a_layer_is_as_planned(tmp_path, family, recompute):
 def kept_and_planned(tmp_path, family, recompute):
     """Bytes of a token and layer that a forward leaves for its backward, against the closed forms of verl.models.memory."""
     packed, sizes = pack_rows(columns_of(5, [3, 3], longest_prompt=60, longest_response=60)), {}
+    # routing is as wide in every dtype
+    dtype = torch.bfloat16 if PLANNED[family] else torch.float32
     for num_layers in (2, 4):
-        folder = make_tiny_model(tmp_path / str(num_layers), family, num_hidden_layers=num_layers, **SHAPE)
-        module = load_causal_lm(folder, dtype=torch.float32, gradient_checkpointing=recompute != "none").train()
+        sized = {**SHAPE, **PLANNED[family], "num_hidden_layers": num_layers}
+        folder = make_tiny_model(tmp_path / str(num_layers), family, **sized)
+        module = load_causal_lm(folder, dtype=dtype, gradient_checkpointing=recompute != "none").train()
         module.recompute = recompute
         hidden_states(module, packed)  # it allocates the buffers that stay
         sizes[num_layers] = kept_bytes(lambda module=module: hidden_states(module, packed))
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
-    planned = activation_bytes_of_layer(shape, ParallelLayout(recompute=recompute), 0) * 4 / WEIGHT
+    planned = activation_bytes_of_layer(shape, ParallelLayout(recompute=recompute), 0) * dtype.itemsize / WEIGHT
     return (sizes[4] - sizes[2]) / 2 / packed.num_tokens, planned
 
 

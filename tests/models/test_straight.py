@@ -7,6 +7,7 @@ import torch
 
 from tests.engines.memory import kept_bytes
 from tests.models.test_cpu_decoder import (
+    PLANNED,
     bfloat16_results,
     columns_of,
     folder_of,  # noqa: F401 - a fixture, as the next two
@@ -53,7 +54,7 @@ def test_it_computes_what_these_tests_compare(pair, monkeypatch):  # noqa: F811
     assert straight_decoder(module, cpu) is None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", PLANNED)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_memory_of_a_layer_is_as_planned(tmp_path, family, recompute):
     num_bytes, planned = kept_and_planned(tmp_path, family, recompute)

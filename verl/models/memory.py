@@ -196,10 +196,17 @@ def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequenc
     if layout.recomputes_layers:
         return 2 * h / tokens_divided
     keys = shape.query_size if shape.is_latent else shape.kv_heads * shape.head_dim
-    attention = 2 * (shape.query_size + 2 * keys + shape.output_size)
-    undivided, products, scores = 4 * h, shape.num_in, 0.0
-    if layout.recompute != "selective":  # outputs of both norms and of the activation
-        undivided, products = 8 * h, shape.num_in + 1
+    attention = 2.0 * (shape.query_size + 2 * keys + shape.output_size)
+    undivided, products, scores = 4.0 * h, shape.num_in, 0.0
+    again, mixtures = layout.recompute == "selective", shape.num_mixture_layers / shape.num_layers
+    if not again:  # outputs of both norms and of the activation
+        undivided, products = 8.0 * h, shape.num_in + 1
+    if shape.is_mixture:
+        undivided += mixtures * _routing_bytes(shape)
+        if not again or layout.expert > 1:  # a copy of the token for each of its experts
+            undivided += mixtures * 2 * h * shape.experts_per_token
+        if shape.shared_intermediate:  # the output of the shared expert, which a gate multiplies
+            undivided += mixtures * 2 * h
     if layout.keeps_scores or layout.dropout:
         undivided += 2 * h  # masks
         scores = 5 * shape.heads * sequence if layout.keeps_scores and layout.recompute == "none" else 0
@@ -210,6 +217,11 @@ def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequenc
         share = shape.num_cached_layers / shape.num_layers
         attention = share * (attention + 2 * shape.query_size) + (1 - share) * shape.linear.kept_bytes
     return undivided / tokens_divided + (attention + 2 * products * _inner_size(shape) + scores) / t
+
+
+def _routing_bytes(shape: ModelShape) -> float:
+    """Of a token in a mixture: scores, weights as chosen and as normalized, and three lists of places."""
+    return FLOAT32 * (shape.num_experts + 2 * shape.experts_per_token) + 3 * 8 * shape.experts_per_token
 
 
 def _inner_size(shape: ModelShape) -> float:

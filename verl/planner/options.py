@@ -277,9 +277,7 @@ def _variants(
     each = batch.tokens / (workload.updates if trains else 1) / base.data
     sizes = {min(each, max(workload.longest, 2048) * k) for k in ((1, 2, 4, 8) if trains else (4,))}
     zeros = [z for z in space.zero if z < 3 or base.pipeline == 1]
-    recompute: tuple[str, ...] = ("none",)
-    if trains:  # a mixture keeps copies of tokens for their experts, which selective checkpointing does not leave out
-        recompute = tuple(again for again in space.recompute if again != "selective" or not shape.is_mixture)
+    recompute: tuple[str, ...] = space.recompute if trains else ("none",)
     for zero in zeros:
         for expert in _expert_sizes(shape, base, zero):
             for again in recompute:

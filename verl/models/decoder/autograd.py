@@ -14,15 +14,18 @@ from torch.utils.checkpoint import checkpoint
 from verl.models.decoder.adapted import adapted
 from verl.models.decoder.forward import DecoderPass, Sum, by_head, embedded, turns_of
 from verl.models.decoder.kept import HostInputs, Recipe, computed_again, copy_stream
-from verl.models.decoder.layers import DenseLayer, Norm
+from verl.models.decoder.layers import DenseLayer, Mixture, Norm
+from verl.models.decoder.mixture import WeightedDown
 from verl.models.decoder.projection import Projection
 from verl.models.decoder.weights import DenseDecoder, Layer
 from verl.models.hf_module import AutogradContext
 from verl.models.memory import Recompute
+from verl.models.ops.experts import ExpertChoice, grouped_linear
 from verl.models.ops.pointwise import Turns, rms_norm
 from verl.models.packed import as_heads
 from verl.models.packing import PackedBatch
 from verl.models.parallel.collectives import enter_group, leave_group
+from verl.models.parallel.experts import Places
 from verl.models.vision import ImageFeatures
 
 
@@ -52,6 +55,7 @@ class _AutogradPass(DecoderPass):
         stream = copy_stream(x.device) if offloads and self.recompute == "full" else None
         self._inputs = HostInputs(len(decoder.layers), stream) if stream is not None else None
         self._next: tuple[torch.Tensor, Recipe] | None = None  # the input of the next product
+        self._of_mixture: Recipe  # of the input of a mixture
         self.turns = turns_of(decoder, x, packed.position_ids)
 
     def layer(self, number: int, weights: Layer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
@@ -98,6 +102,28 @@ class _AutogradPass(DecoderPass):
 
     def _chunk(self, weights: DenseLayer, x: torch.Tensor) -> torch.Tensor:
         return _sum(*super().feed_forward(weights, x, None))
+
+    def mixed(self, mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass. Several products read `x`."""
+        recipe, self._next = self._next, None
+        assert recipe is not None
+        self._of_mixture = recipe[1]
+        with self._keeping(recipe):
+            return super().mixed(mixture, x)
+
+    def summed_experts(self, mixture: Mixture, x: torch.Tensor, choice: ExpertChoice, places: Places) -> torch.Tensor:
+        """See DecoderPass."""
+        rows, input_again = places.to_experts(x), self._of_mixture
+        # rows that other ranks have sent stay
+        again = [] if places.exchanges else [(rows, lambda: places.to_experts(input_again()))]
+        with self._keeping(*again):
+            gate_up = grouped_linear(rows, mixture.gate_up, places.ends)
+        activated = self.activated(gate_up)
+        recipe, self._next = self._next, None
+        assert recipe is not None
+        with self._keeping(recipe):
+            y: torch.Tensor = WeightedDown.apply(activated, choice.weights, mixture.down, places)
+        return y
 
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""

@@ -110,8 +110,7 @@ class DecoderPass:
     def mixed(self, mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
         """The output of a mixture of experts, [tokens, hidden_size] as its input."""
         choice, places = self.routed(mixture, x)
-        out = self.by_experts(mixture, places.to_experts(x), places.ends)
-        y, shared = weighted_sum(places.from_experts(out), choice.weights), mixture.shared
+        y, shared = self.summed_experts(mixture, x, choice, places), mixture.shared
         if mixture.summed is not None and mixture.group is not None:
             y = leave_group(y, mixture.group)
         if shared is None:
@@ -134,6 +133,11 @@ class DecoderPass:
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden_size] -> [tokens, experts]."""
         return F.linear(x, weight)
+
+    def summed_experts(self, mixture: Mixture, x: torch.Tensor, choice: ExpertChoice, places: Places) -> torch.Tensor:
+        """The weighted sums of the outputs of tokens' experts."""
+        out = self.by_experts(mixture, places.to_experts(x), places.ends)
+        return weighted_sum(places.from_experts(out), choice.weights)
 
     def by_experts(self, mixture: Mixture, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """The outputs of experts for `rows`, both [rows, hidden_size] and sorted by expert; see grouped_linear."""

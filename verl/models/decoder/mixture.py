@@ -1,4 +1,4 @@
-"""The backward of a mixture of experts by hand.
+"""The backward of a mixture of experts by hand: of all of it on a CPU, and of its last product on a GPU.
 
 With rows sorted by expert, r of token t and weight w_r:   y_t = sum of w_r down(swiglu(gate_up(x_t)))
 
@@ -15,10 +15,41 @@ from verl.models.decoder.adapted import add_weight_gradient, input_gradient
 from verl.models.decoder.layers import Mixture, SharedExpert
 from verl.models.decoder.projection import Projection
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.ops.experts import ExpertChoice, choose_experts_backward
+from verl.models.hf_module import AutogradContext
+from verl.models.ops.experts import (
+    ExpertChoice,
+    choose_experts_backward,
+    grouped_outer,
+    grouped_product,
+    weighted_sum,
+)
 from verl.models.ops.linear import Matmul
 from verl.models.ops.pointwise import swiglu_backward_
 from verl.models.parallel.experts import Places
+
+
+class WeightedDown(torch.autograd.Function):
+    """(activated [rows, width], weights [tokens, k], down [experts, hidden, width], places) -> y [tokens, hidden]."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, activated: torch.Tensor, weights: torch.Tensor, down: torch.Tensor, places: Places
+    ) -> torch.Tensor:
+        ctx.save_for_backward(activated, weights, down, *places.tensors)
+        ctx.places = places.replaced([torch.empty(0)] * 3)  # a checkpoint keeps no tensors of a context
+        return weighted_sum(places.from_experts(grouped_product(activated, down, places.ends)), weights)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        activated, weights, down, *tensors = ctx.saved_tensors
+        places = ctx.places.replaced(tensors)
+        d_rows, row_weights = places.to_experts(grads[0]), places.to_experts(weights.flatten().unsqueeze(1))
+        d_inner = grouped_product(d_rows, down.transpose(1, 2), places.ends)
+        d_weights = places.from_experts((d_inner * activated.to(weights.dtype)).sum(1, keepdim=True))
+        d_down = None
+        if ctx.needs_input_grad[2]:
+            d_down = grouped_outer(d_rows, (activated * row_weights).to(down.dtype), down, places.ends)
+        return (d_inner * row_weights).to(activated.dtype), d_weights.view_as(weights), d_down, None
 
 
 class SavedMixture(NamedTuple):

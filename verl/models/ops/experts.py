@@ -106,22 +106,27 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight, ends)
-        return _product(x, weight, ends)
+        return grouped_product(x, weight, ends)
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, weight, ends), d_y, needs = ctx.saved_tensors, grads[0].contiguous(), ctx.needs_input_grad
-        d_x = _product(d_y, weight.transpose(1, 2), ends) if needs[0] else None
-        if not needs[1]:
-            return d_x, None, None
-        if is_grouped(weight):
-            return d_x, _grouped_mm(d_y.t(), x, offs=ends), None
-        wide = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        Matmul(x.dtype, x.device).add_grouped(wide, d_y, x, ends, overwrite=True)
-        return d_x, wide.to(weight.dtype), None
+        d_x = grouped_product(d_y, weight.transpose(1, 2), ends) if needs[0] else None
+        return d_x, grouped_outer(d_y, x, weight, ends) if needs[1] else None, None
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_outer(d_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The gradient of `weight` in `grouped_linear`, given that of its result."""
+    if is_grouped(weight):
+        out: torch.Tensor = _grouped_mm(d_y.t(), x, offs=ends)
+        return out
+    wide = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    Matmul(x.dtype, x.device).add_grouped(wide, d_y, x, ends, overwrite=True)
+    return wide.to(weight.dtype)
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """As `grouped_linear`, without a gradient."""
     if is_grouped(weight):
         out: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return out

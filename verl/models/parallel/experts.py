@@ -6,6 +6,8 @@ without capacity limits. If ranks have the same tokens, as in a copy that only g
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +37,22 @@ class Places:
         if group is not None and group.size() > 1:
             self._exchange = _Exchange(self.ends, group)
             self.ends = self._exchange.ends
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that a backward keeps, for `replaced`."""
+        return self._order, self._back, self.ends
+
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> Places:
+        """These places with other `tensors`."""
+        places = copy.copy(self)
+        places._order, places._back, places.ends = tensors
+        return places
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether rows come from other ranks."""
+        return self._exchange is not None
 
     def to_experts(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, ...], or [tokens * k, ...] of choices, -> [rows, ...]; differentiable."""
