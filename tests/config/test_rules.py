@@ -163,6 +163,7 @@ error    MODEL.quantization  MODEL.quantization=nf4
 error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True
 error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True  MODEL.lora_rank=4  MODEL.use_dora=True
 error    ROLLOUT.speculative.methods  ROLLOUT.name=hf  ROLLOUT.speculative.methods=[ngram]
+error    ROLLOUT.speculative.methods  ROLLOUT.speculative.methods=[ngram]  ROLLOUT.enable_rollout_routing_replay=True
 warning  ROLLOUT.speculative.methods  ROLLOUT.name=vllm  ROLLOUT.speculative.methods=[ngram]
 error    MODEL.lora_adapter_path  MODEL.lora_adapter_path=/nowhere
 error    critic.model.lora_adapter_path  critic.model.lora_adapter_path=/nowhere

@@ -3,11 +3,14 @@
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.models.test_routing import near_ties
 from tests.rollout.conftest import make_prompts
+from verl.config.sections.rollout import SpeculativeConfig
 from verl.data_proto.samples import SamplingParams
 from verl.models.decoder import reuse
 from verl.models.decoder.weights import DenseDecoder
@@ -15,8 +18,11 @@ from verl.models.forward import packed_outputs
 from verl.models.ops.linear import Matmul
 from verl.models.packing import pack_rows
 from verl.models.rounding import Rounding
+from verl.models.routing import Routing
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native.compiled import library
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.torch.forward import DenseForward
 
 WIDE = {"hidden_size": 576, "intermediate_size": 2304, "head_dim": 36, "num_attention_heads": 16}  # sums in parts
 
@@ -57,6 +63,56 @@ def rows_of(prompts, completions):
     columns["responses"] = pad_sequence(responses, batch_first=True)
     columns["response_mask"] = pad_sequence([torch.ones_like(x, dtype=torch.bool) for x in responses], batch_first=True)
     return columns
+
+
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 3}
+MIXTURES = {
+    "qwen3_moe": EXPERTS,
+    "qwen3_moe, a dense layer between": {**EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": []},
+    "qwen2_moe": EXPERTS,  # with a shared expert
+    "mixtral": EXPERTS,
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("replays", [False, True])
+def test_mixtures_have_one_order_of_sums(kernels, name, replays, tmp_path, make_engine):
+    """Samples do not depend on the slots, and have the trainer's log-probs and experts: routers near a tie would show it."""
+    model = near_ties(load(tmp_path, name.partition(",")[0], MIXTURES[name]), scale=0.01)
+    if not kernels.equals_trainer(DenseDecoder.of(model)):
+        pytest.skip("the matmuls of this version of torch sum in another order")
+    prompts, params = make_prompts([3, 20, 7, 33, 65]), SamplingParams(n=3, max_new_tokens=24, ignore_eos=True)
+    settings = {"module": model, "enable_rollout_routing_replay": replays}
+    engines = [make_engine("native", max_num_seqs=slots, **settings) for slots in (1, 6, 64)]
+    if not replays:
+        engines.append(make_engine("native", speculative=SpeculativeConfig(methods=["ngram", "history"]), **settings))
+    assert "training forward" in str(engines[0].invariance())
+    completions, *repeats = [engine.generate(prompts, params, step=0) for engine in engines]
+    for other in repeats:
+        assert [(c.token_ids, c.log_probs) for c in other] == [(c.token_ids, c.log_probs) for c in completions]
+    sampled = torch.tensor([completion.log_probs for completion in completions])
+    columns = rows_of(prompts, completions)
+    for share_prompts in (True, False):
+        packed = pack_rows(columns, share_prompts=share_prompts)
+        packed.layout.routing = Routing()
+        trained = packed_outputs(model, packed, ["log_probs"])["log_probs"].detach()
+        assert (trained - sampled).abs().max() < 1e-5
+    if replays:
+        record, start = packed.layout.routing.recorded(model.config).numpy(), 0
+        for completion in completions:
+            size = len(completion.experts)
+            assert np.array_equal(completion.experts, record[start : start + size])
+            start += size
+
+
+def test_torch_computes_mixtures_with_adapters(kernels, tmp_path, make_engine):
+    """Adapters are numbered by the four products of a dense layer."""
+    engine = make_engine("native", module=load(tmp_path, "qwen2_moe", EXPERTS))
+    if not kernels.equals_trainer(DenseDecoder.of(engine.module)):
+        pytest.skip("the matmuls of this version of torch sum in another order")
+    assert isinstance(engine.dense(), CpuForward)
+    engine.adapters = {}
+    assert isinstance(engine.dense(), DenseForward)
 
 
 @pytest.mark.parametrize(

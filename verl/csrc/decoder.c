@@ -366,6 +366,8 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
         struct gemm o = {.add = 1, .a = f->att + first * f->att_stride, .a_stride = f->att_stride, .b = w->o, .bias = w->o_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
         multiply_adapted(f, team, thread, o, first, 4 * layer + 1, ends, m->heads * m->head_dim, m->hidden);
         barrier(team);
+        if (!w->gate_up) /* experts, which the caller computes */
+            continue;
         normalise(f, team, thread, first, rows, w->post_norm, w->post_eps);
         barrier(team);
         struct gemm up = {.a = f->a, .a_stride = f->a_stride, .b = w->gate_up, .bias = w->gate_up_bias, .out = f->gate_up, .out_stride = 2 * f->gate_stride, .rows = rows};

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 6 };          /* counts up when a structure changes */
+enum { REVISION = 7 };          /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
@@ -15,7 +15,7 @@ enum { MAX_HEAD_DIM = 256 };
 enum { FLOATS = 0, WIDENED = 1, PAIRS = 2, INT8 = 3 };
 
 struct layer {
-    const void *qkv, *o, *gate_up, *down; /* packed, see pack() */
+    const void *qkv, *o, *gate_up, *down; /* packed, see pack(); without gate_up the layer ends behind its attention */
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias; /* padded like the outputs, or NULL */
     const float *input_norm, *post_norm, *q_norm, *k_norm;     /* the last two may be NULL */
     float input_eps, post_eps, q_eps, k_eps;

@@ -98,11 +98,6 @@ def attention_of(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     return {"": name, **{key: name if key == "text_config" else "sdpa" for key in config.sub_configs}}
 
 
-def num_deep_layers(module: nn.Module) -> int:
-    """Number of layers of the language model with features of images added behind them."""
-    return len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", ()))
-
-
 def require_vision(module: nn.Module) -> None:
     """Raise ModelError if `module` is to compute images and reads none."""
     if not is_vision_model(module):

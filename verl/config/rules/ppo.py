@@ -305,6 +305,12 @@ def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"With {methods}={drafts}, samples may differ from a run without drafts: {ROLLOUT}.name={rollout.name} verifies "
             f"several tokens by other sums. The native engine's samples stay equal.",
         )
+    if drafts and rollout.enable_rollout_routing_replay:
+        yield error(
+            methods,
+            f"{methods}={drafts} computes tokens that may be dropped, so the experts of {ROLLOUT}.enable_rollout_routing_replay"
+            "=True cannot be recorded. Set it to False, or the methods to [].",
+        )
 
 
 def check_rewards(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:

@@ -27,19 +27,17 @@ from verl.models.decoder.halves import (
     SavedFeed,
     parameters_of_halves,
 )
-from verl.models.decoder.layers import DenseLayer, Latent, Mixture, Norm
+from verl.models.decoder.layers import DenseLayer, Latent
 from verl.models.decoder.mixture import SavedMixture, mixture_backward
 from verl.models.decoder.projection import Projection
 from verl.models.decoder.reuse import RecordedBatch, is_equal
+from verl.models.decoder.taped import TapedPass
 from verl.models.decoder.weights import DenseDecoder, Layer
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.memory import Recompute
-from verl.models.ops.experts import ExpertChoice
-from verl.models.ops.linear import Matmul
 from verl.models.ops.pointwise import inverse_rms, rms_norm_backward_
 from verl.models.packed import Attended, HeadViews, as_heads
 from verl.models.packing import PackedBatch
-from verl.models.parallel.experts import Places
 from verl.models.vision import ImageFeatures
 
 
@@ -65,7 +63,7 @@ def dense_hidden_states(
     return TrainingPass(decoder, packed, gradients, recompute, images, recorded).forward()
 
 
-class TrainingPass(DecoderPass):
+class TrainingPass(TapedPass):
     """A forward over a packed batch, with a backward."""
 
     def __init__(
@@ -77,12 +75,9 @@ class TrainingPass(DecoderPass):
         images: ImageFeatures | None = None,
         recorded: RecordedBatch | None = None,
     ):
-        super().__init__(decoder)
+        super().__init__(decoder, packed.layout.routing)
         self.packed, self.images, self.recorded = packed, images, recorded
         self.layout, self.gradients, self.recompute = packed.layout, gradients, recompute
-        self.routing = packed.layout.routing
-        self.matmul = Matmul(decoder.embed.dtype, decoder.embed.device)
-        self._tape: list[Any] | None = None  # the fields of Saved, in a layer whose activations are kept
 
     def forward(self) -> torch.Tensor:
         """See `dense_hidden_states`."""
@@ -202,10 +197,7 @@ class TrainingPass(DecoderPass):
     def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """See DecoderPass; in chunks if the layout says so. Mixtures stay undivided."""
         size = self.layout.chunk_tokens
-        if weights.mixture is not None:
-            x, delta = super().feed_forward(weights, x, delta)
-            return x if delta is None else delta.add_(x), None
-        if size is None or size >= len(x):
+        if size is None or size >= len(x) or weights.mixture is not None:
             return super().feed_forward(weights, x, delta)
         tape, self._tape = self._tape, None
         parts = [DecoderPass.feed_forward(self, weights, part, None)[0] for part in x.split(size)]
@@ -213,52 +205,12 @@ class TrainingPass(DecoderPass):
             tape += [Normed.of(x, weights.post_norm), None]
         return torch.cat(parts), None
 
-    def normed(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DecoderPass."""
-        normed = Normed.of(x, norm)
-        self._keep(normed)
-        return x, normed.out()
-
-    def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
-        """See DecoderPass."""
-        y = linear(x, projection, self.matmul)
-        self._keep(y)
-        return y
-
-    def project(self, x: torch.Tensor, inputs: torch.Tensor, projection: Projection, norm: Norm | None) -> Sum:
-        """See DecoderPass."""
-        if norm is None:
-            self._keep(None)
-            return linear(inputs, projection, self.matmul, residual=x), None
-        _, normed = self.normed(linear(inputs, projection, self.matmul), None, norm)
-        return normed.add_(x), None
-
     def attend(self, number: int, weights: DenseLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
         heads, keep = self._heads(weights, qkv), self._tape is not None
         attended = self.layout.attend_kept(number, heads, self.decoder.scoring(weights), self.matmul, keep)
         self._keep(heads, attended)
         return _values(weights.latent, attended.out, self.decoder.num_heads)
-
-    def routed(self, mixture: Mixture, x: torch.Tensor) -> tuple[ExpertChoice, Places]:
-        """See DecoderPass."""
-        choice, places = super().routed(mixture, x)
-        self._keep(choice, places)
-        return choice, places
-
-    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See DecoderPass."""
-        return self.matmul.linear(x, weight)
-
-    def by_experts(self, mixture: Mixture, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """See DecoderPass."""
-        gate_up = self.matmul.grouped(rows, mixture.gate_up, ends)
-        self._keep(gate_up)
-        return self.matmul.grouped(self.activated(gate_up), mixture.down, ends)
-
-    def _keep(self, *values: object) -> None:
-        if self._tape is not None:
-            self._tape += values
 
     def _heads(self, weights: DenseLayer, qkv: torch.Tensor) -> HeadViews:
         """Inputs of attention, rotated: views of `qkv`, or if the heads are normed first, new queries and keys. Latent heads

@@ -171,13 +171,15 @@ class NativeRollout(RolloutEngine):
     def dense(self) -> DenseForward | CpuForward | None:
         """The hand-written forward of the module as it is now, or None when the module's own must be called."""
         # an optimizer that writes in place counts up the versions; `publish` covers every other way to change weights
-        now = version_of(self.module)
-        if self._dense is None or self._dense_of != now:
+        now, adapters = version_of(self.module), bool(self.named_adapters())
+        is_unfit = isinstance(self._dense, CpuForward) and self._dense.decoder.has_experts and adapters
+        if self._dense is None or self._dense_of != now or is_unfit:
             self._dense = None  # before the next copy is made
             self._dense = DenseForward.of(
                 self.module,
                 prepack=self.config.prepack_weights,
                 quantization=self.config.quantization,
+                adapters=adapters,
             )
             self._dense_of = version_of(self.module)
         return self._dense

@@ -52,7 +52,7 @@ class HostBackend:
     """See Backend. `dense` is the fused forward of `module`; None calls the module. `stores` are the row and the prefix store;
     they outlive a generation. `paging` bounds the tokens of both. `adapters` are the adapters of requests by name."""
 
-    lag = 0
+    lag = ahead = 0
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class HostBackend:
         self.num_bytes = max(self.num_bytes, self.row_store.num_bytes + self.prefix.num_bytes)
         layout = self._layout(rows, own_lengths, positions, [c for _, c in chunks], has_drafts=bool(ahead.any()))
         recorder = self.scheduler.experts
-        if recorder is not None and isinstance(layout, StepLayout):
+        if recorder is not None:
             layout.routing = Routing()
         ids = [inputs.ids[order], *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
         media, shifts = place_images(self.module, chunks, num_inputs, self.device)
@@ -132,7 +132,7 @@ class HostBackend:
         records = self.scheduler.slots
         recorded = None if records is None else (records.store, records.assign(self.rows, inputs, chunks))
         logits = self._logits(ids, places, completed, layout, media, self._token_adapters(rows, chunks), recorded)
-        if recorder is not None and isinstance(layout, StepLayout) and layout.routing is not None:
+        if recorder is not None and layout.routing is not None:
             recorder.add(layout.routing, self.rows, chunks)
         self.num_computed += sum(c.end - c.start for _, c in chunks)
         sampled = None

@@ -1,7 +1,7 @@
-"""The forward of a plain dense decoder on a CPU: one call of the compiled kernels for all layers.
+"""The forward of a plain decoder on a CPU: one call of the compiled kernels for all layers, or up to a mixture of experts.
 
 It rounds at the same places as the modules. Every sum has one order: a token's keys, values and logits are the same bits with
-any neighbours, in any chunk of its prompt, and as a prompt token or a sampled token.
+any neighbours, in any chunk of its prompt, and as a prompt token or a sampled token. Experts have the trainer's sums.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from verl.models.decoder.forward import embedded
 from verl.models.decoder.layers import DenseLayer, Norm
 from verl.models.decoder.projection import Projection
 from verl.models.decoder.reuse import ActivationStore
+from verl.models.decoder.taped import TapedPass
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.vision import ImageFeatures
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
@@ -103,17 +104,18 @@ class CpuForward:
         self._held: list[torch.Tensor] = []
         self._layers = (Layer * len(decoder.layers))(*(self._layer(layer) for layer in decoder.layers))
         vocab, hidden = head.weight.shape
+        inner = max((layer.down.weight.shape[1] for layer in decoder.layers if layer.mixture is None), default=0)
         self._model = Model(
             layers=len(decoder.layers),
             hidden=hidden,
             heads=decoder.num_heads,
             kv_heads=decoder.num_kv_heads,
             head_dim=decoder.head_dim,
-            inner=decoder.layers[0].down.weight.shape[1],
+            inner=inner,
             vocab=vocab,
             hidden_block=self._sum_block(hidden),
             heads_block=self._sum_block(decoder.layers[0].o.weight.shape[1]),
-            inner_block=self._sum_block(decoder.layers[0].down.weight.shape[1]),
+            inner_block=self._sum_block(inner) if inner else 0,
             bf16=self.dtype == torch.bfloat16,
             kind=kernels.kind(self.dtype),
             int8=int8,
@@ -136,8 +138,9 @@ class CpuForward:
             all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
             and tensors[0].dtype in (torch.float32, torch.bfloat16)
             and len(decoder.layers) > 0
-            and not (decoder.has_experts or decoder.departures)
-            and len({layer.down.weight.shape for layer in decoder.layers}) == 1
+            and not decoder.departures
+            and len({layer.down.weight.shape for layer in decoder.layers if layer.mixture is None}) <= 1
+            and all(layer.mixture is None or layer.mixture.group is None for layer in decoder.layers)
             and decoder.head_dim <= MAX_HEAD_DIM
             and decoder.head_dim % 2 == 0
         )
@@ -173,24 +176,36 @@ class CpuForward:
             for name in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")
         ]
         call = _Call(cos, sin, arrays, tokens, adapters, None if recorded is None else _record(*recorded))
-        first = 0
-        while images is not None and first < len(images.deep):
-            self._run(call, x, first, first + 1, everything)
+        first, experts = 0, TapedPass(self.decoder, tokens.routing)
+        for number, layer in enumerate(self.decoder.layers):
+            is_deep = images is not None and number < len(images.deep)
+            if layer.mixture is None and not is_deep:
+                continue
+            self._run(call, x, first, number + 1)
+            first = number + 1
             # the first buffer of the workspace, see lay_out() in decoder.c; its values are of the model's dtype
             states = self._work[: len(x) * self._x_bytes].view(torch.float32).view(len(x), -1)
-            x = images.deepened(first, states[:, : x.shape[1]].to(x.dtype))
-            first += 1
+            x = states[:, : x.shape[1]].to(x.dtype)
+            # else experts of all tokens are recorded, or features of images added to them
+            if first == len(self._layers) and tokens.routing is None and not is_deep:
+                x, keep = x[keep], everything[: len(keep)]
+            if layer.mixture is not None:
+                x, _ = experts.feed_forward(layer, x, None)
+            if images is not None and is_deep:
+                x = images.deepened(number, x)
+        if first == len(self._layers) and len(keep) < len(x):
+            x, keep = x[keep], everything[: len(keep)]
         self._run(call, x, first, len(self._layers), keep)
         if recorded is not None:
             recorded[0].note(torch.from_numpy(recorded[1]), keep)
         return self._logits[: len(keep), : self._model.vocab]
 
-    def _run(self, call: _Call, x: torch.Tensor, first: int, end: int, keep: torch.Tensor) -> None:
-        """Compute layers [first, end) of hidden states `x` [tokens, hidden], and behind the last one the logits of `keep`."""
+    def _run(self, call: _Call, x: torch.Tensor, first: int, end: int, keep: torch.Tensor | None = None) -> None:
+        """Compute layers [first, end) of hidden states `x` [tokens, hidden], and the logits of `keep` if given."""
         model, tokens = Model.from_buffer_copy(self._model), call.tokens
         model.layers, model.layer = end - first, ctypes.addressof(self._layers) + first * ctypes.sizeof(Layer)
-        if end < len(self._layers):
-            model.vocab = 0
+        if keep is None:
+            model.vocab, keep = 0, torch.arange(len(x))
         elif self._logits.shape[0] < len(keep):
             self._logits = torch.empty(len(keep), self._logits.shape[1])
         runs = AdapterRuns(call.adapters, self._adapters, keep.numpy(), first)
@@ -217,8 +232,10 @@ class CpuForward:
         return Layer(
             qkv=self._packed(layer.qkv.weight),
             o=self._packed(layer.o.weight),
-            gate_up=self._keep(self._kernels.pack_halves(layer.gate_up.weight, int8=self._int8)),
-            down=self._packed(layer.down.weight),
+            gate_up=None
+            if layer.mixture is not None
+            else self._keep(self._kernels.pack_halves(layer.gate_up.weight, int8=self._int8)),
+            down=None if layer.mixture is not None else self._packed(layer.down.weight),
             qkv_bias=self._bias(layer.qkv.bias),
             o_bias=self._bias(layer.o.bias),
             gate_up_bias=self._bias(layer.gate_up.bias, parts=2),

@@ -14,7 +14,7 @@ from verl.models.ops.linear import Matmul
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
-REVISION = 6  # of the structures, see decoder.h
+REVISION = 7  # of the structures, see decoder.h
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
 PAIRED = ("avx512_amx", "avx512_bf16")  # instruction sets with products of bfloat16 pairs
@@ -152,10 +152,9 @@ class Kernels:
         return _sum_block(self, inputs)
 
     def equals_trainer(self, decoder: DenseDecoder) -> bool:
-        """Whether the fused training forward of a bfloat16 `decoder` computes the kernels' bits."""
-        plain = not (decoder.has_experts or decoder.departures) and all(
-            layer.sliding_window is None for layer in decoder.layers
-        )
+        """Whether the fused training forward of a bfloat16 `decoder` computes the kernels' bits, and those of experts."""
+        plain = not decoder.departures and all(layer.sliding_window is None for layer in decoder.layers)
+        plain &= not decoder.has_experts or Matmul(torch.bfloat16, torch.device("cpu")).by_kernels
         widths = {projection.weight.shape[1] for projection in decoder.projections()}
         return plain and self.kind(torch.bfloat16) == PAIRS and all(self.sum_block(n) is not None for n in widths)
 

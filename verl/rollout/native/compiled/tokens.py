@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verl.models.routing import Routing
 from verl.rollout.layout import Chunk
 from verl.rollout.native.compiled.store import BlockStore
 
@@ -28,9 +29,10 @@ class DecodeTiles:
         self.starts = _starts(self.slots[self.order], 1 if slots is None else max_tile)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTokens:
-    """[decode rows | tokens of prompt chunks]; every array but `tiles` has an int64 per token, see `struct step`."""
+    """[decode rows | tokens of prompt chunks]; every array but `tiles` has an int64 per token, see `struct step`. `routing`
+    records experts, if given."""
 
     row_store: BlockStore
     prefix: BlockStore
@@ -41,6 +43,7 @@ class StepTokens:
     own_end: np.ndarray
     order: np.ndarray
     tiles: np.ndarray
+    routing: Routing | None = None
 
     @classmethod
     def of(

@@ -28,7 +28,7 @@ from verl.models.ops.linear import Matmul
 from verl.models.ops.pointwise import Turns, inverse_rms, scaled_norm
 from verl.models.ops.table import by_torch
 from verl.models.quantized import on_grid
-from verl.models.vision import ImageFeatures, num_deep_layers
+from verl.models.vision import ImageFeatures
 from verl.rollout.layout import StepLayout
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.compiled.forward import CpuForward
@@ -53,11 +53,11 @@ class DenseForward:
 
     @classmethod
     def of(
-        cls, module: HFModule, *, prepack: bool, quantization: str | None = None
+        cls, module: HFModule, *, prepack: bool, quantization: str | None = None, adapters: bool = False
     ) -> DenseForward | CpuForward | None:
         """The fused forward of a causal language model, with compiled kernels if `compiled` returns them. None if only the
         model's forward computes it. `prepack` allows a copy of the weights. With `quantization` layers multiply in int8, by
-        compiled kernels, or in fp8, which torch emulates."""
+        compiled kernels, or in fp8, which torch emulates. Requests may have `adapters`."""
         decoder, head = DenseDecoder.of(module, adapters=True), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) in (nn.Linear, LoRALinear)
         hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
@@ -67,7 +67,8 @@ class DenseForward:
         projection = Projection(head.weight.detach(), bias, (head,))
         if quantization == "fp8":
             return cls(module, decoder, projection, prepack=prepack, fp8=True)
-        if (kernels := compiled(module, decoder, projection, prepack=prepack)) is not None:
+        kernels = compiled(module, decoder, projection, prepack=prepack)
+        if kernels is not None and not (adapters and decoder.has_experts):
             return CpuForward(kernels, module, decoder, projection, int8=quantization == "int8")
         return cls(module, decoder, projection, prepack=prepack)
 
@@ -191,15 +192,14 @@ class _HostPass(DecoderPass):
 
 
 def compiled(module: HFModule, decoder: DenseDecoder, head: Projection, *, prepack: bool) -> Kernels | None:
-    """The compiled kernels; None if torch computes the module."""
-    if (
-        not prepack
-        or num_deep_layers(module)
-        or head_transform(module.config) != _PLAIN_LOGITS
-        or not CpuForward.fits(decoder, head)
-    ):
+    """The compiled kernels; None if torch computes the module. They compute experts in bfloat16 only, where these have the
+    trainer's sums."""
+    if not prepack or head_transform(module.config) != _PLAIN_LOGITS or not CpuForward.fits(decoder, head):
         return None
-    return kernels()
+    chosen = kernels()
+    if chosen is None or not decoder.has_experts:
+        return chosen
+    return chosen if head.weight.dtype == torch.bfloat16 and chosen.equals_trainer(decoder) else None
 
 
 def product(projection: Projection, *, prepack: bool) -> Product:
