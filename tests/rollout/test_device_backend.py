@@ -164,18 +164,58 @@ def test_any_mixture_of_lengths_and_ends(make_engine, lengths, n, rows, budget, 
     assert stats["max_running"] <= rows
 
 
-PREEMPTS = {
-    (256, "sampled"),
-    (192, "sampled"),
-    (256, "stopped early"),
-}  # with less, fewer samples begin at the same time
-
-
 SLOTS = KVCacheConfig(enable_paged_attention=False)
 
 
 def pages(max_tokens, block_size=16):
     return KVCacheConfig(enable_paged_attention=True, block_size=block_size, max_tokens=max_tokens)
+
+
+def refills(device, monkeypatch, n, cache, *, ahead):
+    """Samples of random lengths, three times as many as the 32 rows. Returns them, the launches of each step, "r" for rows and
+    "p" for prompts, and free rows of steps while prompts wait."""
+    engine, steps, free = device(rows=32, kv_cache_config=cache), [], []
+
+    def noted(kind, compute):
+        def run(*arguments):
+            steps[-1] += kind
+            return compute(*arguments)
+
+        return run
+
+    def step(self, chunks, compute=DeviceBackend.step):
+        steps.append("")
+        free.append(self.rows.num_free if self.prompts.waiting else 0)
+        return compute(self, chunks)
+
+    params = SamplingParams(n=n, max_new_tokens=60, stop_token_ids=tuple(range(0, 250, 13)))
+    with monkeypatch.context() as patch:
+        if not ahead:
+            patch.setattr(DeviceBackend, "ahead", 0)
+        patch.setattr(DeviceRows, "launch", noted("r", DeviceRows.launch))
+        patch.setattr(DeviceRows, "prefill", noted("p", DeviceRows.prefill))
+        patch.setattr(DeviceBackend, "step", step)
+        samples, _ = generate(engine, make_prompts([5 + i % 7 for i in range(96 // n)]), params)
+    return samples, steps, sum(free[1:])
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("cache", [SLOTS, pages(None)], ids=["slots", "pages"])
+def test_freed_rows_find_prompts_that_are_computed(cache, n, device, monkeypatch):
+    """A forward of prompts has many launches, which the host begins while the rows compute. Several prompts share it."""
+    expected, before, free_before = refills(device, monkeypatch, n, cache, ahead=False)
+    samples, steps, free = refills(device, monkeypatch, n, cache, ahead=True)
+    assert_same(samples, expected)
+    assert {*steps[1:]} == {"r", "rp"}
+    assert steps.count("rp") < 0.6 * before.count("rp")
+    assert free < 0.7 * free_before
+
+
+PREEMPTS = {
+    (256, "sampled"),
+    (192, "sampled"),
+    (256, "stopped early"),
+}  # with less, fewer samples begin at the same time
 
 
 @pytest.fixture(scope="module")

@@ -172,6 +172,7 @@ def test_store_grows_keeps_and_frees():
 def test_schedule_starts_every_sample_once(data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
     n, num_rows, budget = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 50))
+    ahead = data.draw(st.sampled_from([0, 0, 1, 3, 8]))
     schedule, rows = Prompts(), BatchRows(4)
     rows.grow(num_rows)
     schedule.waiting.extend(Group(prompt, deque(range(n)), n) for prompt in make_prompts(lengths))
@@ -185,13 +186,13 @@ def test_schedule_starts_every_sample_once(data):
         rows.close_holes()
         assert rows.end == rows.num_running <= num_rows
         assert all(g is not None for g in rows.groups[: rows.end])
-        chunks = schedule.take_chunks(rows.num_free, budget)
+        chunks = schedule.take_chunks(rows.num_free, budget, ahead=ahead)
         assert sum(p.end - p.start for _, p in chunks) <= budget
         for group, chunk in chunks:
             assert chunk.start == computed[group.request.ordinal]
             computed[group.request.ordinal] = chunk.end
         assert [g.slot for g in schedule.by_slot] == list(range(len(schedule.by_slot)))
-        assert len(schedule.by_slot) <= num_rows + 1
+        assert len(schedule.by_slot) <= num_rows + 1 + ahead
         if rows.end and (not chunks or data.draw(st.booleans())):
             ended = data.draw(st.sets(st.integers(0, rows.end - 1), min_size=1))
             for row in ended:

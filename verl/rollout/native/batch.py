@@ -88,11 +88,14 @@ class Prompts:
         num_free_rows: int,
         budget: int,
         admits: Callable[[Group], bool] = lambda group: True,
+        ahead: int = 0,
     ) -> list[tuple[Group, Chunk]]:
-        """Prompt tokens to compute next: at most `budget` tokens, of prompts with samples that fit the free rows. A prompt with
-        images is one chunk. As the first chunk it may exceed the budget."""
+        """Prompt tokens to compute next: at most `budget` tokens, of prompts with samples that fit the free rows, and `ahead`
+        more as soon as half of these have started. A prompt with images is one chunk. As the first chunk it may exceed the
+        budget."""
         begun = sum(len(g.pending) for g in (*self.ready, *self.prefilling))
-        while self.waiting and begun < num_free_rows and admits(self.waiting[0]):
+        limit = num_free_rows + ahead if begun < num_free_rows + (ahead + 1) // 2 else 0
+        while self.waiting and begun < limit and admits(self.waiting[0]):
             group = self.waiting.popleft()
             group.slot = len(self.by_slot)
             self.by_slot.append(group)

@@ -35,10 +35,14 @@ class Sampled(Protocol):
 
 class Backend(Protocol):
     """Computes the steps of a scheduler, and reads its `rows` and `prompts`. `lag` is the number of unfinished steps at the
-    launch of the next step: 0, or 1 if the device keeps the newest tokens itself."""
+    launch of the next step: 0, or 1 if the device keeps the newest tokens itself. Prompts of `ahead` samples are computed
+    before rows are free, in batches: 0 if the launches of a forward cost nothing."""
 
     lag: int
     num_computed: int  # prompt tokens
+
+    @property
+    def ahead(self) -> int: ...
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
         """Reserve memory for this many rows and a prompt of this length; returns the number of rows that fit."""
@@ -174,7 +178,7 @@ class Scheduler:
         budget = max(self.max_num_batched_tokens - self.rows.num_running, 0)
         if self.rows.num_running == 0:
             budget = max(budget, 1)
-        chunks = self.prompts.take_chunks(self.rows.num_free, budget, self.backend.admits)
+        chunks = self.prompts.take_chunks(self.rows.num_free, budget, self.backend.admits, self.backend.ahead)
         self._advance(chunks)
         return self._ended
 

@@ -43,6 +43,8 @@ from verl.rollout.native.torch.kv_cache import rounded
 
 _MEMORY_SHARE = 0.8  # of free memory, for keys and values; activations of prompts and graphs take the remaining memory
 _RESTING_SHARE = 0.8  # of the device's memory: stores and graphs stay during training if the peak is below this
+_PROMPTS_AHEAD = 8  # prompts that are computed before rows are free
+_ROWS_AHEAD = 16  # or if these are more, prompts of one sample for so many rows
 _SPARE = 2  # tokens: a row that has ended may take part in one more step
 
 
@@ -187,6 +189,15 @@ class DeviceBackend:
         """Free stores and graphs."""
         self.stores, self._made_for, self._longest_prompt = None, (), 0
 
+    @property
+    def ahead(self) -> int:
+        """See Backend. Pages that are scarce are for samples that run."""
+        assert self.stores is not None
+        sizes, size = self.stores.sizes, self.stores.sizes.page_size
+        if size and sizes.num_pages * size < sizes.num_tokens() - sizes.own_capacity:
+            return 0
+        return max(_PROMPTS_AHEAD * self.scheduler.params.n, sizes.num_rows // _ROWS_AHEAD)
+
     def admits(self, group: Group) -> bool:
         assert self.stores is not None
         sizes = self.stores.sizes
@@ -226,16 +237,18 @@ class DeviceBackend:
         return self.stores.begin(rows, columns, logits)
 
     def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[Readback | None, torch.Tensor]:
-        """See Backend: the chunks first, and then all rows."""
-        stores = self.stores
+        """See Backend: all rows first. The host launches the kernels of the chunks one by one, while the rows compute."""
+        stores, sampled, logits = self.stores, None, torch.empty(0)
         assert stores is not None
-        logits = torch.empty(0)
         self._keep(counts=True)
+        if self.rows.end:
+            sampled = self._step_rows(stores)
         if chunks:
             logits = stores.prefill(self.module, chunks)
             self.num_computed += sum(c.end - c.start for _, c in chunks)
-        if not self.rows.end:
-            return None, logits
+        return sampled, logits
+
+    def _step_rows(self, stores: DeviceRows) -> Readback:
         if self._changed:
             self._changed = False
             self._num_rows = min(step_rows(self.rows.end), stores.sizes.num_rows)
@@ -243,7 +256,7 @@ class DeviceBackend:
             self._num_prompts = self._share() if self.scheduler.shared else 0
         # the device may be a token ahead of what the host has read
         longest = int((self.rows.own_start + self.rows.length)[: self.rows.end].max()) + _SPARE
-        return stores.launch(self._num_rows, self._num_prompts, self.rows.end, longest), logits
+        return stores.launch(self._num_rows, self._num_prompts, self.rows.end, longest)
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
         """See Backend: only columns move, keys and values keep their slots."""
