@@ -71,10 +71,12 @@ def one_layer(folder, family="qwen3"):
     return model_folder(folder, family, num_hidden_layers=1, **dense_first)
 
 
-def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, optimizer="AdamW", **engine):
+def make(
+    cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, dora=False, optimizer="AdamW", **engine
+):
     """The FSDPEngine computes with verl's layers in float64 too; its reference, the LocalEngine, with widened modules."""
     forward._FUSED_DTYPES.add(torch.float64)  # in a process of these checks only
-    model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora}
+    model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora, "use_dora": dora}
     engine = engine if cls is FSDPEngine else {}
     built = make_engine(path, cls, head=head, dtype=dtype, model=model, engine=engine, optim={"optimizer": optimizer})
     if dtype == "float64":
@@ -144,9 +146,9 @@ def step(engine, batch, micro, head):
 
 
 @functools.cache
-def steps_of_one_device(path, head, dtype, micro, sizes, lora, optimizer, bf16_path):
+def steps_of_one_device(path, head, dtype, micro, sizes, lora, dora, optimizer, bf16_path):
     """(outputs of the first, metrics) of two steps, and the state after them. `bf16_path`: its value in the environment."""
-    one, steps = make(LocalEngine, path, head=head, dtype=dtype, lora=lora, optimizer=optimizer), []
+    one, steps = make(LocalEngine, path, head=head, dtype=dtype, lora=lora, dora=dora, optimizer=optimizer), []
     for seed in range(2):
         batch = make_batch(seed, sizes)
         outputs = {} if seed else one.forward(batch, OUTPUTS[head], micro, 1.2)
@@ -154,13 +156,15 @@ def steps_of_one_device(path, head, dtype, micro, sizes, lora, optimizer, bf16_p
     return steps, dict(one.gather_weights()), whole_state(one)
 
 
-def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2), lora=0, optimizer="AdamW", **engine):
+def compare(
+    path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2), lora=0, dora=False, optimizer="AdamW", **engine
+):
     """Largest relative differences of loss, norm and weights over two steps, and of the outputs before, on the first rank."""
     micro, is_first = micro or MicroBatching(max_tokens=24), dist.get_rank() == 0
     if is_first:
-        settings = (head, dtype, micro, sizes, lora, optimizer, os.environ.get(CPU_BF16))
+        settings = (head, dtype, micro, sizes, lora, dora, optimizer, os.environ.get(CPU_BF16))
         steps, weights, state = steps_of_one_device(path, *settings)
-    many = make(FSDPEngine, path, head=head, dtype=dtype, lora=lora, optimizer=optimizer, **engine)
+    many = make(FSDPEngine, path, head=head, dtype=dtype, lora=lora, dora=dora, optimizer=optimizer, **engine)
     gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
     for seed in range(2):
         batch = make_batch(seed, sizes)
@@ -208,6 +212,21 @@ check_selective = comparison((2,), "qwen3", checkpointing="selective")
 check_selective_of_a_gpu = on(2)(
     lambda folder: with_autograd(lambda: compare(model_folder(folder, "qwen3"), checkpointing="selective", lora=4))
 )
+
+
+@on(2)
+def check_dora(folder):
+    path = model_folder(folder, "qwen3")
+    for settings in ({"dtype": "bfloat16"}, {"tensor_parallel_size": 2}):
+        with pytest.raises(
+            ConfigError, match="use_dora trains with FSDP2 in float32 only, and without tensor_parallel"
+        ):
+            make(FSDPEngine, path, lora=4, dora=True, **settings)
+    return compare(path, lora=4, dora=True)
+
+
+check_dora_checkpointing = comparison((2,), "qwen2", lora=4, dora=True, checkpointing=True)
+check_dora_sequence = comparison((2,), "llama", lora=4, dora=True, ulysses_sequence_parallel_size=2)
 check_kept_weights = comparison(
     (2,), "llama", model={"attention_bias": True, "mlp_bias": True}, reshard_after_forward=False
 )

@@ -76,7 +76,7 @@ class FSDPEngine(TrainedEngine):
             engine = replace(engine, offload_policy=True)
         super().__init__(model=model, engine=engine, device=device, **settings)
         mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh
-        _check_layout(model, engine, mesh, self.optim)
+        _check_layout(model, engine, mesh, self.optim, self.compute_dtype)
         self.groups = ProcessGroups(mesh, device.type, engine.expert_parallel_size, timeout_s)
         self.computes_images = self.groups.tensor.size() * self.groups.sequence.size() == 1
         head, narrow, rounding, trains = self.head, self.compute_dtype, self.rounding, self.optim is not None
@@ -89,8 +89,6 @@ class FSDPEngine(TrainedEngine):
         if self.groups.tensor.size() * self.groups.sequence.size() * engine.expert_parallel_size > 1:
             keys = "tensor_parallel_size, ulysses_sequence_parallel_size or expert_parallel_size"
             require_packed(self.module, f"fsdp_config.{keys}")
-        if self.spec is not None and self.spec.dora:  # its lengths of rows compute in float32, unlike FSDP's units
-            raise ConfigError("model.use_dora needs one device, or strategy=megatron. Choose one, or use_dora=False.")
         if self.groups.tensor.size() > 1:
             keep_fused(self.module, "tensor parallel ranks have parts of the vocabulary")
         self._keep_prompts_apart(forward)
@@ -208,7 +206,9 @@ class FSDPEngine(TrainedEngine):
         return moves and self.config.param_offload, moves and self.config.optimizer_offload
 
 
-def _check_layout(model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: OptimConfig | None) -> None:
+def _check_layout(
+    model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: OptimConfig | None, dtype: torch.dtype
+) -> None:
     """Raise ConfigError for a layout that the model's shape forbids, before a weight is read."""
     load_external(model.external_lib)
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
@@ -217,6 +217,12 @@ def _check_layout(model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: Opt
     check_divisible(config, tensor)
     check_heads(config, sizes.get("sp", 1), tensor)
     check_experts(config, engine.expert_parallel_size)
+    # lengths of rows stay wide, units do not; a tensor parallel rank has parts of rows
+    if model.lora_rank and model.use_dora and (dtype.itemsize < 4 or tensor > 1):
+        raise ConfigError(
+            "model.use_dora trains with FSDP2 in float32 only, and without tensor_parallel_size. Set fsdp_config.dtype="
+            "float32, train on one device or with strategy=megatron, or set use_dora=False."
+        )
     if optim is not None and not steps_parts(optim) and tensor * engine.expert_parallel_size > 1:
         raise ConfigError(
             f"optim.optimizer={optim.optimizer} may look at whole matrices, which tensor and expert parallel ranks do not "
