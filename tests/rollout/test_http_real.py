@@ -90,12 +90,12 @@ def serving(folder, log_folder, *arguments, length=256):
         process.wait()
 
 
-def make(url, folder, tokenizer, reader=None, **service):
+def make(url, folder, tokenizer, reader=None, length=256, **service):
     keys = f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
     loaded, spec = transfer_of_run(*keys)
     spec = replace(spec, reader=reader or spec.reader)
     settings = ServiceConfig(url=url, timeout_s=60.0, num_retries=1, **service)
-    config = RolloutConfig(name="http", max_num_seqs=8, max_model_len=256, service=settings)
+    config = RolloutConfig(name="http", max_num_seqs=8, max_model_len=length, service=settings)
     return ENGINES.get("http")(
         skeleton(loaded.actor_rollout_ref.model, spec.dtype), tokenizer, config, eos_token_ids=[EOS], transfer=spec
     )

@@ -3,6 +3,7 @@
     PYTHONPATH=tests/rollout/torchvision_on_cpu python -m pytest -m slow -p no:xdist tests/rollout/test_vllm_images.py
 
 vLLM reads pictures with torchvision. The folder has a package in its place, since wheels of torchvision need PyTorch for CUDA.
+SmolVLM's processor needs the package num2words.
 """
 
 import importlib.util
@@ -95,4 +96,5 @@ def test_greedy_tokens_of_a_server_are_the_native_ones(family, task, tmp_path):
     folder, tokenizer, module, requests = task
     videos = json.dumps({"video": {"num_frames": -1, "fps": 2}})
     with serving(folder, tmp_path, "--media-io-kwargs", videos, length=2048) as (url, _):
-        require_native(make_client(url, folder, tokenizer, api="vllm"), tokenizer, module, requests)
+        client = make_client(url, folder, tokenizer, length=2048, api="vllm")
+        require_native(client, tokenizer, module, requests)
