@@ -61,7 +61,9 @@ class ParallelModel(nn.Module):
             packed.layout.routing.gather(part.layout.routing, packed.num_tokens, self.sequence)
         statistics = partial(self._statistics, hidden, part, outputs, temperature)
         inputs = HeadInputs(self.model, hidden, part.targets, temperature, statistics)
-        return computed_outputs(inputs, packed, outputs, part.whole)
+        computed = computed_outputs(inputs, packed, outputs, part.whole)
+        # FSDP2 hooks outputs, and an operation in place on a view would drop its hook
+        return {name: values.clone() if values._is_view() else values for name, values in computed.items()}
 
     def _statistics(
         self, hidden: torch.Tensor, part: TokenSlice, outputs: Sequence[str], temperature: float
