@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_922,
+    "core": 72_092,
     "compat": 7_960,
     "page": 4_113,
-    "planner": 2_760,
+    "planner": 2_758,
     "tinker": 5_076,
     "clusters": 7_167,
     "agents": 6_359,
     "tasks": 2_903,
-    "tests": 88_407,
+    "tests": 88_541,
     "benchmarks": 6_536,
 }
 MAX_MEAN_FUNCTION_LINES = 12
