@@ -189,9 +189,11 @@ def test_missing_features_are_said_once():
 def test_a_notice_names_every_key_that_was_set():
     """Of a mapping too, each on its own: profilers are set by many keys."""
     overrides = [f"{ACTOR}.profiler.tool_config.{name}=1" for name in ("npu.level", "nsys.discrete")]
-    overrides += ["global_profiler.tool=npu", f"{ACTOR}.profiler.tool=npu"]
+    overrides += ["global_profiler.global_tool_config.npu.level=1", f"{ACTOR}.profiler.tool=npu"]
     (notice,) = load(*overrides).notices
     assert all(override.partition("=")[0] in notice for override in overrides), notice
+    assert "global_profiler.tool=npu" in load("global_profiler.tool=npu").notices[0]
+    assert load("global_profiler.tool=torch_memory").notices == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -37,3 +38,16 @@ def test_the_chosen_steps_write_traces(tiny_run, tmp_path, changes, names):
     for name in names:
         events = json.loads((folder / name).read_text())["traceEvents"]
         assert any(event.get("name", "").startswith("aten::") for event in events)
+
+
+def test_a_trace_of_memory_is_of_a_gpu(tiny_run, tmp_path, caplog):
+    """Where there is none, a warning says so, and the trace of operations is written."""
+    folder = tmp_path / "traces"
+    keys = (f"{ACTOR}.profiler.enable=True", "global_profiler.steps=[1]", "global_profiler.tool=torch_memory")
+    tiny_run(*keys, f"global_profiler.save_path={folder}")
+    names = {path.name for path in folder.glob("*")}
+    if torch.cuda.is_available():
+        assert names == {"step_1_rank_0.json", "step_1_rank_0_memory.pickle"}
+    else:
+        assert names == {"step_1_rank_0.json"}
+        assert "no snapshot of memory, since this process has no CUDA GPU" in caplog.text

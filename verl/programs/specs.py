@@ -47,7 +47,7 @@ def trace_spec(profiler: ProfilerConfig, config: GlobalProfilerConfig) -> TraceS
     if not profiler.enable or not config.steps:
         return None
     ranks = None if profiler.all_ranks else tuple(profiler.ranks or (0,))
-    return TraceSpec(Path(config.save_path).expanduser().absolute(), ranks)
+    return TraceSpec(Path(config.save_path).expanduser().absolute(), ranks, config.tool == "torch_memory")
 
 
 def run_spec(

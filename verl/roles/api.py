@@ -70,10 +70,12 @@ class Objective:
 
 @dataclass(frozen=True)
 class TraceSpec:
-    """Traces of torch.profiler in `folder`, written by `ranks` of a role, counted from 0; None: by all."""
+    """Traces of torch.profiler in `folder`, written by `ranks` of a role, counted from 0; None: by all. With `memory` also
+    snapshots of GPU memory."""
 
     folder: Path
     ranks: tuple[int, ...] | None = (0,)
+    memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class ModelRole:
     def start_trace(self, name: str) -> None:
         trace = self.spec.trace
         if trace is not None and (trace.ranks is None or self._number in trace.ranks):
-            OF_PROCESS.start(trace.folder / f"{name}_rank_{self._number}.json")
+            OF_PROCESS.start(trace.folder / f"{name}_rank_{self._number}.json", memory=trace.memory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_trace(self) -> None:

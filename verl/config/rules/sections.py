@@ -13,7 +13,7 @@ from verl.config.sections.fsdp import FSDPConfig, SFTEngineConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import SCHEDULES, ModelConfig, OptimConfig
 from verl.config.sections.rollout import CheckpointEngineConfig, RolloutConfig
-from verl.config.sections.trainer import SeparateAsyncConfig, StepGuardsConfig, TrainerConfig
+from verl.config.sections.trainer import GlobalProfilerConfig, SeparateAsyncConfig, StepGuardsConfig, TrainerConfig
 from verl.errors import ConfigError
 from verl.families import engine_facts
 
@@ -220,6 +220,14 @@ def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: PPOCon
         )
 
 
+def _check_profiler(path: str, profiler: GlobalProfilerConfig, root: object) -> Iterator[Problem]:
+    if profiler.tool not in (None, "torch", "torch_memory"):
+        key = f"{path}.tool"
+        yield Problem(
+            "notice", key, f"No effect: {key}={profiler.tool} (traces are torch.profiler's, whatever the tool)"
+        )
+
+
 def _check_deepspeed(path: str, deepspeed: DeepSpeedConfig, root: object) -> Iterator[Problem]:
     role = value_at(root, path.rpartition(".")[0])
     if role.strategy != "deepspeed":
@@ -302,6 +310,7 @@ SECTION_RULES: dict[type, SectionRule] = {
     RolloutConfig: _check_rollout,
     CheckpointEngineConfig: _check_checkpoint_engine,
     TrainerConfig: _check_trainer,
+    GlobalProfilerConfig: _check_profiler,
     SeparateAsyncConfig: _check_separate_async,
     StepGuardsConfig: _check_guards,
 }

@@ -62,6 +62,7 @@ class GuardsConfig(StepGuardsConfig):
 class GlobalProfilerConfig(Section):
     steps: list[int] | None = used(None, "steps of which the ranks of a role with profiler.enable=True write a trace")
     profile_continuous_steps: bool = used(False, "one trace for neighbouring steps")
+    tool: str | None = used(None, "torch_memory: also snapshots of GPU memory, step_N_rank_R_memory.pickle")
     save_path: str = used("outputs/profile", "folder of the traces step_N_rank_R.json, which Perfetto opens", path=True)
 
 
