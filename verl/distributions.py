@@ -58,7 +58,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.cli.data",
         "verl.agents.games",
         "verl.agents.tools.calculator",
-        *(f"verl.rewards.scorers.{name}" for name in ("code", "exact_match", "gsm8k", "reasoning_gym")),
+        *(f"verl.rewards.scorers.{name}" for name in ("code", "exact_match", "gsm8k", "puzzles", "reasoning_gym")),
         *(f"verl.rewards.scorers.math_{name}" for name in ("answers", "forms")),
     ),
 }

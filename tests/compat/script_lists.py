@@ -1,6 +1,6 @@
 """Override lists as launch scripts of public releases write them, by kind of script. Paths, counts, devices, loggers and the
-rollout engine are changed, nothing else. {model}, {rm}, {tools}, {turns}, {rows}, {parts}: files of the tests.
-{out}: the run folder."""
+rollout engine are changed, nothing else. {model}, {rm}, {tools}, {turns}, {rows}, {parts}, {kk}, {countdown}: files of the
+tests. {out}: the run folder."""
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 MODEL, MEGATRON = "actor_rollout_ref.model", f"{ACTOR}.megatron"
@@ -43,6 +43,10 @@ DAPO = (
     f"reward_model.reward_manager=dapo {under(OVERLONG, 'enable=True len=2 penalty_factor=1.0 log=False')} "
     f"+reward_model.reward_kwargs.max_resp_len=4 {under(ROLLOUT, 'temperature=1.0 top_p=1.0 top_k=-1')} "
     f"{under(f'{ROLLOUT}.val_kwargs', 'temperature=1.0 top_p=0.7 top_k=-1 do_sample=True n=1')} trainer.resume_mode=auto"
+)
+FORK = (
+    f"{under(ROLLOUT, 'tensor_model_parallel_size=1 gpu_memory_utilization=0.6')} trainer.default_hdfs_dir=null "
+    "trainer.save_freq=10 custom_reward_function.path=null"
 )
 _SIZES = "tensor_model_parallel_size=1 pipeline_model_parallel_size=1 expert_model_parallel_size=1 param_offload=True"
 ON_MEGATRON = (
@@ -154,6 +158,19 @@ KINDS: dict[str, dict[str, str]] = {
         "routing replay of rollout": f"{DAPO} {ON_MEGATRON} {MEGATRON}.router_replay.mode=R3 "
         f"{ROLLOUT}.enable_rollout_routing_replay=True",
         "float16": f"{DAPO} {ON_MEGATRON} +{MEGATRON}.dtype=float16 {ROLLOUT}.dtype=float16",
+    },
+    "forks of 2025, with their own scorers": {
+        "Logic-RL": f"{under(MODEL, 'use_remove_padding=True enable_gradient_checkpointing=True')} {FORK} "
+        f"data.val_batch_size=32 {ACTOR}.ppo_micro_batch_size=16 "
+        f"{under(ACTOR, 'use_kl_loss=True kl_loss_coef=0.001 kl_loss_type=low_var_kl')} "
+        f"{under(f'{ACTOR}.fsdp_config', 'param_offload=True grad_offload=True optimizer_offload=True')} "
+        f"{REF}.fsdp_config.param_offload=True {ROLLOUT}.log_prob_micro_batch_size=160 {REF}.log_prob_micro_batch_size=160 "
+        "algorithm.kl_ctrl.kl_coef=0.001 trainer.critic_warmup=0 trainer.total_epochs=5 data.train_files={kk}",
+        "TinyZero": f"algorithm.adv_estimator=gae critic.model.path={{model}} critic.optim.lr=1e-5 "
+        f"critic.ppo_micro_batch_size=8 {FORK} data.val_batch_size=1312 "
+        f"{ACTOR}.ppo_micro_batch_size=8 {ROLLOUT}.log_prob_micro_batch_size=8 "
+        f"{REF}.log_prob_micro_batch_size=4 algorithm.kl_ctrl.kl_coef=0.001 +trainer.val_before_train=False "
+        "trainer.total_epochs=15 data.train_files={countdown}",
     },
     "other engines and devices": {
         "veomni": f"{KL} {DYNAMIC} model_engine=veomni {FALLBACK} {ACTOR}.optim.lr_min=1e-7 "

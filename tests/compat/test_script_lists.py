@@ -18,6 +18,12 @@ FILES = {
     "    return {'score': 1.0, 'a': float(len(solution_str)), 'b': 0.5}\n",
 }
 TRUTH = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}}
+ROWS = (
+    ("train", "x", "1", {}),
+    ("turns", "x", "1", {"tools_kwargs": TRUTH}),
+    ("kk", "kk_logic", {"solution_text_format": "(1) Zoey is a knight"}, {}),
+    ("countdown", "countdown", {"target": 24, "numbers": [4, 6]}, {}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +35,10 @@ def files(tiny_llama, tmp_path_factory):
     places = {name: folder / f"{name}.{'yaml' if name == 'tools' else 'py'}" for name in FILES}
     for name, place in places.items():
         place.write_text(FILES[name])
-    for name, extra in (("train", {}), ("turns", {"tools_kwargs": TRUTH})):
+    for name, source, truth, extra in ROWS:
         rows = [
-            {"data_source": "x", "prompt": [{"role": "user", "content": f"row {i}"}], "reward_model": {"ground_truth": "1"},
-             "extra_info": extra}
+            {"data_source": source, "prompt": [{"role": "user", "content": f"row {i}"}],
+             "reward_model": {"ground_truth": truth}, "extra_info": extra}
             for i in range(16)
         ]  # fmt: skip
         places[name] = folder / f"{name}.jsonl"

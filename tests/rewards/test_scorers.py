@@ -137,7 +137,7 @@ ANSWERS = {
     "char_count": "\\boxed{{{}}}",
     "reasoning_gym/basic_arithmetic": "<answer>{}</answer>",
 }
-NOT_NUMBERS = ("apps",)
+NOT_NUMBERS = ("apps", "countdown", "kk_logic")
 FOLLOWING = ["", "\n", "\nThat is all.", "\n" + "words, and more words. " * 40, "\n\n" + "-" * 100_000]
 
 

@@ -32,6 +32,8 @@ SCORERS = Registry(
         "codeforces": _CODE,
         "taco": _CODE,
         "searchR1_*": "verl.rewards.scorers.exact_match:SCORER",
+        "countdown": "verl.rewards.scorers.puzzles:COUNTDOWN",
+        "kk*": "verl.rewards.scorers.puzzles:KNIGHTS",
         "char_count": "verl.rewards.scorers.math_answers:COUNT",
         "reasoning_gym/*": "verl.rewards.scorers.reasoning_gym:SCORER",
     },
