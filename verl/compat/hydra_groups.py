@@ -34,6 +34,8 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
 )
 # sections under older names that existing programs set without a +; null asks for nothing
 _OLDER_SECTIONS = ("custom_reward_function.", "sandbox_fusion.", "reward_model.")
+# settings of a free-form section under its older name
+_OLDER_SETTINGS = tuple(f"reward_model.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor", "log"))
 _SPELLED_SECTIONS = ("actor_rollout_ref", "critic", "data", "engine", "optim", "model")
 _COMPUTED = {"trainer.default_local_dir": COMPOSED_FOLDER}
 
@@ -115,6 +117,11 @@ def _older_spellings(schema: Schema[object]) -> dict[str, object]:
     exact = (a for a in aliases if not a.old.endswith("."))
     older.update({a.old: a.ignore[0] for a in exact if a.old.partition(".")[0] in _SPELLED_SECTIONS})
     older.update({a.old: None for a in aliases if a.old.startswith(_OLDER_SECTIONS) and not a.old.endswith(".")})
+    if "reward" in {path.partition(".")[0] for path in leaves}:
+        older.update(dict.fromkeys(_OLDER_SETTINGS))
+    sections = {path.rpartition(".")[0] for path in (*leaves, *older)}
+    # keys of earlier releases that mean nothing here; Hydra refuses what no file has
+    older.update({row.key: None for row in schema.compat.removed if row.key.rpartition(".")[0] in sections})
     return {path: value for path, value in older.items() if path not in leaves and not _is_section(path, older, leaves)}
 
 

@@ -114,7 +114,8 @@ class UserSettings:
                 or self._only_elsewhere(path)
                 or self._of_program(spelled, path)
             ):
-                self.without_effect.append((f"{spelled}={value}", reason))
+                if value is not None or text is not None:  # null in a file asks for nothing
+                    self.without_effect.append((f"{spelled}={value}", reason))
             elif path not in self.schema.sections or value not in (None, {}):
                 self._fault(path, self._unknown(spelled, path, source))
             return
