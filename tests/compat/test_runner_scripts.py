@@ -1,6 +1,7 @@
 """RLRunner in the place of TRL's classes: TRL's scripts in TRL's environment, and what they ask of a trainer."""
 
 import json
+import re
 import site
 import subprocess
 from types import SimpleNamespace
@@ -60,6 +61,25 @@ def reward_model(folder):
     model.save_pretrained(folder)
 
 
+def run_script(python, command, history, folder, prints=""):
+    """The history that a script writes in TRL's environment, with verl and what it needs behind TRL's packages."""
+    code = f"import runpy, sys; sys.path += [{str(ROOT)!r}, *{site.getsitepackages()!r}]; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    environment = peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    done = subprocess.run(
+        list(map(str, [python, "-c", code, *command])), env=environment, capture_output=True, text=True, timeout=580
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    assert prints in done.stdout
+    return json.loads(history.read_text())
+
+
+def test_the_page_has_each_script():
+    page = (ROOT / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)\.py` \| `(\w+)` \| (?:losses|runs)", page, re.MULTILINE))
+    assert listed == CLASSES
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ROWS)
 def test_a_script_of_trl_with_its_class_replaced_has_its_losses(script, chat_model, tmp_path):
@@ -77,22 +97,39 @@ def test_a_script_of_trl_with_its_class_replaced_has_its_losses(script, chat_mod
     for side in ("trl", "verl"):
         file = tmp_path / f"{side}.json"
         more = ["--output_dir", str(tmp_path / side), *(SAMPLES if script in ("grpo", "rloo") else ())]
-        code = f"import runpy, sys; sys.path += [{str(ROOT)!r}, *{site.getsitepackages()!r}]; sys.argv = sys.argv[1:]; "
-        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-        command = [python, "-c", code, SCRIPTS / "trl_script.py", script, CLASSES[script], side, file, *common, *more]
-        environment = peer_env.clean_environment() | {
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_CACHE": str(tmp_path / "cache"),
-        }
-        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=580)
-        assert not done.returncode, done.stderr[-3000:]
-        assert "Training completed." in done.stdout
-        histories[side] = [row for row in json.loads(file.read_text()) if "loss" in row]
+        command = [SCRIPTS / "trl_script.py", script, CLASSES[script], side, file, *common, *more]
+        histories[side] = run_script(python, command, file, tmp_path, prints="Training completed.")
     assert len(histories["verl"]) == len(histories["trl"]) == 3
     for ours, theirs in zip(histories["verl"], histories["trl"], strict=True):
         if script not in ("grpo", "rloo"):  # whose samples are others
-            assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=3e-4)  # TRL prints four digits
+            assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-4)
             assert float(ours["grad_norm"]) == pytest.approx(float(theirs["grad_norm"]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_distillation_of_trl_has_its_losses(chat_model, tmp_path):
+    """GKDTrainer on the answers of the rows; samples of its own differ."""
+    python = python_of("trl")
+    teacher = AutoModelForCausalLM.from_pretrained(chat_model)
+    for parameter in teacher.parameters():
+        parameter.data.mul_(1.5)
+    teacher.save_pretrained(tmp_path / "teacher")
+    write_lines(tmp_path / "rows.jsonl", [ROWS["sft"](i) for i in range(24)])
+    histories = {}
+    for side in ("trl", "verl"):
+        more = [
+            chat_model,
+            tmp_path / "teacher",
+            tmp_path / "rows.jsonl",
+            side,
+            tmp_path / f"{side}.json",
+            tmp_path / side,
+        ]
+        histories[side] = run_script(python, [SCRIPTS / "gkd.py", *more], tmp_path / f"{side}.json", tmp_path)
+    assert len(histories["verl"]) == len(histories["trl"]) == 3
+    for ours, theirs in zip(histories["verl"], histories["trl"], strict=True):
+        assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-4)
+        assert float(ours["grad_norm"]) == pytest.approx(float(theirs["grad_norm"]), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ COMPARING = (*PREFERENCES, "reward")  # algorithms on completions that are bette
 GIVEN_ROWS = ("sft", *COMPARING)  # algorithms that sample nothing
 _OF_CONFIG = {
     "SFTConfig": "sft", "DPOConfig": "dpo", "KTOConfig": "kto", "RewardConfig": "reward", "GRPOConfig": "grpo",
-    "RLOOConfig": "rloo", "PPOConfig": "ppo",
+    "RLOOConfig": "rloo", "PPOConfig": "ppo", "GKDConfig": "gkd",
 }  # fmt: skip
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio")
 _OPTIMIZERS = {
@@ -83,6 +83,15 @@ _OF_ALGORITHM: dict[str, set[str]] = {
     "dpo": _DPO,
     "kto": {*_DPO, "desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient", "pad_to_multiple_of"},
+    "gkd": {
+        "temperature",
+        "lmbda",
+        "beta",
+        "max_new_tokens",
+        "disable_dropout",
+        "teacher_model_name_or_path",
+        "dataset_kwargs",
+    },
 }
 
 
@@ -186,6 +195,7 @@ class Arguments:
     def overrides(self) -> list[str]:
         """The keys of the arguments, for load_config."""
         programs = {"sft": self._sft, "dpo": self._preference, "kto": self._preference, "reward": self._reward}
+        programs["gkd"] = self._gkd
         program_keys = programs.get(self.algorithm, self._rl)()
         return [f"{key}={value}" for key, value in {**self._host(), **program_keys}.items() if value is not None]
 
@@ -275,6 +285,33 @@ class Arguments:
             "data.micro_batch_size_per_gpu": 2 * args.per_device_train_batch_size,
             "data.truncation": "error",  # TRL leaves longer rows out
             "rm.center_rewards_coefficient": getattr(args, "center_rewards_coefficient", None),
+        }
+
+    def _gkd(self) -> dict[str, object]:
+        """TRL compares at temperature 1 what it has sampled at another one; here both have one temperature."""
+        args, actor, rollout = self.args, "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+        samples, distance = bool(args.lmbda), "distillation.distillation_loss"
+        return {
+            **dict(self._optim(f"{actor}.optim")),
+            "algorithm.adv_estimator": "grpo",
+            "data.train_batch_size": self.batch_size,
+            "data.shuffle": False,  # the rows come in the order of transformers' sampler
+            "data.seed": args.seed if args.data_seed is None else args.data_seed,
+            "data.max_prompt_length": args.max_length or "null",
+            "data.max_response_length": args.max_new_tokens,
+            f"{rollout}.n": 1,
+            f"{rollout}.temperature": args.temperature if samples else 1.0,
+            f"{rollout}.seed": args.seed,
+            f"{actor}.ppo_mini_batch_size": self.mini_batch_size,
+            f"{actor}.loss_agg_mode": "token-mean",
+            "distillation.enabled": True,
+            "distillation.on_policy_share": args.lmbda,
+            f"{distance}.loss_mode": "jsd",
+            f"{distance}.jsd_beta": args.beta,
+            f"{distance}.topk": -1,
+            f"{distance}.use_task_rewards": False,
+            f"{actor}.fsdp_config.dtype": "bfloat16" if args.bf16 else None,
+            "actor_rollout_ref.model.enable_gradient_checkpointing": args.gradient_checkpointing,
         }
 
     def _preference(self) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,13 @@ def take_weights(module: HFModule, role: Path) -> None:
     }
     mismatch = module.load_state_dict(weights, strict=False)
     assert not mismatch.unexpected_keys, mismatch.unexpected_keys
+
+
+def saved(model: Any, folder: Path, tokenizer: Any = None) -> str | os.PathLike[str]:
+    """A path as it is; a module and a tokenizer, written to `folder`, which is returned."""
+    if isinstance(model, str | os.PathLike):
+        return model
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder

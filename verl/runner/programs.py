@@ -155,6 +155,17 @@ class WithCallbacks(Program[Any]):
             script.call("on_save")
 
 
+def resume_keys(choice: str | bool | None) -> dict[str, Any]:
+    """The keys of an argument resume_from_checkpoint."""
+    if not choice:
+        return {"trainer.resume_mode": "disable"}
+    if choice is True:
+        return {"trainer.resume_mode": "auto"}
+    path = Path(choice)
+    path = path.with_name(path.name.replace("checkpoint-", "global_step_"))
+    return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": path}
+
+
 def refuse_other_checkpoints(folder: Path) -> None:
     """Raises ConfigError if `folder` has a checkpoint-N of another trainer."""
     foreign = []

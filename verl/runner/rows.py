@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from verl.data.python_rows import Row, checked_row, prompt_row, row_as_json
+from verl.errors import DataError
 from verl.runner.arguments import GIVEN_ROWS, Arguments
 
 _TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
@@ -26,6 +27,7 @@ class ScriptRows:
     mapped: Arguments | None
     collator: Callable[[list[Any]], Mapping[str, Any]] | None
     folder: Path
+    tokenizer: Any = None
 
     def loss_on(self, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """TRL's defaults for a config of TRL: all tokens of messages train, and of a prompt with completion the latter."""
@@ -39,8 +41,9 @@ class ScriptRows:
         file = self.folder / f"{split}.jsonl"
         keys = {"data.prompt_key": "prompt", "data.reward_fn_key": "data_source", **overrides}
         names = keys["data.prompt_key"], keys["data.reward_fn_key"]
-        is_given = self.algorithm in GIVEN_ROWS
+        is_given = self.algorithm in (*GIVEN_ROWS, "gkd")
         convert: Callable[[Row, int], Row] = checked_row if is_given else partial(prompt_row, names=names)
+        convert = self.distilled if self.algorithm == "gkd" else convert
         is_tokenized = self.algorithm == "sft" and any(name in rows[0] for name in _TOKENIZED)
         convert = self.tokens if is_tokenized else convert
         order: Iterable[int] = self._order(len(rows)) if is_given and split == "train" else range(len(rows))
@@ -57,6 +60,22 @@ class ScriptRows:
         if getattr(args, "train_sampling_strategy", shuffles) != shuffles:
             return list(range(mapped.steps_per_epoch * mapped.batch_size)) * mapped.num_epochs
         return trainer_order(num_rows, mapped.num_epochs, mapped.batch_size, seed)
+
+    def distilled(self, row: Row, place: int) -> Row:
+        """A row of messages as prompt and response, whose tokens are the chat template's, as TRL's collator takes them. Raises
+        DataError for a row without them, and for a response of more than max_new_tokens."""
+        messages, render = row.get("messages"), getattr(self.tokenizer, "apply_chat_template", None)
+        if not isinstance(messages, list) or len(messages) < 2 or render is None:
+            raise DataError(f"Row {place} of the data has no `messages`, a prompt and the turn that answers it.")
+        prompt = render(messages[:-1], add_generation_prompt=True, tokenize=False)
+        text = render(messages, tokenize=False).removeprefix(prompt)
+        response = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(response) > self.args.max_new_tokens:
+            raise DataError(
+                f"The response of row {place} has {len(response)} tokens. Set max_new_tokens={len(response)} at least."
+            )
+        source = {"data_source": "data", "reward_model": {"style": "model"}, "extra_info": {"index": place}}
+        return {"prompt": messages[:-1], "response": list(response), **source}
 
     def tokens(self, row: Mapping[str, Any], place: int) -> dict[str, Any]:
         """A row of the format `tokenized`, through the data collator."""

@@ -35,6 +35,7 @@ from verl.runner.models import (
     is_peft,
     load_script_model,
     push_model,
+    saved,
     set_special_tokens,
     special_tokens,
     take_weights,
@@ -42,12 +43,12 @@ from verl.runner.models import (
     write_merged,
     write_script_model,
 )
-from verl.runner.programs import Processes, Script, refuse_other_checkpoints
+from verl.runner.programs import Processes, Script, refuse_other_checkpoints, resume_keys
 from verl.runner.rows import ScriptRows
 from verl.user_objects import short_traceback
 
 _KINDS = {"sft": "RunnerSFT", "reward": "RunnerRewardModel", **dict.fromkeys(PREFERENCES, "RunnerPreference")}
-_KINDS |= dict.fromkeys(("grpo", "ppo", "rloo"), "RunnerPPO")
+_KINDS |= dict.fromkeys(("grpo", "ppo", "rloo", "gkd"), "RunnerPPO")
 _PROGRAMS = {name: f"verl.runner.programs:{kind}" for name, kind in _KINDS.items()}
 _SCHEMAS: dict[str, Any] = {"sft": SFT, "reward": RM, **dict.fromkeys(PREFERENCES, PREFERENCE)}
 
@@ -55,6 +56,7 @@ _SCHEMAS: dict[str, Any] = {"sft": SFT, "reward": RM, **dict.fromkeys(PREFERENCE
 class RLRunner:
     """Runner with the arguments of transformers.Trainer and of TRL's trainers, and:
 
+    `teacher_model`: a module or path, for the arguments of TRL's GKDConfig (rows of `messages`).
     `reward_funcs`: functions `f(prompts, completions, **columns)` -> list of numbers (TRL), verl's compute_score, or the path
     of a sequence classification model. `algorithm`: sft, dpo, kto, reward, grpo, rloo or ppo (default: by the class of a TRL
     config; else grpo with `reward_funcs`, dpo if rows have chosen and rejected, else sft). `ref_model`: another reference for
@@ -84,6 +86,7 @@ class RLRunner:
         optimizers: tuple[Any, Any] = (None, None),
         reward_funcs: Any = None,
         ref_model: Any = None,
+        teacher_model: Any = None,
         peft_config: Any = None,
         quantization_config: Any = None,
         algorithm: str | None = None,
@@ -100,8 +103,7 @@ class RLRunner:
         self._algorithm_is_given = algorithm is not None
         rows = self.train_dataset or self.eval_dataset or []
         self.algorithm = algorithm or algorithm_of(self.args, rows, has_rewards=reward_funcs is not None)
-        if self.algorithm not in _PROGRAMS:
-            raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
+        self.teacher_model = teacher_model or getattr(self.args, "teacher_model_name_or_path", None)
         self._refuse(optimizers, compute_metrics, data_collator, ref_model, quantization_config)
         self.ref_model, self.compute_metrics = ref_model, compute_metrics
         self.folder = Path(str(self.args.output_dir)).absolute()
@@ -120,16 +122,20 @@ class RLRunner:
             set_special_tokens(self.processing_class, self._module, tokens)
         self.accelerator, self.hub_model_id = Processes(), getattr(self.args, "hub_model_id", None)
         self.rewards = _reward_list(reward_funcs)
-        if self.algorithm not in GIVEN_ROWS and not self.rewards:
+        if self.algorithm not in (*GIVEN_ROWS, "gkd") and not self.rewards:
             raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
         self._mapped = self._arguments()
-        self._rows = ScriptRows(self.args, self.algorithm, self._mapped, data_collator, self.inputs)
+        self._rows = ScriptRows(
+            self.args, self.algorithm, self._mapped, data_collator, self.inputs, self.processing_class
+        )
         self.script = self._script(callbacks or ())
 
     def _refuse(
         self, optimizers: tuple[Any, Any], compute_metrics: Any, data_collator: Any, ref_model: Any, quantization: Any
     ) -> None:
         """Raise ConfigError for an argument that would be left out."""
+        if self.algorithm not in _PROGRAMS:
+            raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
         if any(part is not None for part in optimizers):
             raise ConfigError("RLRunner makes an optimizer: leave `optimizers` out, and set args.optim or config.")
         if self.algorithm in COMPARING and (compute_metrics or data_collator):
@@ -139,6 +145,10 @@ class RLRunner:
             )
         if self.algorithm not in PREFERENCES and ref_model is not None:
             raise ConfigError(f"RLRunner reads ref_model only for dpo and kto; this is {self.algorithm!r}.")
+        if (self.algorithm == "gkd") != (self.teacher_model is not None):
+            raise ConfigError("RLRunner takes teacher_model with the arguments of a GKDConfig, and needs both.")
+        if self.algorithm == "gkd" and self.eval_dataset:
+            raise ConfigError("RLRunner does not evaluate distillation: leave eval_dataset out.")
         if quantization is not None:
             raise ConfigError(
                 "RLRunner reads no quantization_config. For weights in four bits below adapters, leave it out and set "
@@ -169,7 +179,7 @@ class RLRunner:
             raise ConfigError("RLRunner.train needs train_dataset.")
         refuse_other_checkpoints(self.folder)
         script = Script.current = self.script
-        loaded = self._load(_resume(resume_from_checkpoint))
+        loaded = self._load(resume_keys(resume_from_checkpoint))
         self._keep_start()
         script.call("on_train_begin")
         try:
@@ -299,6 +309,7 @@ class RLRunner:
         more_keys: dict[str, Callable[[], dict[str, Any]]] = {
             "sft": partial(self._rows.loss_on, self.train_dataset or self.eval_dataset or []),
             "reward": dict,
+            "gkd": self._teacher,
             **dict.fromkeys(PREFERENCES, self._reference),
         }
         keys |= more_keys.get(self.algorithm, self._reward_keys)()
@@ -326,15 +337,16 @@ class RLRunner:
         self.processing_class.save_pretrained(folder)
         return {f"{section}.{name}": path for name, path in write_script_model(self._module, folder).items()}
 
+    def _teacher(self) -> dict[str, Any]:
+        """The keys of teacher_model, a module or a path."""
+        path = saved(self.teacher_model, self.inputs / "teacher", self.processing_class)
+        is_half = self.args.bf16 or "bfloat16" in str(getattr(self.teacher_model, "dtype", ""))
+        keys = {"model_path": path, "inference.dtype": "bfloat16" if is_half else "float32"}
+        return {f"distillation.teacher_models.teacher_model.{key}": value for key, value in keys.items()}
+
     def _reference(self) -> dict[str, Any]:
         """The key of ref_model, a module or a path."""
-        if self.ref_model is None:
-            return {}
-        if isinstance(self.ref_model, str | os.PathLike):
-            return {"ref.model_path": self.ref_model}
-        folder = self.inputs / "reference"
-        self.ref_model.save_pretrained(folder)
-        return {"ref.model_path": folder}
+        return {} if self.ref_model is None else {"ref.model_path": saved(self.ref_model, self.inputs / "reference")}
 
     def _keep_start(self) -> None:
         """Keep the weights from before training: evaluate() compares with them."""
@@ -365,16 +377,6 @@ class RLRunner:
             self._path = str(folder / "huggingface")
         else:
             take_weights(self._module, folder)
-
-
-def _resume(choice: str | bool | None) -> dict[str, Any]:
-    if not choice:
-        return {"trainer.resume_mode": "disable"}
-    if choice is True:
-        return {"trainer.resume_mode": "auto"}
-    path = Path(choice)
-    path = path.with_name(path.name.replace("checkpoint-", "global_step_"))
-    return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": path}
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:
