@@ -19,6 +19,12 @@ LISTENERS: dict[tuple[str, str], str] = {
         "verl/agents/gateway/app.py",
         "listening_socket",
     ): "at loopback unless the user gives an address, with a random token",
+    ("verl/compat/endpoint.py", "listening_socket"): "as the gateway, with a random token in each path",
+    ("verl/compat/endpoint.py", "ThreadingHTTPServer"): "on that socket",
+    (
+        "verl/compat/python.py",
+        "listening_socket",
+    ): "a port that a script asks for, at loopback unless it names an address",
     (
         "verl/reshard/link.py",
         "socket.create_server",

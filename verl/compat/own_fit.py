@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,8 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
+from verl.data_proto.samples import SamplingParams
+from verl.data_proto.token_ids import num_embeddings, token_ids
 from verl.errors import ConfigError, InterruptedRun, NumericsError
 from verl.programs.collect import generate_samples, rollout_metrics
 from verl.programs.ppo import PPO
@@ -59,6 +62,7 @@ class FitRun:
         self._rollout_metrics: dict[str, float] = {}
         self.prompt_batch = DataProto()  # the newest of PromptBatches
         self.forward_s = 0.0  # of the last forward
+        self._calls = threading.RLock()  # the endpoint samples on a thread
         self._open: tuple[StepBatch, int] | None = None  # batch and number of a step; its actor may be updated yet
         self._sampled_at = 0  # step of the newest samples
         self._sampled_by: dict[int, int] = {}  # its prompts -> version of the weights that sampled them
@@ -102,6 +106,11 @@ class FitRun:
         self.loop.spans.begin_step(step)
         _require_rows(batch)
         if "ordinal" not in batch.batch.keys():
+            if "raw_prompt_ids" not in batch.non_tensor_batch:
+                raise ConfigError(
+                    "generate_sequences samples prompts of train_dataloader. Rows of a dataset object are for agents, which "
+                    "reach the policy at async_rollout_manager.server_addresses."
+                )
             batch = self._whole_rows(batch)
         ordinals = batch.batch["ordinal"].tolist()
         if do_sample:
@@ -148,6 +157,13 @@ class FitRun:
             return collector.scored(samples, step), seconds
         return samples.union(self.roles.reward.collect(samples)), seconds
 
+    def outside_samples(self, prompts: DataProto, step: int, params: SamplingParams, split: str) -> DataProto:
+        """Rollout columns of one sample for each of `prompts` (ordinal, prompt_token_ids), which no ledger has and nothing
+        scores."""
+        with self._calls:
+            self.sync()
+            return self.roles.rollout.generate(prompts, step=step, split=split, params=params).get()
+
     def _whole_rows(self, batch: DataProto) -> DataProto:
         """The prompts of a batch that a script has taken tokens out of, as fits of earlier releases do."""
         number = {ordinal: row for row, ordinal in enumerate(self.prompt_batch.batch["ordinal"].tolist())}
@@ -174,8 +190,8 @@ class FitRun:
         if handle is None:
             raise ConfigError(f"The run has no {role}: its config asks for none.")
         began = time.perf_counter()
-        with self.loop.spans(span):
-            values: DataProto = handle.forward(_inward(batch), outputs).get()
+        with self._calls, self.loop.spans(span):
+            values: DataProto = handle.forward(self._inward(batch), outputs).get()
         self.forward_s = time.perf_counter() - began
         return values
 
@@ -183,16 +199,18 @@ class FitRun:
         """All optimizer steps of a role on `batch`; returns its metrics. Guards check the batch and the steps; a batch that
         they leave out has training/skipped_batches. Raises NumericsError if a guard stops the run or would go back."""
         _require_rows(batch)
-        step = _number(step)
-        if self._sampled_at != step or not self._sampled_by.keys() >= set(batch.batch["ordinal"].tolist()):
+        step, is_own = _number(step), "ordinal" not in batch.batch.keys()  # rows that agents outside have made
+        if not is_own and (
+            self._sampled_at != step or not self._sampled_by.keys() >= set(batch.batch["ordinal"].tolist())
+        ):
             raise ConfigError(
                 f"The batch of step {step} has samples of an earlier step, which are dropped when that ends. Train in a step "
                 "on what it has generated."
             )
         handle = getattr(self.roles, role)
-        result, guards = StepBatch(_inward(batch)), self.program.guards
+        result, guards = StepBatch(self._inward(batch)), self.program.guards
         try:
-            with guards.step(step, result, self.program.samples.cursor):
+            with self._calls, guards.step(step, result, self.program.samples.cursor):
                 guards.check_samples(result, needs_scores=False)
                 guards.check_credit(result)
                 with self.loop.spans(f"update_{role}"):
@@ -235,6 +253,18 @@ class FitRun:
         if self.loop.is_rank_zero:
             self.loop.tracker.samples("train", step, sample_rows(_inward(batch), self.loop.data.tokenizer))
 
+    def _inward(self, batch: DataProto) -> DataProto:
+        """As `_inward`. Raises ConfigError for rows of agents outside that no model can read."""
+        if "ordinal" not in batch.batch.keys():
+            missing = [name for name in ("input_ids", "attention_mask", "responses") if name not in batch.batch.keys()]
+            if missing:
+                raise ConfigError(
+                    f"The rows have no column {missing[0]}. Rows of agents have input_ids, attention_mask "
+                    "[batch, prompt + response], prompts and responses."
+                )
+            token_ids(batch.batch["input_ids"].flatten(), "input_ids", num_embeddings(self.loop.data.tokenizer))
+        return _inward(batch)
+
     def _trained_policy(self, result: StepBatch) -> None:
         if not result.skipped:
             self.program.weight_version += 1
@@ -248,7 +278,8 @@ class FitRun:
         (result, step), self._open = self._open, None
         if step == self.step:  # the script trains several times on its batch
             return
-        self.program.samples.train(step, [] if result.skipped else keys_of(result.batch), leaves_out=True)
+        is_own = "ordinal" not in result.batch.batch.keys()
+        self.program.samples.train(step, [] if result.skipped or is_own else keys_of(result.batch), leaves_out=True)
         self.step = self.loop.state.step = step
         now = time.perf_counter()
         self.loop.state.seconds += now - self._began
@@ -331,6 +362,12 @@ def _inward(batch: DataProto) -> DataProto:
     is_whole = {"input_ids", "prompts", "responses"} <= columns.keys()
     if is_whole and not torch.equal(torch.cat([columns["prompts"], columns["responses"]], 1), columns["input_ids"]):
         raise ConfigError("The columns input_ids, prompts and responses have different tokens. Change them together.")
+    if (
+        "responses" in columns and "attention_mask" in columns
+    ):  # rows that agents outside have made may lack parts of it
+        width = columns["responses"].shape[1]
+        columns.setdefault("response_mask", columns["attention_mask"][:, -width:])
+        columns.setdefault("prompt_mask", columns["attention_mask"][:, :-width])
     columns |= {name: columns[name].bool() for name in _MASKS if name in columns}
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch))
 

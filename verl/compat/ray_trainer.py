@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from verl.compat.batches import log_seqlen_unbalance
 from verl.compat.devices import DistProfiler, ProfilerConfig
 from verl.compat.metrics import FlopsCounter
 from verl.compat.own_fit import FitRun, PromptBatches
+from verl.compat.own_rows import Row, ScriptRows, batches_of, counted
 from verl.compat.task_runner import INSTEAD, WORKERS, Pools, refuse_overrides, undecorated
 from verl.config.active_keys import uses_critic, uses_reference
+from verl.data.order import prompts_per_generation
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from verl.compat.endpoint import PolicyEndpoint
 
 log = logging.getLogger(__name__)
 _PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
@@ -77,10 +84,13 @@ class RayPPOTrainer:
         self.use_rm = bool(self._loaded.config.reward.reward_model.enable)
         self.global_steps, self.is_fitting = 0, False
         self._opened: FitRun | None = None
+        self._endpoint: PolicyEndpoint | None = None
+        self._own_rows = self._rows_of_script(train_dataset, val_dataset, collate_fn, train_sampler)
         self._batches: PromptBatches | None = None
         self._profiler: DistProfiler | None = None
-        self._refuse_own_parts((reward_fn, val_reward_fn), train_sampler)
-        self._refuse_own_rows(train_dataset, val_dataset)
+        self._refuse_own_parts((reward_fn, val_reward_fn), None if self._own_rows else train_sampler)
+        if self._own_rows is None:
+            self._refuse_own_rows(train_dataset, val_dataset)
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -109,19 +119,27 @@ class RayPPOTrainer:
             with self._run.within():
                 yield
         finally:
-            self.is_fitting, self._opened, self._batches = False, None, None
+            if self._endpoint is not None:
+                self._endpoint.close()
+            self.is_fitting, self._opened, self._batches, self._endpoint = False, None, None, None
 
     @property
     def _run(self) -> FitRun:
         if self._opened is None:
-            self._opened = FitRun(self._loaded)
+            rows = self._own_rows
+            self._opened = FitRun(
+                self._loaded if rows is None else counted(self._loaded, len(cast("Sized", rows.train)))
+            )
         return self._opened
 
     # -- what a fit reads -------------------------------------------------------------------------------------------------
 
     @property
-    def train_dataloader(self) -> PromptBatches:
-        """See PromptBatches; a resumed run begins behind the prompts that have trained."""
+    def train_dataloader(self) -> PromptBatches | DataLoader[Row]:
+        """See PromptBatches; a resumed run begins behind the prompts that have trained. Of a script's rows, a torch loader."""
+        if self._own_rows is not None:
+            rows = self._own_rows
+            return batches_of(rows, rows.train, prompts_per_generation(self._loaded.config), sampled=True)
         if self._batches is None:
             self._batches = self._run.prompts()
         return self._batches
@@ -136,9 +154,40 @@ class RayPPOTrainer:
         return self._run.program.kl_controller
 
     @property
+    def val_dataloader(self) -> DataLoader[Row]:
+        """Batches of the script's own held-out rows. Raises ConfigError without them: `_validate()` has the run's."""
+        rows = self._own_rows
+        if rows is None or rows.val is None:
+            raise ConfigError("The run reads its held-out rows itself, and `_validate()` has their metrics.")
+        size = self._loaded.config.data.val_batch_size or len(cast("Sized", rows.val))
+        return batches_of(rows, rows.val, size, sampled=False)
+
+    @property
     def async_rollout_manager(self) -> SimpleNamespace:
-        """`generate_sequences(batch)`: see FitRun.generate."""
-        return SimpleNamespace(generate_sequences=self._generate)
+        """`generate_sequences(batch)`: see FitRun.generate. `server_addresses`: see PolicyEndpoint, which starts with them."""
+        manager = self.llm_server_manager
+        return _Addressed(
+            manager.get_addresses, generate_sequences=self._generate, rollout_replicas=manager.get_replicas()
+        )
+
+    @property
+    def llm_server_manager(self) -> SimpleNamespace:
+        """`get_addresses()` and `get_replicas()` of newer releases. A replica has nothing to abort: a request samples to its
+        end."""
+        replica = SimpleNamespace(abort_all_requests=_nothing_to_do, resume_generation=_nothing_to_do)
+        return SimpleNamespace(
+            get_addresses=lambda: [self._served().address],
+            get_replicas=lambda: [replica],
+            start_profile=lambda *_, **__: None,
+            stop_profile=lambda *_, **__: None,
+        )
+
+    def _served(self) -> PolicyEndpoint:
+        if self._endpoint is None:
+            from verl.compat.endpoint import PolicyEndpoint
+
+            self._endpoint = PolicyEndpoint(self._run, lambda: self.global_steps)
+        return self._endpoint
 
     @property
     def checkpoint_manager(self) -> SimpleNamespace:
@@ -265,6 +314,18 @@ class RayPPOTrainer:
         if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler)):
             raise ConfigError(f"The sampler {type(sampler).__name__} would not be used. {INSTEAD}")
 
+    def _rows_of_script(self, train: Any, val: Any, collate: Any, sampler: Any) -> ScriptRows | None:
+        """Rows that a script holds in a dataset class of its own, for its own fit; None if the config names them."""
+        from verl.data.dataset import dataset_class
+
+        if (
+            train is None
+            or type(self).fit is RayPPOTrainer.fit
+            or type(train) is dataset_class(self._loaded.config.data)
+        ):
+            return None
+        return ScriptRows(train, val, collate, sampler)
+
     def _refuse_own_rows(self, *datasets: object) -> None:
         from verl.data.dataset import dataset_class
 
@@ -274,6 +335,22 @@ class RayPPOTrainer:
                 raise ConfigError(
                     f"The rows of {type(dataset).__name__} would not be used. Set data.custom_cls.path and .name to it."
                 )
+
+
+class _Addressed(SimpleNamespace):
+    """A rollout manager; reading its addresses starts the endpoint."""
+
+    def __init__(self, addresses: Callable[[], list[str]], **members: object):
+        super().__init__(**members)
+        self._addresses = addresses
+
+    @property
+    def server_addresses(self) -> list[str]:
+        return self._addresses()
+
+
+async def _nothing_to_do() -> None:
+    """An engine here is idle between two calls."""
 
 
 def _closing(fit: Callable[..., object]) -> Callable[..., Any]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from verl.agents.episode import EpisodeResult
     from verl.agents.images import EpisodeImages
 
+UNSCORED = "unscored"  # split of samples that no reward function gets
+
 
 class GroupEnds:
     """Seconds from the construction until the last sample of each prompt has ended."""
@@ -151,7 +153,7 @@ class RolloutWorker:
         def on_finish(done: Completion) -> None:
             one, sample = by_key[done.key], trajectory(done)
             self._ends.note(sample)
-            if self.score_stream is not None and not sample.can_resume(limit):
+            if self.score_stream is not None and one.split != UNSCORED and not sample.can_resume(limit):
                 key = sample_key(one.split, sample.ordinal, sample.sample)
                 self.score_stream(score_request(one.rows, one.row, key, sample.response_ids, self.tokenizer))
 

@@ -1,0 +1,145 @@
+"""Other people's projects on the existing release: what their trainer classes and entries ask for, in small stand-ins."""
+
+import importlib.util
+import json
+import re
+import urllib.error
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.compat.test_own_fit import metrics, tree_of, weights
+from tests.compat.test_runner_scripts import TEMPLATE
+from tests.house.source import ROOT
+from verl import DataProto
+from verl.compat.replaced import ReplacedModuleError
+from verl.compat.sections import loaded_config
+from verl.errors import ConfigError, VerlError
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+@pytest.fixture
+def project(tiny_llama, tmp_path):
+    """The config of a project as it composes it: keys of a section that it adds, no files of rows."""
+    tree = tree_of(tiny_llama, tmp_path)
+    tree["algorithm"] = {"adv_estimator": "grpo"}
+    tree["actor_rollout_ref"]["model"]["custom_chat_template"] = TEMPLATE
+    tree["data"] |= {"val_files": None, "max_prompt_length": 100}
+    tree["trainer"] |= {"total_training_steps": 2, "save_freq": -1}
+    composed = OmegaConf.create(asdict(loaded_config(tree).config))
+    return OmegaConf.merge(composed, tree, {"agentlightning": {"agl_key": "", "async_rollout": {"enabled": False}}})
+
+
+def memory_rows(count):
+    pytest.importorskip("ray")
+    from tests.compat.recipes.outside_agents import MemoryRows
+
+    return MemoryRows([{"question": "x"}] * count)
+
+
+def test_the_page_says_what_projects_get():
+    """Files that it names exist, names of trainers are there, and modules that it names have a sentence."""
+    page = (ROOT / "docs" / "coming-from-verl.md").read_text(encoding="utf-8")
+    section = page.split("## Projects on the released verl")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w.]+(?:/[\w./]+)?)`", section)
+    modules = [name for name in named if name.startswith("verl.")]
+    assert len(modules) >= 6
+    for module in modules:
+        with pytest.raises(ReplacedModuleError):
+            importlib.import_module(module)
+    assert all((ROOT / name).is_file() for name in named if "/" in name)
+    for name in ("async_rollout_manager", "llm_server_manager", "_compute_old_log_prob", "_update_actor"):
+        assert name in section
+        assert hasattr(RayPPOTrainer, name)
+
+
+def test_agents_outside_train_two_steps_through_the_address_of_the_sampler(project):
+    pytest.importorskip("ray")
+    from tests.compat.recipes.outside_agents import AgentsTrainer, run
+
+    AgentsTrainer.trainers.clear()
+    run(project, [{"question": f"Say {number}.", "answer": str(number)} for number in range(12)])
+    (trainer,) = AgentsTrainer.trainers
+    folder = Path(project.trainer.default_local_dir)
+    assert sorted(metrics(folder)) == [1, 2]
+    assert max(trainer.gaps) < 1e-4  # the policy at the address is the policy that trains
+    assert any(row["actor/grad_norm"] > 0 for row in metrics(folder).values())
+    assert weights(folder, 2)
+
+
+def test_rows_in_memory_without_agents_get_a_sentence(project):
+    class Own(RayPPOTrainer):
+        def fit(self):
+            self.global_steps = 1
+            columns = next(iter(self.train_dataloader))
+            self.async_rollout_manager.generate_sequences(DataProto.from_single_dict(columns))
+
+    with pytest.raises(ConfigError, match="reach the policy at async_rollout_manager.server_addresses"):
+        Own(project, train_dataset=memory_rows(6)).fit()
+    with pytest.raises(ConfigError, match="The rows of MemoryRows would not be used"):
+        RayPPOTrainer(project, train_dataset=memory_rows(1))
+    assert torch.is_tensor(memory_rows(1)[0]["fake_ids"])
+
+
+def reply(address, body):
+    """Status and body of an answer to a chat; `body` may be bytes."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(f"http://{address}/v1/chat/completions", content, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_requests_at_the_address_have_choices_and_stops_and_faults_are_refused(project):
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    answers = {}
+
+    class Asked(RayPPOTrainer):
+        def fit(self):
+            self.global_steps = 1
+            address = self.async_rollout_manager.server_addresses[0]
+            answers["n"] = reply(address, chat | {"n": 3, "max_tokens": 4})
+            answers["stop"] = reply(address, chat | {"stop": list("abcdefghijklmnop")})
+            answers["schema"] = reply(address, chat | {"response_format": {"type": "json_object"}})
+            for name, body in (("deep", b"[" * 100_000), ("list", b"[1]"), ("long", chat | {"max_tokens": 0})):
+                answers[name] = reply(address, body)
+            answers["token"] = reply(address[:-1], chat)
+
+    Asked(project, train_dataset=memory_rows(6)).fit()
+    assert [len(choice["token_ids"]) <= 4 for choice in answers["n"][1]["choices"]] == [True] * 3
+    assert not set(answers["stop"][1]["choices"][0]["message"]["content"]) & set("abcdefghijklmnop")
+    if importlib.util.find_spec("xgrammar"):
+        assert answers["schema"][1]["choices"][0]["message"]["content"].lstrip()[:1] == "{"
+    else:
+        assert answers["schema"][0] == 400
+    assert [answers[name][0] for name in ("deep", "list", "long", "token")] == [400, 400, 400, 404]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("attention_mask", None, "no column attention_mask"),
+        ("input_ids", lambda ids: ids + 10**6, "a token id is a whole number from 0"),
+        ("input_ids", lambda ids: ids + 1, "have different tokens"),
+    ],
+)
+def test_rows_of_agents_that_no_model_reads_are_refused(project, name, change, message):
+    ids = torch.arange(5, 45).view(4, 10)
+    columns = {
+        "prompts": ids[:, :4], "responses": ids[:, 4:], "input_ids": ids, "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(10).repeat(4, 1),
+    }  # fmt: skip
+    columns[name] = change(columns[name]) if change else None
+
+    class Own(RayPPOTrainer):
+        def fit(self):
+            self.global_steps = 1
+            self._compute_old_log_prob(DataProto.from_dict({k: v for k, v in columns.items() if v is not None}))
+
+    with pytest.raises(VerlError, match=message):
+        Own(project, train_dataset=memory_rows(6)).fit()
