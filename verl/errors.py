@@ -60,6 +60,10 @@ class NameConfigError(ConfigError, ValueError, KeyError, AttributeError):
     and functions: scripts catch those."""
 
 
+class BatchError(ValueError, AssertionError):
+    """Batches do not fit together; scripts catch either type."""
+
+
 class DataError(VerlError):
     """A data file or one of its rows cannot be used; names file, row and field."""
 

@@ -13,10 +13,11 @@ from verl.agents.tool_calls import ToolCalls, ToolSettings, truncated
 from verl.data.prompts import truncate
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import MARK, function_tool
+from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, MARK, function_tool
 from verl.tools.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.tool_registry import load_all_tools
 
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 TASK = EpisodeTask(3, 1, 2, "train", (1, 2), {}, 50, 20)
 YAML = """
 tools:
@@ -158,21 +159,44 @@ def test_a_bad_file_is_refused(tmp_path, text, sentence):
 
 
 def test_functions_that_no_schema_can_describe_are_refused():
-    with pytest.raises(ConfigError, match=r"takes \*args"):
-        getattr(function_tool(lambda *args: ""), MARK).tool_schema  # noqa: B018
+    with pytest.raises(ConfigError, match=r"variadic parameter \*args"):
+        function_tool(lambda *args: "")
 
     def untyped(a):
         """No types."""
 
+    def undescribed(a: int):
+        """No line for a."""
+
+    def unknown(a: "Nothing"):  # noqa: F821
+        """A type that does not exist.
+
+        Args:
+            a: an argument
+        """
+
+    for function, sentence in (
+        (untyped, "missing a type hint for a"),
+        (undescribed, "no description for the argument a"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            function_tool(function)
     with pytest.raises(ConfigError, match="no usable signature"):
-        getattr(function_tool(untyped), MARK).tool_schema  # noqa: B018
-    schema = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    tool = getattr(function_tool("g", schema=schema)(lambda: "x"), MARK)
+        getattr(function_tool(unknown), MARK).tool_schema  # noqa: B018
+    tool = getattr(function_tool("g", schema=SCHEMA)(lambda: "x"), MARK)
     assert tool.name == "g"
-    assert OpenAIFunctionToolSchema.model_validate(schema).model_dump()["function"]["name"] == "f"
+    assert OpenAIFunctionToolSchema.model_validate(SCHEMA).model_dump()["function"]["name"] == "f"
 
 
 def test_one_name_for_two_tools_is_refused(tmp_path):
     (tmp_path / "tools.yaml").write_text(YAML.replace("name: count", "name: echo"))
-    with pytest.raises(ValueError, match="Two tools are named 'echo'"):
+    with pytest.raises(ValueError, match=r"Names of tools \['echo'\] collide"):
         load_all_tools(str(tmp_path / "tools.yaml"), "tests/agents/echo_tools.py")
+    one = function_tool("twice", schema=SCHEMA)(lambda: "x")
+    with pytest.raises(ValueError, match="'twice' is already registered"):
+
+        @function_tool("twice", schema=SCHEMA)
+        def other():
+            return "y"
+
+    assert FUNCTION_TOOL_REGISTRY["twice"] is getattr(one, MARK)

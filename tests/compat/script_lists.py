@@ -165,12 +165,14 @@ KINDS: dict[str, dict[str, str]] = {
         f"{under(ACTOR, 'use_kl_loss=True kl_loss_coef=0.001 kl_loss_type=low_var_kl')} "
         f"{under(f'{ACTOR}.fsdp_config', 'param_offload=True grad_offload=True optimizer_offload=True')} "
         f"{REF}.fsdp_config.param_offload=True {ROLLOUT}.log_prob_micro_batch_size=160 {REF}.log_prob_micro_batch_size=160 "
-        "algorithm.kl_ctrl.kl_coef=0.001 trainer.critic_warmup=0 trainer.total_epochs=5 data.train_files={kk}",
+        "algorithm.kl_ctrl.kl_coef=0.001 trainer.critic_warmup=0 trainer.total_epochs=5 "
+        "data.train_files={kk} data.val_files={kk}",
         "TinyZero": f"algorithm.adv_estimator=gae critic.model.path={{model}} critic.optim.lr=1e-5 "
         f"critic.ppo_micro_batch_size=8 {FORK} data.val_batch_size=1312 "
         f"{ACTOR}.ppo_micro_batch_size=8 {ROLLOUT}.log_prob_micro_batch_size=8 "
         f"{REF}.log_prob_micro_batch_size=4 algorithm.kl_ctrl.kl_coef=0.001 +trainer.val_before_train=False "
-        "trainer.total_epochs=15 data.train_files={countdown}",
+        "trainer.total_epochs=15 data.train_files={countdown} "
+        "data.val_files={countdown}",
     },
     "other engines and devices": {
         "veomni": f"{KL} {DYNAMIC} model_engine=veomni {FALLBACK} {ACTOR}.optim.lr_min=1e-7 "

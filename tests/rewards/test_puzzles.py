@@ -3,7 +3,7 @@
 import pytest
 
 from verl.errors import DataError
-from verl.rewards.scorers.puzzles import value_of
+from verl.rewards.scorers.puzzles import equation_value
 from verl.rewards.scorers.route import check_truth, default_compute_score
 
 TARGET = {"target": 24, "numbers": [4, 6, 1]}
@@ -31,10 +31,10 @@ def test_countdown(reply, score):
 
 
 def test_an_equation_is_bounded():
-    assert value_of("9" * 19) is None
-    assert value_of("(" * 400 + "1" + ")" * 400) is None
-    assert value_of("1+" * 600 + "1") is None
-    assert value_of("7/2 - -1") == (pytest.approx(4.5), [7, 2, 1])
+    assert equation_value("9" * 19) is None
+    assert equation_value("(" * 400 + "1" + ")" * 400) is None
+    assert equation_value("1+" * 600 + "1") is None
+    assert equation_value("7/2 - -1") == (pytest.approx(4.5), [7, 2, 1])
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_the_chosen_steps_write_traces(tiny_run, tmp_path, changes, names):
 
 
 def test_a_trace_of_memory_is_of_a_gpu(tiny_run, tmp_path, caplog):
-    """Where there is none, a warning says so, and the trace of operations is written."""
+    """Without one, a warning says so, and the trace of operations is written."""
     folder = tmp_path / "traces"
     keys = (f"{ACTOR}.profiler.enable=True", "global_profiler.steps=[1]", "global_profiler.tool=torch_memory")
     tiny_run(*keys, f"global_profiler.save_path={folder}")

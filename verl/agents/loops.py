@@ -15,7 +15,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl.agents.episode import CURRENT
@@ -92,6 +92,14 @@ class AgentLoopOutput(Record):
     extra_fields: dict[str, object] = field(default_factory=dict)
     mm_processor_kwargs: dict[str, object] | None = None
     mm_processor_output: object = None
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields; `teacher_ids` and `teacher_logprobs` of `extra_fields` are fields too."""
+        extra = dict(self.extra_fields)
+        teacher: dict[str, object] = {
+            name: extra.pop(name) for name in ("teacher_ids", "teacher_logprobs") if name in extra
+        }
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, **teacher, "extra_fields": extra}
 
 
 def checked_output(output: object) -> AgentLoopOutput:

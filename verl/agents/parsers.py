@@ -32,7 +32,7 @@ class ToolParser:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        texts = {*tokenizer.all_special_tokens, "<|end|>", "<|return|>", "<|call|>"}
+        texts = {*getattr(tokenizer, "all_special_tokens", ()), "<|end|>", "<|return|>", "<|call|>"}
         self._ends = tuple(sorted((text for text in texts if text), key=len, reverse=True))
 
     @classmethod

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from verl.agents.parsers import QwenCoderToolParser
 from verl.agents.tools.python import program_output
 from verl.errors import ConfigError
 from verl.families import AGENT_LOOPS
 from verl.registry import RegistryMapping, user_file
 from verl.rewards.programs import ProgramLimits
 from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, text_tool
+from verl.tools.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse, text_tool
 from verl.tools.tool_registry import load_class
 
 
@@ -30,6 +32,20 @@ class AgentLoopManager:
 
 class AgentLoopWorker(AgentLoopManager):
     """See AgentLoopManager."""
+
+
+class Qwen3XMLToolParser(QwenCoderToolParser):
+    """The parser of Qwen3-Coder, with the method that reads one call without its marks."""
+
+    def _parse_xml_function_call(self, function_call_str: str, tools: Sequence[Any] | None) -> FunctionCall | None:
+        """The call "name><parameter=a>1</parameter>..."; None if it cannot be read."""
+        schemas = [tool if isinstance(tool, dict) else tool.for_template() for tool in tools or ()]
+        try:
+            return self.read(
+                f"<function={function_call_str.removesuffix('</function>')}</function>", schemas, ends=True
+            )[0]
+        except ValueError:
+            return None
 
 
 class SandboxFusionTool(BaseTool):

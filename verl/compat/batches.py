@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from verl.algorithms import kl
@@ -140,6 +141,25 @@ def apply_bypass_mode(batch: DataProto, rollout_corr_config: object = None, poli
 
 
 apply_rollout_correction = apply_bypass_mode
+
+
+def calculate_workload(seqlen_list: Sequence[int] | Tensor) -> Tensor:
+    """Relative cost of sequences by their lengths s: 24576 s + s^2, the products of a layer and its attention in a model of 7
+    billion weights."""
+    lengths = seqlen_list if isinstance(seqlen_list, Tensor) else torch.as_tensor(seqlen_list)
+    return 24576 * lengths + lengths**2
+
+
+def get_group_balanced_partitions(
+    seqlen_list: Sequence[int], uid_list: Sequence[object], k_partitions: int
+) -> list[list[int]]:
+    """Rows in `k_partitions` lists of nearly equal cost; rows of one `uid` stay together."""
+    groups: dict[object, list[int]] = {}
+    for row, uid in enumerate(uid_list):
+        groups.setdefault(uid, []).append(row)
+    costs = [int(calculate_workload([seqlen_list[row] for row in rows]).sum()) for rows in groups.values()]
+    members = list(groups.values())
+    return [sorted(row for g in part for row in members[g]) for part in partition_by_cost(costs, k_partitions, False)]
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:

@@ -7,11 +7,14 @@ script has registered is returned unchanged.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from verl.algorithms import losses
@@ -19,8 +22,11 @@ from verl.algorithms.advantages import ADVANTAGES, COLUMN_ARGUMENTS, compute_adv
 from verl.algorithms.kl import KLController, make_kl_controller
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from verl.algorithms.user_functions import ConfigView, agg_loss
+from verl.compat import tensors as verl_F
 from verl.data_proto.metrics import metric_values
 from verl.registry import RegistryMapping
+
+__all__ = ["defaultdict", "np", "torch", "verl_F"]  # a star import of scripts gives them
 
 
 def settings_of(config: object) -> dict[str, Any]:
@@ -110,11 +116,13 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
+    **totals: Any,
 ) -> tuple[Tensor, Tensor]:
-    """compute_value_loss with its own denominators: (loss, fraction of clipped tokens)."""
+    """(loss, fraction of clipped tokens). `totals` of the mini-batch, as `agg_loss` takes them: dp_size, batch_num_tokens,
+    global_batch_size, loss_scale_factor; without them the rows here are the mini-batch."""
 
     def agg(loss_mat: Tensor, loss_mask: Tensor, mode_override: str | None = None, /) -> Tensor:
-        return agg_loss(loss_mat, loss_mask, mode_override or loss_agg_mode)
+        return agg_loss(loss_mat, loss_mask, mode_override or loss_agg_mode, **totals)
 
     loss, metrics = losses.compute_value_loss(vpreds, returns, values, response_mask, cliprange_value, agg)
     return loss, loss.new_tensor(metrics["vf_clipfrac"].value)

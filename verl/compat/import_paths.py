@@ -36,7 +36,8 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.experimental.agent_loop.tool_agent_loop": {"verl.agents.tool_agent": "AgentData AgentState ToolAgentLoop"},
     "verl.experimental.agent_loop.tool_parser": {
         "verl.agents.parsers": "Gemma4ToolParser=GemmaToolParser GptOssToolParser HermesToolParser "
-        "Qwen3XMLToolParser=QwenCoderToolParser ToolParser",
+        "KimiToolParser ToolParser",
+        "verl.compat.agents": "Qwen3XMLToolParser",
         "verl.tools.schemas": "FunctionCall",
     },
     "verl.experimental.agent_loop.utils": {
@@ -57,6 +58,8 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.compat.user_worker": "Worker",
         "verl.runtime.worker_group": "WorkerGroup",
     },
+    "verl.single_controller.base.worker": {"verl.compat.user_worker": "Worker"},
+    "verl.single_controller.base.worker_group": {"verl.runtime.worker_group": "WorkerGroup"},
     "verl.single_controller.base.decorator": {
         "verl.compat.dispatch": f"DISPATCH_MODE_FN_REGISTRY {_REGISTER} make_nd_compute_dataproto_dispatch_fn",
     },
@@ -81,7 +84,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.run.schedule": "DynamicConfigScheduler",
     },
     "verl.trainer.rl_trainer": {"verl.compat.trainer": "RLTrainer"},
-    "verl.trainer.constants_ppo": {"verl.compat.task_runner": "get_ppo_ray_runtime_env"},
+    "verl.trainer.constants_ppo": {"verl.compat.task_runner": "NVTX_INJECTION_ENV get_ppo_ray_runtime_env"},
     "verl.trainer.main_ppo_v0": {
         "verl.compat.datasets": _DATASETS,
         "verl.compat.task_runner": "BaseTaskRunner TaskRunner run_ppo",
@@ -103,7 +106,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "compute_policy_loss_sapo compute_policy_loss_vanilla compute_reinforce_plus_plus_baseline_outcome_advantage "
         "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage compute_rloo_outcome_advantage "
         "compute_rloo_vectorized_outcome_advantage compute_value_loss get_adv_estimator_fn get_kl_controller "
-        "get_policy_loss_fn",
+        "defaultdict get_policy_loss_fn np torch verl_F",
     },
     "verl.trainer.ppo.metric_utils": {
         "verl.compat.metrics": "_compute_response_info=compute_response_info bootstrap_metric calc_maj_val "
@@ -115,7 +118,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.compat.batches": "apply_kl_penalty compute_advantage compute_response_mask",
         "verl.algorithms.user_functions": "agg_loss",
         "verl.compat.core_algos": "AdvantageEstimator",
-        _WORKER_GROUPS: "ResourcePoolManager",
+        _WORKER_GROUPS: "ResourcePoolManager create_colocated_worker_cls",
+        "verl.compat.metrics": "compute_data_metrics compute_spec_decode_metrics compute_throughout_metrics "
+        "compute_timing_metrics process_validation_metrics reduce_metrics",
+        "verl.compat.tracking": "_timer=simple_timer marked_timer",
     },
     "verl.trainer.ppo.reward": {
         "verl.compat.reward_managers": "compute_reward compute_reward_async extract_reward get_custom_reward_fn "
@@ -124,6 +130,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.trainer.ppo.rollout_corr_helper": {
         "verl.compat.batches": "apply_bypass_mode apply_rollout_correction compute_offpolicy_metrics "
         "compute_rollout_correction_and_add_to_batch compute_rollout_correction_and_rejection_mask"
+    },
+    "verl.trainer.ppo.v1.replay_buffer": {"verl.compat.v1": "DAPO_FILTERED_REWARD_COUNTS_KEY"},
+    "verl.trainer.ppo.v1.utils": {
+        "verl.compat.v1": "MetricsAggregator compute_advantage compute_advantage_for_multi_trajectories"
     },
     "verl.trainer.ppo.utils": {"verl.compat.datasets": _DATASETS, "verl.compat.task_runner": _ROLES},
     "verl.utils": {
@@ -136,7 +146,8 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "functorch.einops.rearrange": "rearrange",
     },
     "verl.utils.checkpoint.checkpoint_manager": {
-        "verl.compat.files": "find_latest_ckpt_path get_checkpoint_tracker_filename should_save_ckpt_esi"
+        "verl.compat.files": "find_latest_ckpt_path get_checkpoint_tracker_filename should_save_ckpt_esi",
+        "verl.compat.checkpoint_manager": "BaseCheckpointManager",
     },
     "verl.utils.config": {"verl.compat.sections": "omega_conf_to_dataclass validate_config"},
     "verl.utils.dataset": {"verl.data.dataset": "RLHFDataset collate_fn"},
@@ -157,16 +168,19 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         " is_trl_available  load_class_from_fqn load_extern_object load_extern_type"
     },
     "verl.utils.memory_utils": {"verl.compat.devices": "aggressive_empty_cache"},
+    "verl.utils.metric.utils": {"verl.compat.metrics": "AggregationType Metric=MetricValues reduce_metrics"},
     "verl.utils.metric": {"verl.compat.metrics": "AggregationType Metric=MetricValues reduce_metrics"},
     "verl.utils.model": {
         "verl.compat.models": "compute_position_id_with_mask convert_weight_keys extract_multi_modal_inputs "
         "get_generation_config get_model_size print_model_size update_model_config"
     },
-    "verl.utils.net_utils": {"verl.compat.python": " is_valid_ipv6_address"},
+    "verl.utils.net_utils": {"verl.compat.python": "get_free_port is_valid_ipv6_address"},
     "verl.utils.profiler": _PROFILER,
     "verl.utils.profiler.performance": _PROFILER,
-    "verl.utils.py_functional": {"verl.compat.python": "append_to_dict convert_to_regular_types  union_two_dict"},
-    "verl.utils.ray_utils": {"verl.compat.python": "auto_await get_event_loop"},
+    "verl.utils.py_functional": {
+        "verl.compat.python": "append_to_dict convert_to_regular_types temp_env_var union_two_dict"
+    },
+    "verl.utils.ray_utils": {"verl.compat.python": "auto_await get_event_loop parallel_put"},
     "verl.utils.reward_score": {
         "verl.rewards.scorers.route": "_default_compute_score=default_compute_score default_compute_score"
     },
@@ -182,14 +196,15 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.reward_score.rlla": {"verl.compat.tool_calls": "compute_score"},
     "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
     "verl.utils.seqlen_balancing": {
-        "verl.compat.batches": "get_reverse_idx get_seqlen_balanced_partitions log_seqlen_unbalance "
+        "verl.compat.batches": "calculate_workload get_group_balanced_partitions get_reverse_idx "
+        "get_seqlen_balanced_partitions log_seqlen_unbalance "
         "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch"
     },
     "verl.utils.tensordict_utils": {
-        "verl.compat.tensordicts": " assign_non_tensor assign_non_tensor_data assign_non_tensor_stack "
-        "chunk_tensordict  concat_tensordict contiguous get get_keys get_non_tensor_data get_tensordict "
-        "index_select_tensor_dict  make_iterator  pop  union_tensor_dict unpad "
-        "unwrap_non_tensor_data"
+        "verl.compat.tensordicts": "assert_tensordict_eq assign_non_tensor assign_non_tensor_data assign_non_tensor_stack "
+        "chunk_tensordict concat_nested_tensors concat_tensordict contiguous get get_keys get_non_tensor_data get_tensordict "
+        "index_select_tensor_dict make_iterator nested_tensor_from_tensor_list pad_to_divisor pop pop_keys union_tensor_dict "
+        "unpad unwrap_non_tensor_data"
     },
     "verl.utils.tokenizer": {"verl.compat.models": "hf_processor hf_tokenizer normalize_token_ids"},
     "verl.utils.torch_dtypes": {"verl.compat.tensors": "PrecisionType"},
@@ -225,10 +240,22 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig OptimizerConfig=OptimConfig PolicyLossConfig "
         "RolloutConfig",
     },
+    "verl.workers.config.actor": {
+        "verl.config": "ActorConfig FSDPActorConfig=ActorConfig PolicyLossConfig",
+    },
+    "verl.workers.config.critic": {"verl.config": "CriticConfig FSDPCriticConfig=CriticConfig"},
+    "verl.workers.config.engine": {"verl.config": "FSDPEngineConfig=FSDPConfig"},
+    "verl.workers.config.model": {"verl.compat.sections": "HFModelConfig"},
+    "verl.workers.config.optimizer": {"verl.config": "FSDPOptimizerConfig=OptimConfig OptimizerConfig=OptimConfig"},
+    "verl.workers.config.rollout": {"verl.config": "RolloutConfig"},
     "verl.workers.rollout.replica": {"verl.agents.loops": "TokenOutput"},
     "verl.workers.sharding_manager": {_SHARDING: "FSDPVLLMShardingManager MegatronVLLMShardingManager"},
     "verl.workers.sharding_manager.fsdp_vllm": {_SHARDING: "FSDPVLLMShardingManager"},
     "verl.workers.sharding_manager.megatron_vllm": {_SHARDING: "MegatronVLLMShardingManager"},
+    "verl.workers.utils.padding": {
+        "verl.compat.nested": "build_attention_mask_from_nested embeds_padding_2_no_padding left_right_2_no_padding "
+        "no_padding_2_padding response_from_nested response_to_nested"
+    },
     "verl.workers.reward_manager": {
         "verl.compat.reward_managers": "AbstractRewardManager BatchRewardManager DAPORewardManager NaiveRewardManager "
         "PrimeRewardManager REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
@@ -240,6 +267,13 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.workers.reward_manager.naive": {"verl.compat.reward_managers": "NaiveRewardManager"},
     "verl.workers.reward_manager.registry": {
         "verl.compat.reward_managers": "REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
+    },
+}
+
+# the same for modules that have a file here: names that the file lacks
+FURTHER_NAMES: dict[str, dict[str, str]] = {
+    "verl.tools.function_tool": {
+        "verl.compat.function_tools": "_LOADED_FUNCTION_TOOL_PATHS load_function_tools_from_path normalize_function_tool_return"
     },
 }
 

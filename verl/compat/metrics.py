@@ -140,8 +140,26 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 
 def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """See `throughput`; the step's seconds are `timing_raw["step"]`. (Scripts spell the name so.)"""
-    return throughput(int(batch.batch["attention_mask"].sum()), timing_raw["step"], n_gpus)
+    """See `throughput`; the step's seconds are `timing_raw["step"]`. Tokens: `global_token_num` of the batch's
+    meta_info, a list with a number for each row, or of its attention mask. (Scripts spell the name so.)"""
+    counts = batch.meta_info.get("global_token_num")
+    num_tokens = int(batch.batch["attention_mask"].sum()) if counts is None else int(sum(counts))
+    return throughput(num_tokens, timing_raw["step"], n_gpus)
+
+
+def compute_spec_decode_metrics(
+    spec_drafts: np.ndarray,
+    spec_accepts: np.ndarray,
+    spec_verifies: np.ndarray,
+    non_padding_mask: np.ndarray | None = None,
+) -> dict[str, float]:
+    """rollout/spec_accept_rate, accepted tokens per drafted one, and rollout/spec_accept_length, tokens per pass of the model.
+    Each argument has one number for each row: drafted and accepted tokens, and passes that verified drafts. {} without any."""
+    rows = slice(None) if non_padding_mask is None else np.asarray(non_padding_mask, dtype=bool)
+    drafts, accepts, verifies = (float(np.sum(column[rows])) for column in (spec_drafts, spec_accepts, spec_verifies))
+    if not drafts or not verifies:
+        return {}
+    return {"rollout/spec_accept_rate": accepts / drafts, "rollout/spec_accept_length": 1.0 + accepts / verifies}
 
 
 def process_validation_metrics(

@@ -8,11 +8,16 @@ import functools
 import importlib.util
 import inspect
 import ipaddress
+import os
+import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError
+from verl.parallel.framing import listening_socket
 from verl.registry import load_module, load_object
 
 T = TypeVar("T")
@@ -61,6 +66,15 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def parallel_put(data_list: Sequence[object], max_workers: int | None = None) -> list[object]:
+    """References of objects in Ray's store, in their order, put there by several threads. Raises AssertionError for none."""
+    assert data_list, "There is nothing to put into Ray's store."
+    from verl.runtime.ray_cluster import ray
+
+    with ThreadPoolExecutor(max_workers or min(len(data_list), 16)) as pool:
+        return list(pool.map(ray.put, data_list))
+
+
 def auto_await(func: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: plain code may call the coroutine function `func` and waits for its result. Inside a running event loop
     the call returns the coroutine, to be awaited."""
@@ -77,6 +91,31 @@ def auto_await(func: Callable[..., object]) -> Callable[..., Any]:
         return returned
 
     return call
+
+
+def get_free_port(address: str = "127.0.0.1", with_alive_sock: bool = False) -> tuple[int, socket.socket | None]:
+    """(a free TCP port of an address of this machine, the socket that holds it). Without `with_alive_sock` the socket is closed
+    and None, and the port may be taken again by another process."""
+    held = listening_socket(address, 0, 1)
+    port = int(held.getsockname()[1])
+    if with_alive_sock:
+        return port, held
+    held.close()
+    return port, None
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """An environment variable for the block; afterwards it has its value again."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
 
 
 def is_valid_ipv6_address(address: str) -> bool:

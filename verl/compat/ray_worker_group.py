@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from verl.compat.user_process import UserProcess
-from verl.errors import ConfigError, MissingExtraError
+from verl.errors import ConfigError, MissingExtraError, NameConfigError
 from verl.parallel.dispatch import CallPlan, MethodCall
 from verl.parallel.mesh import Mesh
 from verl.runtime.worker_group import WorkerGroup
@@ -41,6 +41,7 @@ __all__ = [
 
 _CALL_TIMEOUT_S = 3600.0
 _START_TIMEOUT_S = 300.0
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE")  # set by the group
 _WATCHING = "watching"  # the thread that reports the stack of a call that hangs
 
 
@@ -152,8 +153,15 @@ class RayWorkerGroup(WorkerGroup):
         *,
         name_prefix: str = "",
         timeout_s: float = _CALL_TIMEOUT_S,
+        worker_env: Mapping[str, str] | None = None,
         **_: object,
     ):
+        """`worker_env`: environment variables of the workers. Raises NameConfigError for one that the group sets."""
+        if taken := sorted(set(worker_env or ()) & set(_PLACE)):
+            raise NameConfigError(
+                f"worker_env sets {', '.join(taken)}, which the group sets for each worker. Remove it."
+            )
+        self.worker_env = dict(worker_env or {})
         colocated = isinstance(ray_cls_with_init, ColocatedClasses)
         self.classes: dict[str, RayClassWithInitArgs] = (
             ray_cls_with_init.classes if isinstance(ray_cls_with_init, ColocatedClasses) else {"": ray_cls_with_init}
@@ -204,9 +212,13 @@ class RayWorkerGroup(WorkerGroup):
     def _start(self) -> list[Process]:
         classes = {name: (c.cls, c.args, c.kwargs) for name, c in self.classes.items()}
         size, share = self.pool.world_size, 1.0 / self.pool.max_colocate_count
-        arguments = (size, classes)
+        local_sizes = [count for count in self.pool.process_on_nodes for _ in range(count)]  # of each rank's node
         processes = self.pool.cluster.spawn(
-            UserProcess, {}, lambda rank: (rank, *arguments), share=share, beside=(_WATCHING,)
+            UserProcess,
+            {},
+            lambda rank: (rank, size, classes, {**self.worker_env, "RAY_LOCAL_WORLD_SIZE": str(local_sizes[rank])}),
+            share=share,
+            beside=(_WATCHING,),
         )
         for process in processes:
             process.watched_by = _WATCHING

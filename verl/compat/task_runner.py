@@ -196,12 +196,20 @@ _VARIABLES = {
 }
 
 
-def get_ppo_ray_runtime_env() -> dict[str, Any]:
-    """A `runtime_env` for `ray.init`: variables that are not set, and the working directory of a Ray job."""
+NVTX_INJECTION_ENV = "NVTX_INJECTION64_PATH"  # a library that takes the interface of CUDA's profilers
+
+
+def get_ppo_ray_runtime_env(config: Tree | None = None) -> dict[str, Any]:
+    """A `runtime_env` for `ray.init`: variables that are not set, and the working directory of a Ray job. If `config` profiles
+    by torch, an inherited NVTX injection is replaced, since only one library can profile, unless VERL_KEEP_NVTX_INJECTION=1."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    environment: dict[str, object] = {"env_vars": {k: v for k, v in _VARIABLES.items() if k not in os.environ}}
+    variables = {k: v for k, v in _VARIABLES.items() if k not in os.environ}
+    environment: dict[str, Any] = {"env_vars": variables}
     if job.get("runtime_env", {}).get("working_dir") is None:
         environment["working_dir"] = None
+    tool = ((config.get("global_profiler") or {}) if config is not None else {}).get("tool")
+    if tool == "torch" and NVTX_INJECTION_ENV in os.environ and os.environ.get("VERL_KEEP_NVTX_INJECTION") != "1":
+        variables[NVTX_INJECTION_ENV] = os.devnull
     return environment
 
 

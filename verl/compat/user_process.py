@@ -16,9 +16,15 @@ from verl.parallel.stack_dump import calls, longest_call
 class UserProcess:
     """The actor of one place. Results travel as they are; an error travels with its traceback."""
 
-    def __init__(self, rank: int, size: int, classes: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        classes: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]],
+        environment: dict[str, str],
+    ):
         unblock_sigterm()
-        self.rank, self.size, self.classes = rank, size, classes
+        self.rank, self.size, self.classes, self.environment = rank, size, classes, environment
         self.workers: dict[str, Any] = {}
 
     def place(self) -> tuple[str, int]:
@@ -36,7 +42,7 @@ class UserProcess:
             "MASTER_PORT": port,
             "LOCAL_RANK": 0,
         }
-        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update({**self.environment, **{name: str(value) for name, value in place.items()}})
         return _answer(self._make)
 
     def _make(self) -> tuple[str, int]:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from verl.errors import BatchError
+
 
 def object_array(values: Iterable[object]) -> np.ndarray:
     """A 1-d object array, one element per row, for elements of any kind.
@@ -47,7 +49,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     Raises ValueError when the row counts differ, or when a column of both differs in value.
     """
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        raise ValueError(
+        raise BatchError(
             f"Two batches can be united only row by row, but they have batch sizes {tuple(tensor_dict1.batch_size)} "
             f"and {tuple(tensor_dict2.batch_size)}."
         )
@@ -55,7 +57,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
         if key not in tensor_dict1.keys():
             tensor_dict1[key] = value
         elif not same_value(tensor_dict1[key], value):
-            raise ValueError(
+            raise BatchError(
                 f"Both batches have a tensor column {key!r} and its values differ; rename or pop one of them."
             )
     return tensor_dict1
@@ -68,7 +70,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     """
     for key, value in tensor_dict2.items():
         if key in tensor_dict1 and not same_value(tensor_dict1[key], value):
-            raise ValueError(
+            raise BatchError(
                 f"Both batches have an object column {key!r} and its values differ; rename or pop one of them."
             )
         tensor_dict1[key] = value
@@ -80,7 +82,7 @@ def union_meta_info(first: Mapping[str, object], second: Mapping[str, object]) -
     merged = dict(first)
     for key, value in second.items():
         if key in merged and not same_value(merged[key], value):
-            raise ValueError(f"Both batches have meta_info {key!r}, with the values {merged[key]!r} and {value!r}.")
+            raise BatchError(f"Conflicting values for meta_info key {key!r}: {merged[key]!r} and {value!r}.")
         merged[key] = value
     return merged
 
@@ -107,7 +109,7 @@ def concat_columns(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.nd
     for number, part in enumerate(parts):
         if part.keys() != names:
             odd = sorted(set(part) ^ set(names))
-            raise ValueError(
+            raise BatchError(
                 f"Part {number} and part 0 cannot be concatenated: only one of them has the columns {odd}."
             )
     return {name: np.concatenate([part[name] for part in parts], axis=0) for name in names}

@@ -29,6 +29,7 @@ from verl.data_proto.merge import (
 )
 from verl.data_proto.settings import DataProtoConfig
 from verl.data_proto.storage import load_columns, save_columns
+from verl.errors import BatchError
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class DataProto:
             meta[DataProtoConfig.auto_padding_key] = True
         shapes = {name: tuple(t.shape[:num_batch_dims]) for name, t in tensors.items()}
         if len(set(shapes.values())) > 1:
-            raise ValueError(f"The tensor columns do not have the same batch size: {shapes}.")
+            raise BatchError(f"The tensor columns do not have the same batch size: {shapes}.")
         batch = TensorDict(dict(tensors), batch_size=next(iter(shapes.values()))) if tensors else None
         objects = {k: v if isinstance(v, np.ndarray) else object_array(v) for k, v in (non_tensors or {}).items()}
         return cls(batch=batch, non_tensor_batch=objects, meta_info=meta)
@@ -341,7 +342,7 @@ class DataProto:
         """`chunks` equal parts in row order. With padding enabled the first parts may be one row longer, otherwise
         ValueError when the rows do not divide."""
         if len(self) % chunks and not self.is_padding_enabled():
-            raise ValueError(
+            raise BatchError(
                 f"only support equal chunk: {len(self)} rows do not divide into {chunks} chunks. Pad the batch with "
                 "pad_dataproto_to_divisor, or make it with auto_padding=True."
             )
@@ -357,12 +358,12 @@ class DataProto:
         """The rows of all parts, in order. meta_info `metrics` become a dict of lists; other keys must be equal if
         they occur twice. Raises ValueError for no parts, or parts with different columns."""
         if not data:
-            raise ValueError("There is nothing to concatenate: the list of batches is empty.")
+            raise BatchError("There is nothing to concatenate: the list of batches is empty.")
         tensors = [part.batch for part in data if part.batch is not None]
         names = {frozenset(td.keys()) for td in tensors}
         if len(tensors) not in (0, len(data)) or len(names) > 1:
             odd = sorted(frozenset.union(*names) - frozenset.intersection(*names)) if len(names) > 1 else "tensors"
-            raise ValueError(f"Batches with different columns cannot be concatenated; not all parts have {odd}.")
+            raise BatchError(f"Batches with different columns cannot be concatenated; not all parts have {odd}.")
         batch: Columns = torch.cat(tensors, dim=0) if tensors else None
         return DataProto(
             batch, concat_columns([p.non_tensor_batch for p in data]), concat_meta_info([p.meta_info for p in data])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from verl.errors import ConfigError
@@ -15,6 +17,12 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 MARK = "__verl_tool__"
 Answer = tuple[ToolResponse, float, dict[str, object]]
+FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}  # the last marked function of each name
+_PLAIN = (dict, list, tuple, int, float, type(None))
+
+
+class ToolConfigError(ConfigError, ValueError):
+    """A function cannot be a tool."""
 
 
 def function_tool(function: Any = None, /, *, name: str | None = None, schema: object = None) -> Any:
@@ -27,8 +35,50 @@ def function_tool(function: Any = None, /, *, name: str | None = None, schema: o
             return cast("Callable[..., Any]", function_tool(wrapped, name=tool_name, schema=schema))
 
         return mark
-    setattr(function, MARK, FunctionTool(function, name, schema))
+    tool = FunctionTool(function, name, schema)
+    _require_described(tool, has_schema=schema is not None)
+    before = FUNCTION_TOOL_REGISTRY.get(tool.name)
+    if before is not None and _is_other_of_module(function, before.function):
+        raise ToolConfigError(
+            f"The tool {tool.name!r} is already registered for another function of this file. Rename one."
+        )
+    FUNCTION_TOOL_REGISTRY[tool.name] = tool
+    setattr(function, MARK, tool)
     return function
+
+
+def _is_other_of_module(function: object, before: object) -> bool:
+    """Whether a module has two functions for one tool; a cell of a notebook that runs again defines the same one."""
+    module, other = ((getattr(f, "__module__", None), getattr(f, "__qualname__", str(f))) for f in (function, before))
+    return module[0] == other[0] and module[1] != other[1]
+
+
+def _require_fixed(name: str, signature: inspect.Signature) -> None:
+    """Raise ToolConfigError for `*args` and `**kwargs`."""
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ToolConfigError(
+                f"The tool {name} has the variadic parameter {parameter}, which no schema can describe; name its arguments."
+            )
+
+
+def _require_described(tool: FunctionTool, *, has_schema: bool) -> None:
+    """Raise ToolConfigError for a function whose schema cannot be made. (transformers, which makes it, imports slowly.)"""
+    _require_fixed(tool.name, tool.signature)
+    if has_schema:
+        return
+    label, parameters = f"The tool {tool.name}", tool.signature.parameters.values()
+    text = inspect.getdoc(tool.function)
+    fix = "Describe it, or pass schema= to function_tool."
+    if not text:
+        raise ToolConfigError(f"{label} has no docstring, from which the model reads what it does. {fix}")
+    for parameter in parameters:
+        if parameter.annotation is parameter.empty and parameter.name in ("self", "cls"):
+            raise ToolConfigError(f"{label} is a method, and no call has its object. Mark a function.")
+        if parameter.annotation is parameter.empty:
+            raise ToolConfigError(f"{label} is missing a type hint for {parameter.name}. {fix}")
+        if not re.search(rf"^\s*{parameter.name}\s*(\(.*?\))?\s*:", text, re.MULTILINE):
+            raise ToolConfigError(f"{label} has no description for the argument {parameter.name} under Args:. {fix}")
 
 
 class FunctionTool(BaseTool):
@@ -38,7 +88,7 @@ class FunctionTool(BaseTool):
         self.function, self.config, self._schema = function, {}, schema
         self.path: str | None = None
         self._given_name = name
-        self.name: str = name or str(getattr(function, "__name__", function))
+        self.name: str = name or str(getattr(function, "__name__", type(function).__name__))
         self.signature = inspect.signature(function)
 
     @functools.cached_property
@@ -53,6 +103,20 @@ class FunctionTool(BaseTool):
         hints = hints_of(self.function)
         return {name: as_hinted(value, hints.get(name)) for name, value in arguments.items()}
 
+    @property
+    def fn(self) -> Callable[..., object]:
+        return self.function
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    async def call(self, arguments: dict[str, object]) -> object:
+        """The value that the function returns; a plain one runs on a thread."""
+        values = self.values(arguments)
+        returned = self.function(**values) if self.is_async else asyncio.to_thread(self.function, **values)
+        return await cast("Awaitable[object]", returned)
+
     async def execute(self, instance_id: str, parameters: dict[str, object], **kwargs: object) -> Answer:
         returned = self.function(**self.values(parameters))
         return answer_of(await returned if inspect.isawaitable(returned) else returned)
@@ -63,11 +127,7 @@ def function_schema(
 ) -> OpenAIFunctionToolSchema:
     """The schema of a function. Raises ConfigError if its arguments cannot be described."""
     label = name or getattr(function, "__name__", str(function))
-    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
-        raise ConfigError(
-            f"The tool {label} takes *args or **kwargs, which no schema can describe; name its arguments."
-        )
+    _require_fixed(str(label), inspect.signature(function))
     if schema is None:
         from transformers.utils import get_json_schema
 
@@ -105,6 +165,6 @@ def answer_of(answer: object) -> Answer:
     if hasattr(answer, "convert"):  # a picture of PIL
         answer = ToolResponse(image=[answer])
     if not isinstance(answer, ToolResponse):
-        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+        text = json.dumps(answer, ensure_ascii=False, default=str) if isinstance(answer, _PLAIN) else str(answer)
         answer = ToolResponse(text=text)
     return answer, float(reward), metrics

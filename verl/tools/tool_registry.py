@@ -35,14 +35,24 @@ def _load_all_tools(classes: tuple[str | None, int], functions: tuple[str | None
         *(load_function_tools(functions[0]) if functions[0] else ()),
     ]
     names = [tool.tool_schema.function.name for tool in tools]
-    if double := next((name for name in names if names.count(name) > 1), None):
-        raise NameConfigError(f"Two tools are named {double!r}; the model could not tell them apart. Rename one.")
+    if doubles := sorted({name for name in names if names.count(name) > 1}):
+        raise NameConfigError(
+            f"Names of tools {doubles} collide: the model could not tell them apart. Rename one of each."
+        )
     return tuple(tools)
 
 
 def load_function_tools(path: str) -> list[FunctionTool]:
+    """`marked_tools`; raises ConfigError when there are none."""
+    tools = marked_tools(path)
+    if not tools:
+        raise ConfigError(f"{path} has no tools: put @function_tool (verl.tools.function_tool) above a function.")
+    return tools
+
+
+def marked_tools(path: str) -> list[FunctionTool]:
     """The functions of a Python file or module that `@function_tool` marks, or the function of "path/to/file.py:name", marked
-    or not. Raises ConfigError when there are none."""
+    or not. Raises ConfigError for a file that cannot be imported."""
     is_one = re.search(r":\w+$", path) is not None
     tools: list[FunctionTool] = []
     for value in [load_object(path)] if is_one else vars(load_module(path)).values():
@@ -50,8 +60,6 @@ def load_function_tools(path: str) -> list[FunctionTool]:
         if isinstance(tool, FunctionTool) and tool not in tools:
             tool.path = None if is_in_process(path) else path
             tools.append(tool)
-    if not tools:
-        raise ConfigError(f"{path} has no tools: put @function_tool (verl.tools.function_tool) above a function.")
     return tools
 
 

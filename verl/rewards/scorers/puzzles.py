@@ -6,13 +6,14 @@ import ast
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 from verl.errors import DataError
 from verl.foreign_text import quoted
 from verl.rewards.scorers.exact_match import last_answer
 from verl.rewards.scorers.route import Scorer
 
+Truth: TypeAlias = Any  # the reference answer, which the checks below have read
 _MAX_EQUATION = 1000  # characters
 _MAX_DIGITS = 18  # of a number in an equation
 _OPERATIONS: dict[type, Any] = {
@@ -23,7 +24,7 @@ _OPERATIONS: dict[type, Any] = {
 }
 
 
-def value_of(equation: str) -> tuple[Fraction, list[int]] | None:
+def equation_value(equation: str) -> tuple[Fraction, list[int]] | None:
     """(value, numbers in their order) of an equation of whole numbers with + - * / and parentheses; None for another text."""
     if len(equation) > _MAX_EQUATION or not re.fullmatch(r"[\d+\-*/().\s]+", equation):
         return None
@@ -46,14 +47,14 @@ def value_of(equation: str) -> tuple[Fraction, list[int]] | None:
 
 
 def countdown(
-    solution_str: str, ground_truth: Any, format_score: float = 0.1, score: float = 1.0, **_other: object
+    solution_str: str, ground_truth: Truth, format_score: float = 0.1, score: float = 1.0, **_other: object
 ) -> float:
     """`score` for <answer>equation</answer> with each number of ground_truth {"target", "numbers"} once and the target as its
     value, `format_score` for another answer, 0 without the tags."""
     answer = last_answer(solution_str)
     if answer is None:
         return 0.0
-    value = value_of(answer.partition("=")[0])
+    value = equation_value(answer.partition("=")[0])
     numbers = sorted(int(number) for number in ground_truth["numbers"])
     is_right = value is not None and sorted(value[1]) == numbers and value[0] == int(ground_truth["target"])
     return score if is_right else format_score
@@ -64,7 +65,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def knights(
-    solution_str: str, ground_truth: Any, format_reward: float = 1.0, answer_reward: float = 2.0, **_other: object
+    solution_str: str, ground_truth: Truth, format_reward: float = 1.0, answer_reward: float = 2.0, **_other: object
 ) -> float:
     """The sum of `format_reward`, with a minus unless the tags <think></think><answer></answer> stand once and in order, and of
     the answer: `answer_reward` if each person has the role of ground_truth {"solution_text_format"}, -1.5 for another
@@ -88,7 +89,7 @@ def _no_reference(ground_truth: object, extra_info: dict[str, object]) -> None:
     """Rows of countdown have no equation, and the best score of knights and knaves is 3."""
 
 
-def _check_countdown(ground_truth: Any) -> None:
+def _check_countdown(ground_truth: Truth) -> None:
     try:
         target, numbers = int(ground_truth["target"]), [int(number) for number in ground_truth["numbers"]]
     except (TypeError, KeyError, ValueError) as error:
@@ -99,7 +100,7 @@ def _check_countdown(ground_truth: Any) -> None:
         raise DataError(f"countdown has no numbers for the target {target}.")
 
 
-def _check_knights(ground_truth: Any) -> None:
+def _check_knights(ground_truth: Truth) -> None:
     text = ground_truth.get("solution_text_format") if isinstance(ground_truth, Mapping) else None
     if not isinstance(text, str) or not _roles(text):
         form = '{"solution_text_format": "(1) Zoey is a knight"}'
