@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_092,
-    "compat": 7_960,
+    "core": 72_131,
+    "compat": 9_038,
     "page": 4_113,
     "planner": 2_758,
     "tinker": 5_076,
     "clusters": 7_167,
-    "agents": 6_359,
-    "tasks": 2_903,
-    "tests": 88_541,
+    "agents": 6_435,
+    "tasks": 3_014,
+    "tests": 89_474,
     "benchmarks": 6_536,
 }
 MAX_MEAN_FUNCTION_LINES = 12
