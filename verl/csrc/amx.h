@@ -8,7 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { AMX_ROWS = 32, AMX_PAIRS = 16 }; /* rows of two halves, pairs of a tile */
+enum { AMX_ROWS = 32, AMX_STEPS = 16 }; /* rows of two halves, steps of a tile */
 
 /* Whether the processor has the tiles and the kernel lets this process use them */
 static int amx_allowed(void)
@@ -27,7 +27,7 @@ static int amx_allowed(void)
             uint8_t rows[16];                                                                                                 \
         } tiles_ = {.palette = 1};                                                                                             \
         for (int t = 0; t < 8; t++)                                                                                           \
-            tiles_.bytes[t] = 64, tiles_.rows[t] = (uint8_t)(t < 7 ? (count) : AMX_PAIRS);                                      \
+            tiles_.bytes[t] = 64, tiles_.rows[t] = (uint8_t)(t < 7 ? (count) : AMX_STEPS);                                      \
         __asm__ volatile("" ::: "memory");                                                                                    \
         _tile_loadconfig(&tiles_);                                                                                             \
         __asm__ volatile("" ::: "memory");                                                                                    \

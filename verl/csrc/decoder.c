@@ -58,6 +58,15 @@
 #define HAS_PAIRS 0
 #include "decoder_kernels.h"
 
+#ifdef HAVE_AMX
+#define ISA int8_amx
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")))
+#define WIDTH 16
+#define HAS_DOT 1
+#define HAS_TILES 1
+#include "int8_kernels.h"
+#endif
+
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define ISA int8_avx512_vnni
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
@@ -89,6 +98,10 @@
 static const struct int8_kernels *int8_of(const struct kernels *k)
 {
     const int wide = k->width == 16;
+#ifdef HAVE_AMX
+    if (k == &kernels_avx512_amx && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("amx-int8"))
+        return &kernels_int8_amx;
+#endif
 #ifdef HAVE_VNNI
     __builtin_cpu_init();
     if (wide ? __builtin_cpu_supports("avx512vnni") : __builtin_cpu_supports("avxvnni"))
@@ -196,7 +209,7 @@ static void multiply(const struct forward *f, const struct team *team, int threa
     g.block = inputs == m->hidden ? m->hidden_block : inputs == m->heads * m->head_dim ? m->heads_block : inputs == m->inner ? m->inner_block : 0;
     g.steps = int8 ? (inputs + f->int8->group - 1) / f->int8->group : g.kind == FLOATS ? inputs : (inputs + 1) / 2;
     g.panels = round_up(outputs, f->kernels->panel) / f->kernels->panel;
-    int64_t tile = rows_of(f->kernels, g.kind), units = g.panels * ((g.rows + tile - 1) / tile);
+    int64_t tile = int8 ? f->int8->tile_rows : rows_of(f->kernels, g.kind), units = g.panels * ((g.rows + tile - 1) / tile);
     (int8 ? f->int8->gemm : f->kernels->gemm)(&g, units * thread / team->size, units * (thread + 1) / team->size);
 }
 
@@ -496,9 +509,10 @@ static void product_job(struct team *team, int thread)
 
 static void multiply_alone(const struct kernels *k, struct product p, int64_t outputs, int64_t threads)
 {
+    const int64_t tile = p.g.kind == INT8 ? int8_of(k)->tile_rows : rows_of(k, p.g.kind);
     p.g.panels = round_up(outputs, k->panel) / k->panel;
     p.g.out_stride = p.g.panels * k->panel;
-    p.units = p.g.panels * ((p.g.rows + rows_of(k, p.g.kind) - 1) / rows_of(k, p.g.kind));
+    p.units = p.g.panels * ((p.g.rows + tile - 1) / tile);
     run_team(product_job, &p, threads);
 }
 

@@ -133,7 +133,7 @@ static inline int64_t rows_of(const struct kernels *k, int kind) { return kind =
 
 /* The int8 kernels of one instruction set. */
 struct int8_kernels {
-    int64_t group, header;  /* inputs of a step; bytes of a panel before its levels */
+    int64_t group, header, tile_rows; /* inputs of a step; bytes of a panel before its levels; rows of a tile of sums */
     void (*gemm)(const struct gemm *, int64_t begin, int64_t end);
     void (*pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end);
     void (*quantize)(char *to, float *scale, const char *row, int64_t n, int halves);

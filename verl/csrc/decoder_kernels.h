@@ -109,69 +109,8 @@ INLINE void NAME(units)(const int kind, const struct gemm *g, int64_t begin, int
 }
 
 #if HAS_TILES
-#define LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
-
-/* Adds the products of 16 pairs to the sums of rows `a`, and with `halves` of 2 of rows `lower` */
-INLINE void NAME(add_pairs)(const int halves, const char *a, const char *lower, int64_t a_stride, const char *b)
-{
-    LOAD(6, a, a_stride);
-    LOAD(7, b, 3 * VECTOR);
-    _tile_dpbf16ps(0, 6, 7);
-    LOAD(7, b + VECTOR, 3 * VECTOR);
-    _tile_dpbf16ps(1, 6, 7);
-    LOAD(7, b + 2 * VECTOR, 3 * VECTOR);
-    _tile_dpbf16ps(2, 6, 7);
-    if (halves < 2)
-        return;
-    LOAD(6, lower, a_stride);
-    _tile_dpbf16ps(5, 6, 7);
-    LOAD(7, b + VECTOR, 3 * VECTOR);
-    _tile_dpbf16ps(4, 6, 7);
-    LOAD(7, b, 3 * VECTOR);
-    _tile_dpbf16ps(3, 6, 7);
-}
-
-/* Sums [2 * rows][NR] of `steps` pairs. `ahead`: bytes of weights that are fetched before they are needed, or 0 */
-INLINE void NAME(sum_pairs)(const int halves, int64_t rows, int64_t steps, const char *a, const char *lower, int64_t a_stride, const char *b,
-                            int64_t ahead, float *sums)
-{
-    int64_t s = 0;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    if (halves == 2) {
-        _tile_zero(3);
-        _tile_zero(4);
-        _tile_zero(5);
-    }
-    for (; s + AMX_PAIRS <= steps; s += AMX_PAIRS, a += 4 * AMX_PAIRS, lower += 4 * AMX_PAIRS, b += 3 * AMX_PAIRS * VECTOR) {
-        for (int i = 0; ahead && i < 3 * AMX_PAIRS; i++)
-            _mm_prefetch(b + ahead + i * VECTOR, _MM_HINT_T0);
-        NAME(add_pairs)(halves, a, lower, a_stride, b);
-    }
-    if (s < steps) { /* what is left, with zeros */
-        char some[2][AMX_PAIRS][VECTOR] = {0}, others[3 * AMX_PAIRS * VECTOR] = {0};
-        for (int64_t i = 0; i < rows; i++) {
-            __builtin_memcpy(some[0][i], a + i * a_stride, (size_t)(steps - s) * 4);
-            if (halves == 2)
-                __builtin_memcpy(some[1][i], lower + i * a_stride, (size_t)(steps - s) * 4);
-        }
-        __builtin_memcpy(others, b, (size_t)((steps - s) * 3 * VECTOR));
-        __asm__ volatile("" ::: "memory");
-        NAME(add_pairs)(halves, some[0][0], some[1][0], VECTOR, others);
-    }
-#define PUT(tile, at) _tile_stored(tile, sums + (at), 3 * VECTOR)
-    PUT(0, 0);
-    PUT(1, WIDTH);
-    PUT(2, 2 * WIDTH);
-    if (halves == 2) {
-        PUT(3, rows * NR);
-        PUT(4, rows * NR + WIDTH);
-        PUT(5, rows * NR + 2 * WIDTH);
-    }
-#undef PUT
-    __asm__ volatile("" ::: "memory");
-}
+#define TILE_PRODUCT _tile_dpbf16ps
+#include "tile_sums.h"
 
 /* `units` of pairs, whose tiles have up to 32 rows */
 FN void NAME(units_by_tiles)(const struct gemm *g, int64_t begin, int64_t end)
@@ -182,31 +121,22 @@ FN void NAME(units_by_tiles)(const struct gemm *g, int64_t begin, int64_t end)
     int64_t shape = 0;
     for (int64_t unit = begin; unit < end; unit++) {
         const int64_t panel = unit / tiles, row = unit % tiles * AMX_ROWS;
-        const int64_t count = g->rows - row < AMX_ROWS ? g->rows - row : AMX_ROWS, halves = count > AMX_ROWS / 2 ? 2 : 1;
-        const int64_t rows = halves == 2 ? (count + 1) / 2 : count, ahead = tiles == 1 ? 8192 : 0;
-        const char *a = g->a + row * g->a_stride, *lower = a + (count - rows) * g->a_stride, *b = g->b + panel * bytes;
-        if (rows != shape)
-            AMX_SHAPE(rows);
-        shape = rows;
+        const int64_t count = g->rows - row < AMX_ROWS ? g->rows - row : AMX_ROWS, rows = NAME(shape_tiles)(count, &shape);
+        const char *a = g->a + row * g->a_stride, *b = g->b + panel * bytes;
         for (int64_t s = 0; s < g->steps; s += block) {
             const int64_t steps = g->steps - s < block ? g->steps - s : block;
-            float *to = s ? more : sums;
-            if (halves == 2)
-                NAME(sum_pairs)(2, rows, steps, a + 4 * s, lower + 4 * s, g->a_stride, b + s * 3 * VECTOR, ahead, to);
-            else
-                NAME(sum_pairs)(1, rows, steps, a + 4 * s, lower + 4 * s, g->a_stride, b + s * 3 * VECTOR, ahead, to);
-            for (int64_t i = 0; s && i < halves * rows * NR; i += WIDTH)
+            NAME(sum_tiles)(count, rows, steps, a + 4 * s, g->a_stride, b + s * 3 * VECTOR, tiles == 1, s ? more : sums);
+            for (int64_t i = 0; s && i < count * NR; i += WIDTH)
                 v_store(sums + i, v_add(v_load(sums + i), v_load(more + i)));
         }
         for (int64_t i = 0; i < count; i++) {
-            const float *from = sums + (i < rows ? i : i - count + 2 * rows) * NR;
+            const float *from = sums + i * NR;
             vf acc[MR][3] = {{v_load(from), v_load(from + WIDTH), v_load(from + 2 * WIDTH)}};
             NAME(finish)(1, g, row + i, panel * NR, 1, acc);
         }
     }
     _tile_release();
 }
-#undef LOAD
 #endif
 
 FN void NAME(gemm)(const struct gemm *g, int64_t begin, int64_t end)

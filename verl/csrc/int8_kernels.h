@@ -1,4 +1,4 @@
-/* Products of int8 weights and int8 activations, summed as int32: the includer defines ISA, TARGET, WIDTH, HAS_DOT. Sums are
+/* Products of int8 weights and int8 activations, summed as int32: the includer defines ISA, TARGET, WIDTH, HAS_DOT and HAS_TILES. Sums are
    exact, so all instruction sets give the same bits. A level is a value over its scale, the largest magnitude of its row over
    127, rounded to even: rows of weights are outputs, rows of activations are tokens. Levels lie between -127 and 127. */
 
@@ -172,6 +172,32 @@ INLINE void NAME(finish)(const int rows, const struct gemm *g, int64_t row, int6
     }
 }
 
+#if HAS_TILES
+#define TILE_PRODUCT _tile_dpbusd
+#include "tile_sums.h"
+#define ROWS_OF_SUMS AMX_ROWS
+
+/* See units_by_tiles() of decoder_kernels.h. */
+FN void NAME(gemm)(const struct gemm *g, int64_t begin, int64_t end)
+{
+    const int64_t tiles = (g->rows + AMX_ROWS - 1) / AMX_ROWS, bytes = HEADER + g->steps * 3 * PART;
+    int32_t sums[AMX_ROWS * NR] __attribute__((aligned(64)));
+    int64_t shape = 0;
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t panel = unit / tiles, row = unit % tiles * AMX_ROWS, count = g->rows - row < AMX_ROWS ? g->rows - row : AMX_ROWS;
+        const char *header = g->b + panel * bytes;
+        NAME(sum_tiles)(count, NAME(shape_tiles)(count, &shape), g->steps, g->a + row * g->a_stride, g->a_stride, header + HEADER, tiles == 1, sums);
+        for (int64_t i = 0; i < count; i++) {
+            const int32_t *from = sums + i * NR;
+            vi acc[MR][3] = {{v_loadi(from), v_loadi(from + WIDTH), v_loadi(from + 2 * WIDTH)}};
+            NAME(finish)(1, g, row + i, panel * NR, 1, header, acc);
+        }
+    }
+    _tile_release();
+}
+#else
+#define ROWS_OF_SUMS MR
+
 /* See units() of decoder_kernels.h. */
 FN void NAME(gemm)(const struct gemm *g, int64_t begin, int64_t end)
 {
@@ -197,12 +223,16 @@ FN void NAME(gemm)(const struct gemm *g, int64_t begin, int64_t end)
     }
 }
 
-static const struct int8_kernels NAME(kernels) = {GROUP, HEADER, NAME(gemm), NAME(pack), NAME(quantize)};
+#endif
+
+static const struct int8_kernels NAME(kernels) = {GROUP, HEADER, ROWS_OF_SUMS, NAME(gemm), NAME(pack), NAME(quantize)};
 
 #undef ISA
 #undef TARGET
 #undef WIDTH
 #undef HAS_DOT
+#undef HAS_TILES
+#undef ROWS_OF_SUMS
 #undef MR
 #undef NR
 #undef GROUP

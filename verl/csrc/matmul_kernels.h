@@ -42,7 +42,7 @@ INLINE void NAME(put_sums)(const struct product *p, int64_t row, int64_t column,
 /* Columns of rows [depth] as rows of pairs, with zeros up to whole tiles; `left`: columns in memory */
 INLINE void NAME(pack_rows)(float *to, const uint16_t *from, int64_t stride, int64_t depth, int64_t count, int64_t left, int64_t along)
 {
-    for (int64_t n = 0; n < depth; n += 2 * AMX_PAIRS)
+    for (int64_t n = 0; n < depth; n += 2 * AMX_STEPS)
         for (int64_t i = 0; i < count; i += WIDTH) {
             vi x[WIDTH];
 #pragma GCC unroll 16
@@ -66,8 +66,8 @@ INLINE void NAME(sum_tiles)(const int how, const float *a, int64_t along, const 
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t s = 0; s < steps; s += AMX_PAIRS) {
-        const float *from = s + AMX_PAIRS <= steps ? b + s * NR : end;
+    for (int64_t s = 0; s < steps; s += AMX_STEPS) {
+        const float *from = s + AMX_STEPS <= steps ? b + s * NR : end;
         _tile_loadd(4, a + s, along * 4);
         _tile_loadd(7, from, NR * 4);
         _tile_dpbf16ps(0, 4, 7);
@@ -108,7 +108,7 @@ INLINE void NAME(pack_left)(const struct product *p, const struct slab *s, float
     if (p->a_step == 1)
         for (int64_t i = 0; i < round_up(count, TILE_ROWS); i++) {
 #if HAS_TILES
-            __builtin_memset(a + i * along + units - 1, 0, (size_t)(round_up(units, AMX_PAIRS) - units + 1) * 4);
+            __builtin_memset(a + i * along + units - 1, 0, (size_t)(round_up(units, AMX_STEPS) - units + 1) * 4);
 #else
             a[i * along + units - 1] = 0.0f;
 #endif
@@ -134,7 +134,7 @@ FN void NAME(multiply)(const struct product *p, const struct slab *s, float *a, 
         return;
     NAME(pack_left)(p, s, a, row, count);
 #if HAS_TILES
-    float end[AMX_PAIRS * NR] __attribute__((aligned(64))) = {0};
+    float end[AMX_STEPS * NR] __attribute__((aligned(64))) = {0};
     AMX_SHAPE(AMX_ROWS / 2);
 #else
     const int is_along = p->a_step == 1;
@@ -145,7 +145,7 @@ FN void NAME(multiply)(const struct product *p, const struct slab *s, float *a, 
             for (int64_t j = 0; j < NR; j += WIDTH)
                 _mm_prefetch((float *)p->out + (row + i) * p->columns + s->column + n + j, _MM_HINT_T1);
 #if HAS_TILES
-        __builtin_memcpy(end, b + units / AMX_PAIRS * AMX_PAIRS * NR, (size_t)(units % AMX_PAIRS * NR) * 4);
+        __builtin_memcpy(end, b + units / AMX_STEPS * AMX_STEPS * NR, (size_t)(units % AMX_STEPS * NR) * 4);
         __asm__ volatile("" ::: "memory");
 #endif
         for (int64_t u = 0; u < units; u += p->block / 2)
