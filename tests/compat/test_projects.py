@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import socket
 import urllib.error
 import urllib.request
 from dataclasses import asdict
@@ -95,6 +96,17 @@ def reply(address, body):
         return error.code, json.load(error)
 
 
+def status_of(address, size):
+    """The status of a chat that says to have `size` bytes."""
+    place, _, path = address.partition("/")
+    host, _, port = place.partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(
+            f"POST /{path}/v1/chat/completions HTTP/1.1\r\nContent-Length: ".encode() + size + b"\r\n\r\n"
+        )
+        return connection.makefile("rb").readline().split()[1]
+
+
 def test_requests_at_the_address_have_choices_and_stops_and_faults_are_refused(project):
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     answers = {}
@@ -109,6 +121,9 @@ def test_requests_at_the_address_have_choices_and_stops_and_faults_are_refused(p
             for name, body in (("deep", b"[" * 100_000), ("list", b"[1]"), ("long", chat | {"max_tokens": 0})):
                 answers[name] = reply(address, body)
             answers["token"] = reply(address[:-1], chat)
+            answers["nan"] = reply(address, b'{"messages": [{"role": "user", "content": "x"}], "model": NaN}')
+            for number, size in enumerate((b"-1", b"ten", b"9" * 5000)):
+                answers[f"size {number}"] = status_of(address, size)
 
     Asked(project, train_dataset=memory_rows(6)).fit()
     assert [len(choice["token_ids"]) <= 4 for choice in answers["n"][1]["choices"]] == [True] * 3
@@ -117,7 +132,8 @@ def test_requests_at_the_address_have_choices_and_stops_and_faults_are_refused(p
         assert answers["schema"][1]["choices"][0]["message"]["content"].lstrip()[:1] == "{"
     else:
         assert answers["schema"][0] == 400
-    assert [answers[name][0] for name in ("deep", "list", "long", "token")] == [400, 400, 400, 404]
+    assert [answers[name][0] for name in ("deep", "list", "long", "nan", "token")] == [400, 400, 400, 400, 404]
+    assert [answers[f"size {number}"] for number in range(3)] == [b"400"] * 3
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GATHERING_S = 0.01  # requests within this time share a generation
+_SILENT_S = 20.0  # a client that sends nothing of its request for so long has gone
 
 
 Body: TypeAlias = dict[str, Any]
@@ -209,20 +210,25 @@ def _handler(endpoint: PolicyEndpoint) -> type[BaseHTTPRequestHandler]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        timeout = _SILENT_S  # of a read; then the connection is closed
 
         def do_POST(self) -> None:
-            length, path = int(self.headers.get("Content-Length") or 0), endpoint.path_of(self.path)
+            length, path = self.headers.get("Content-Length", ""), endpoint.path_of(self.path)
             try:
-                if path not in answers or length > MAX_BODY:
+                if path not in answers:
                     self._reply(404, {"error": {"message": "The address has another token, or there is no such path."}})
                     return
-                body = json.loads(self.rfile.read(length))
+                if not length.isdecimal() or len(length) > 12 or int(length) > MAX_BODY:
+                    raise RequestError(f"the request needs a Content-Length of at most {MAX_BODY} bytes")
+                body = json.loads(self.rfile.read(int(length)))
                 if not isinstance(body, dict) or body.get("stream"):
                     raise RequestError("the request is a JSON object without stream")
                 self._reply(200, answers[path](body))
             except (VerlError, ValueError, RecursionError) as error:
                 code = getattr(error, "code", None)
                 self._reply(400, {"error": {"message": f"{error}", "type": "invalid_request_error", "code": code}})
+            except TimeoutError:
+                self.close_connection = True
             except Exception as error:  # the fault is not the agent's: its run says what happened
                 log.exception("A request of an agent could not be answered.")
                 self._reply(500, {"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}})
@@ -233,8 +239,9 @@ def _handler(endpoint: PolicyEndpoint) -> type[BaseHTTPRequestHandler]:
             self._reply(200 if is_known else 404, {"object": "list", "data": models if is_known else []})
 
         def _reply(self, status: int, body: object) -> None:
-            content = json.dumps(body).encode()
-            with contextlib.suppress(ConnectionError):  # the agent has gone
+            content = json.dumps(body, allow_nan=False).encode()
+            self.close_connection |= status != 200  # its body may not be read
+            with contextlib.suppress(ConnectionError, TimeoutError):  # the agent has gone
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
