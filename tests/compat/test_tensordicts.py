@@ -37,7 +37,7 @@ def test_columns():
 
 def test_assigned_and_taken():
     td = batch()
-    tu.assign_non_tensor(td, source=["w", "x", "y", "z"], step=4)
+    assert tu.assign_non_tensor(td, source=["w", "x", "y", "z"], step=4) is td
     tu.assign_non_tensor_data(td, "names", ["of", "all"])
     assert (tu.get(td, "source"), tu.get(td, "step"), tu.get(td, "names")) == (["w", "x", "y", "z"], 4, ["of", "all"])
     assert tu.pop(td, "step") == 4

@@ -42,8 +42,8 @@ def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list[object]
     tensor_dict.set(key, _stack(val))
 
 
-def assign_non_tensor(tensor_dict: TensorDict, **values: Any) -> None:
-    """Store values in place: a list or stack as one object per row, any other value for the full batch."""
+def assign_non_tensor(tensor_dict: TensorDict, **values: Any) -> TensorDict:
+    """Store values in place and return the batch: a list or stack as one object per row, any other value for all rows."""
     for key, value in values.items():
         if isinstance(value, NonTensorStack):
             value = value.tolist()
@@ -51,6 +51,7 @@ def assign_non_tensor(tensor_dict: TensorDict, **values: Any) -> None:
         (assign_non_tensor_stack if is_list else assign_non_tensor_data)(
             tensor_dict, key, unwrap_non_tensor_data(value)
         )
+    return tensor_dict
 
 
 def unwrap_non_tensor_data(data: object) -> Any:
