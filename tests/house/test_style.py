@@ -14,14 +14,14 @@ MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
     "core": 72_131,
-    "compat": 9_038,
+    "compat": 9_046,
     "page": 4_113,
     "planner": 2_758,
     "tinker": 5_076,
     "clusters": 7_167,
     "agents": 6_435,
     "tasks": 3_014,
-    "tests": 89_474,
+    "tests": 89_490,
     "benchmarks": 6_536,
 }
 MAX_MEAN_FUNCTION_LINES = 12
