@@ -19,7 +19,7 @@ class Mode:
     """A way of calling a group. `dispatch_fn(group, *args, **kwargs)` gives (args, kwargs) with a list of one value per
     rank in the place of each argument, and `collect_fn(group, outputs)` makes one result of the ranks' outputs. Both are the
     mode's `functions`, or its entry in DISPATCH_MODE_FN_REGISTRY when the group is called. They are None for the modes below
-    and those of verl/parallel/register.py."""
+    and the modes of verl/parallel/register.py."""
 
     name: str
     functions: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -72,7 +72,7 @@ class _Modes(type):
 
 
 class Dispatch(metaclass=_Modes):
-    """Ways to split arguments over the ranks of a group and to join results: those of verl/parallel/register.py, and
+    """Ways to split arguments over the ranks of a group and to join results: the ways of verl/parallel/register.py, and
 
     RANK_ZERO                   only the first rank gets the arguments; its result
     ALL_TO_ALL                  as they are: every argument is a list with one value per rank already; list of results

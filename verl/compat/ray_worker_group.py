@@ -156,7 +156,7 @@ class RayWorkerGroup(WorkerGroup):
         worker_env: Mapping[str, str] | None = None,
         **_: object,
     ):
-        """`worker_env`: environment variables of the workers. Raises NameConfigError for one that the group sets."""
+        """`worker_env`: environment variables of the workers. Raises NameConfigError for a variable that the group sets."""
         if taken := sorted(set(worker_env or ()) & set(_PLACE)):
             raise NameConfigError(
                 f"worker_env sets {', '.join(taken)}, which the group sets for each worker. Remove it."
