@@ -42,6 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.rollout.vllm",
         "verl.rollout.http",
         "verl.rollout.process",
+        "verl.rollout.process_main",
         "verl.reshard.link",
         *(f"verl.runtime.ray{name}" for name in ("", "_cluster", "_node", "_process", "_request", "_scaling")),
     ),

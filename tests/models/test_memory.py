@@ -3,15 +3,9 @@
 import pytest
 import torch
 
-from verl.models.memory import (
-    EngineLayout,
-    kept_activations,
-    kv_bytes_per_token,
-    rollout_weights,
-    state_bytes,
-    training_state,
-)
-from verl.planner import ModelShape, ParallelLayout, generation_memory, known_shape, memory
+from verl.models.memory import kept_activations, kv_bytes_per_token, state_bytes, training_state
+from verl.planner import EngineLayout, ModelShape, ParallelLayout, generation_memory, known_shape, memory
+from verl.planner.generation import rollout_weights
 from verl.planner.workload import Lengths, Workload
 
 GIB = 2**30

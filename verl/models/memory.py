@@ -97,23 +97,6 @@ class ParallelLayout:
         return ", ".join(parts)
 
 
-@dataclass(frozen=True)
-class EngineLayout:
-    """Parallel sizes of a rollout engine: `replicas` of `tensor` devices. `slots` samples run at once in a replica."""
-
-    replicas: int
-    tensor: int = 1
-    slots: int = 256
-
-    @property
-    def num_devices(self) -> int:
-        return self.replicas * self.tensor
-
-    def text(self) -> str:
-        tensor = f", tp {self.tensor}" if self.tensor > 1 else ""
-        return f"replicas {self.replicas}{tensor}, {self.slots} slots"
-
-
 WEIGHT, GRAD = 2, 4  # bytes of a parameter in training
 INPUTS_AT_ONCE = 2  # inputs of layers on the device, if the host holds them (verl/models/decoder/kept.py)
 FLOAT32 = 4
@@ -295,21 +278,6 @@ def memory(
     )
 
 
-def forward_memory(
-    shape: ModelShape, layout: ParallelLayout, *, tokens: float, width: int = WEIGHT, frozen_width: int | None = None
-) -> Bytes:
-    """Memory of a frozen model that computes micro-batches of `tokens` tokens: its weights, the vectors of one layer, and the
-    logits of a chunk."""
-    state = training_state(shape, layout, 0, width, frozen_width)
-    one = activation_bytes_of_layer(shape, layout.replace(recompute="none"), 0) * width / WEIGHT
-    one *= tokens / layout.context
-    logits = (
-        min(tokens / layout.context, layout.logit_chunk or math.inf) * shape.vocab / layout.tensor * (width + FLOAT32)
-    )
-    gathered = training_buffers(shape, layout.replace(recompute="none"), 0, 0, width)
-    return Bytes(weights=state.weights, buffers=max(one, logits) + gathered)
-
-
 @lru_cache(maxsize=1 << 14)
 def kv_bytes_per_token(shape: ModelShape, tensor: int) -> float:
     """Bytes of keys and values of one token on one rank of a rollout engine; heads that do not divide, and latents, are
@@ -332,9 +300,3 @@ def recorded_activations(shape: ModelShape, tokens: float, max_bytes: float) -> 
     layer = WEIGHT * (2 * shape.hidden + qkv + shape.output_size + shape.num_in * shape.intermediate)
     token = shape.num_layers * (layer + FLOAT32 * shape.heads) + WEIGHT * shape.hidden
     return min(token * min(tokens, MOST_REUSED_TOKENS), max_bytes)
-
-
-def rollout_weights(shape: ModelShape, tensor: int) -> float:
-    """Bytes of the weights of one rank of a rollout engine that divides its experts over all ranks."""
-    layout = ParallelLayout(tensor=tensor, expert=tensor if shape.is_mixture else 1)
-    return WEIGHT * sum(parameters_per_device(shape, layout))

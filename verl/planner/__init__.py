@@ -7,10 +7,17 @@ time_train(shape, ParallelLayout(data=8, tensor=8), cluster, SequenceBatch.equal
 time_generate(shape, EngineLayout(replicas=32, tensor=2), cluster, workload)
 """
 
-from verl.models.memory import Bytes, EngineLayout, ParallelLayout, forward_memory, memory
+from verl.models.memory import Bytes, ParallelLayout, memory
 from verl.models.shapes import ModelShape, known_shape, known_shapes
 from verl.planner.cluster import Cluster, DeviceGroup
-from verl.planner.generation import decode_step, generation_memory, time_generate, time_transition
+from verl.planner.generation import (
+    EngineLayout,
+    decode_step,
+    forward_memory,
+    generation_memory,
+    time_generate,
+    time_transition,
+)
 from verl.planner.options import Space
 from verl.planner.search import Rules, RunPlan, search
 from verl.planner.simulate import Conditions, SimulatedRun, simulate

@@ -10,18 +10,22 @@ lacks, as verl/reshard moves them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from verl.models.memory import (
+    FLOAT32,
     WEIGHT,
     Bytes,
-    EngineLayout,
     ParallelLayout,
-    forward_memory,
+    activation_bytes_of_layer,
     kv_bytes_per_token,
-    rollout_weights,
+    parameters_per_device,
     state_bytes,
+    training_buffers,
+    training_state,
 )
 from verl.models.shapes import ModelShape
 from verl.planner import kernels
@@ -31,6 +35,44 @@ from verl.planner.workload import SequenceBatch, Workload
 
 _SMALL_KERNELS = 5  # of a layer in the graph: norms, rotation, cache, activation
 _PREFILL_TOKENS = 8192  # of a forward over prompts
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Parallel sizes of a rollout engine: `replicas` of `tensor` devices. `slots` samples run at once in a replica."""
+
+    replicas: int
+    tensor: int = 1
+    slots: int = 256
+
+    @property
+    def num_devices(self) -> int:
+        return self.replicas * self.tensor
+
+    def text(self) -> str:
+        tensor = f", tp {self.tensor}" if self.tensor > 1 else ""
+        return f"replicas {self.replicas}{tensor}, {self.slots} slots"
+
+
+def forward_memory(
+    shape: ModelShape, layout: ParallelLayout, *, tokens: float, width: int = WEIGHT, frozen_width: int | None = None
+) -> Bytes:
+    """Memory of a frozen model that computes micro-batches of `tokens` tokens: its weights, the vectors of one layer, and the
+    logits of a chunk."""
+    state = training_state(shape, layout, 0, width, frozen_width)
+    one = activation_bytes_of_layer(shape, layout.replace(recompute="none"), 0) * width / WEIGHT
+    one *= tokens / layout.context
+    logits = (
+        min(tokens / layout.context, layout.logit_chunk or math.inf) * shape.vocab / layout.tensor * (width + FLOAT32)
+    )
+    gathered = training_buffers(shape, layout.replace(recompute="none"), 0, 0, width)
+    return Bytes(weights=state.weights, buffers=max(one, logits) + gathered)
+
+
+def rollout_weights(shape: ModelShape, tensor: int) -> float:
+    """Bytes of the weights of one rank of a rollout engine that divides its experts over all ranks."""
+    layout = ParallelLayout(tensor=tensor, expert=tensor if shape.is_mixture else 1)
+    return WEIGHT * sum(parameters_per_device(shape, layout))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -16,16 +16,14 @@ import numpy as np
 from verl.config.active_keys import REUSED_SHARE
 from verl.models.memory import (
     Bytes,
-    EngineLayout,
     ParallelLayout,
-    forward_memory,
     memory,
     recorded_activations,
     training_state,
 )
 from verl.models.shapes import ModelShape
 from verl.planner.cluster import Cluster
-from verl.planner.generation import generation_memory, time_generate, time_transition
+from verl.planner.generation import EngineLayout, forward_memory, generation_memory, time_generate, time_transition
 from verl.planner.step_time import Time, time_forward, time_train
 from verl.planner.workload import Dataflow, SequenceBatch, Workload
 
