@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_131,
+    "core": 72_024,
     "compat": 9_046,
     "page": 4_113,
-    "planner": 2_758,
+    "planner": 2_805,
     "tinker": 5_076,
-    "clusters": 7_167,
+    "clusters": 7_237,
     "agents": 6_435,
     "tasks": 3_014,
-    "tests": 89_490,
+    "tests": 89_484,
     "benchmarks": 6_536,
 }
 MAX_MEAN_FUNCTION_LINES = 12
