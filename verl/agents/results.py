@@ -27,7 +27,7 @@ def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) 
 
 
 def untrained(trajectory: Trajectory) -> Trajectory:
-    """The same tokens, with none that trains."""
+    """The same tokens, of which none trains."""
     return replace(trajectory, segments=[replace(s, log_probs=None, source="environment") for s in trajectory.segments])
 
 

@@ -336,7 +336,7 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _time_of(file: Path) -> float:
-    """The time at which a file was written; 0 for one that another request removes meanwhile."""
+    """The time at which a file was written; 0 if another request removes it meanwhile."""
     try:
         return file.stat().st_mtime
     except OSError:

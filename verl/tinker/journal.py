@@ -201,8 +201,8 @@ class RequestJournal:
 
 
 def _aliases(folder: Path, about: Mapping[str, str], bases: Sequence[str]) -> dict[str, str]:
-    """Paths that base models had earlier, with their present ones. Raises CheckpointError if the one that the folder belongs
-    to is not among `bases`, or the files of another one differ."""
+    """Paths that base models had earlier, with their present ones. Raises CheckpointError if `bases` lacks the model
+    that the folder belongs to, or the files of another one differ."""
     belongs, contents = about["base"], {path: _content_of(path) for path in bases}
     same = [
         path

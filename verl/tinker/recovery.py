@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 async def recover(service: Service, handlers: Mapping[str, Callable[[ClientCall], Awaitable[object]]]) -> None:
     """Take the requests of the journal, in order. A request with an answer retains it, and is computed again only if its
     effect on the model is in no saved state."""
-    for earlier, path in service.journal.aliases.items():  # requests of the journal name them
-        service.bases.named(path).names += [] if earlier in service.bases.names else [earlier]
+    for earlier, present in service.journal.aliases.items():  # requests of the journal name them
+        service.bases.named(present).names += [] if earlier in service.bases.names else [earlier]
     for session_id, tenant in service.journal.sessions():
         service.sessions[session_id] = ClientSession(service.tenants.named(tenant))
     for name, session_id, base, digest, path in service.journal.samplers():

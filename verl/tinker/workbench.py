@@ -100,7 +100,7 @@ class Workbench:
         mask = exists[..., 0].to(log_probs.device) & (advantages != 0)
         loss, _ = policy_loss(
             self._actor.policy_loss.loss_mode, old_log_prob=old, log_prob=log_probs[..., 0], advantages=advantages,
-            response_mask=mask, agg=lambda values, mask: (values * mask).sum(), params=self._loss_params, config=self._actor,
+            response_mask=mask, agg=_sum_of, params=self._loss_params, config=self._actor,
             generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
         return loss
@@ -160,3 +160,8 @@ class Workbench:
         columns = self.engine.forward(DataProto.from_dict(token_columns([row])), names, self.micro)
         log_probs, *best = (columns[name][0].numpy() for name in names)
         return log_probs, TopTokens(best[1], best[0]) if top else None
+
+
+def _sum_of(values: torch.Tensor, mask: torch.Tensor, mode: str | None = None, /) -> torch.Tensor:
+    """An aggregate of a policy loss: the plain sum."""
+    return (values * mask).sum()
