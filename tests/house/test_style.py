@@ -17,7 +17,7 @@ MAX_LINES = {
     "compat": 9_046,
     "page": 4_113,
     "planner": 2_805,
-    "tinker": 5_076,
+    "tinker": 5_081,
     "clusters": 7_237,
     "agents": 6_435,
     "tasks": 3_014,
