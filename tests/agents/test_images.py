@@ -109,7 +109,7 @@ def rows_of(config, tokenizer):
     return DataProto.from_single_dict(columns)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5", "internvl"])
 def test_log_probs_equal_the_own_forward(family, folder_of, tmp_path):
     settings = [f"actor_rollout_ref.model.path={folder_of(family)}", "data.train_files=x.jsonl", *WAYS["tools"],
                 "actor_rollout_ref.model.external_lib=tests.agents.pictures", f"{ROLLOUT}.multi_turn.enable=True",

@@ -18,7 +18,7 @@ from verl.models.routing import Routing, expert_counts, follow_routing
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native.engine import NativeRollout
 
-FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe")
+FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text")
 COMPLETION = Completion(0, 0, [1, 2, 3], [-1.0] * 3, "stop", 0)
 PROMPTS = [list(range(3, 14)), list(range(40, 47)), [9] * 5]
 

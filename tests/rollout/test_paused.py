@@ -38,12 +38,17 @@ def sampling(n, max_tokens):
     return SamplingParams(n=n, max_new_tokens=max_tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("name", "n"), [("native", 3), ("native", 1), ("device", 3), ("device", 1), ("torch", 3)])
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [("native", 3), ("native", 1), ("device", 3), ("device", 1), ("torch", 3), ("states", 3), ("states", 1)],
+)
 def test_a_part_sees_the_keys_of_older_weights(make_engine, load, request, name, n):
+    """Of "states", in linear attention too."""
     if name == "torch":
         request.getfixturevalue("torch_computes")
-    old, new = (copy.deepcopy(load("llama", "eager")).eval() for _ in range(2))
-    module = copy.deepcopy(load("llama"))
+    family = "qwen3_5_text" if name == "states" else "llama"
+    old, new = (copy.deepcopy(load(family, "eager")).eval() for _ in range(2))
+    module = copy.deepcopy(load(family))
 
     def train():
         generator = torch.Generator().manual_seed(0)
@@ -52,7 +57,8 @@ def test_a_part_sees_the_keys_of_older_weights(make_engine, load, request, name,
                 ours.add_(0.02 * torch.randn(ours.shape, generator=generator))
                 theirs.copy_(ours)
 
-    prompts, parts, engine = paused(make_engine, name.replace("torch", "native"), n, train, module=module)
+    engine_name = "device" if name == "device" else "native"
+    prompts, parts, engine = paused(make_engine, engine_name, n, train, module=module)
     assert engine.stats()["num_prompt_tokens_computed"] == len(parts) == n * len(prompts)  # the last token of each part
     assert not engine._paused
     for first, second in parts:
