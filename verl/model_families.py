@@ -99,7 +99,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "qwen2_moe": ModelFamily("Qwen2MoeModel", tiny=_TINY_SHARED),
     "qwen3_5_text": ModelFamily(tiny=_TINY_DELTA),
-    "qwen3_5_moe_text": ModelFamily(tiny={**_TINY_DELTA, **_TINY_SHARED}),
+    "qwen3_5_moe_text": ModelFamily(experts=True, tiny={**_TINY_DELTA, **_TINY_SHARED}),
     "glm4_moe": ModelFamily(
         "Glm4MoeModel",
         megatron=True,

@@ -523,7 +523,7 @@ check_sequence_without_predictions = comparison(
     (2,), "qwen3", model={"num_hidden_layers": 1}, sizes=(1,), ulysses_sequence_parallel_size=2
 )
 
-check_linear_attention = comparison((2,), "qwen3_5_moe_text", checkpointing=True)
+check_linear_attention = comparison((2,), "qwen3_5_moe_text", checkpointing=True, expert_parallel_size=2)
 check_linear_attention_sequence = comparison((2,), "qwen3_5_text", lora=4, ulysses_sequence_parallel_size=2)
 
 

@@ -125,11 +125,11 @@ def test_padding_packing_order_and_micro_batches_change_no_loss(wide, order, spl
         log_probs = packed_outputs(wide, pack_rows(columns, **settings), ("log_probs",))["log_probs"]
         return sum((line[:150] * weights[i, : len(line)]).sum() for i, line in zip(rows, log_probs, strict=True))
 
-    whole = losses(range(5))
+    joined = losses(range(5))
     parts = losses(order[:split], share_prompts=share) + losses(order[split:], share_prompts=share)
-    assert torch.allclose(whole, parts, rtol=1e-10)
+    assert torch.allclose(joined, parts, rtol=1e-10)
     names = dict(wide.named_parameters())
-    both = (torch.autograd.grad(loss, names.values()) for loss in (whole, parts))
+    both = (torch.autograd.grad(loss, names.values()) for loss in (joined, parts))
     for name, a, b in zip(names, *both, strict=True):
         assert relative(a, b) < 1e-8, name
 
@@ -155,12 +155,12 @@ def test_qwen3_next_is_packed_too(tmp_path):
 
 
 def test_layers_that_are_computed_again_give_the_same_gradients(folder):
-    packed, found = pack_rows(make_columns(*random_rows(7, [3, 1]))), []
+    packed, runs = pack_rows(make_columns(*random_rows(7, [3, 1]))), []
     for checkpointing in (False, True):
         module = load_causal_lm(folder, gradient_checkpointing=checkpointing).train()
         packed_outputs(module, packed, ("log_probs",))["log_probs"].sum().backward()
-        found.append({name: p.grad for name, p in module.named_parameters()})
-    assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
+        runs.append({name: p.grad for name, p in module.named_parameters()})
+    assert all(torch.equal(runs[0][name], gradient) for name, gradient in runs[1].items())
 
 
 def test_devices_divide_a_sequence_by_key_heads(folder):
@@ -178,17 +178,17 @@ def test_memory_of_a_layer_is_the_planners(tmp_path):
         "linear_value_head_dim": 32,
     }
     module = load_causal_lm(make_tiny_model(tmp_path, "qwen3_5_text", **sizes))
-    linear, net, kept = ModelShape.from_config(module.config).linear, module.model.layers[0].linear_attn, {}
+    linear, net, storages = ModelShape.from_config(module.config).linear, module.model.layers[0].linear_attn, {}
 
     def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     x, layout = torch.randn(1, 512, 64, requires_grad=True), PackedLayout([PackedSegment(0, 512)])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = net(x, layout=layout)
     owned = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}
-    num_bytes = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in owned)
+    num_bytes = sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in owned)
     narrow = 2 * (2 * (2 * linear.keys + linear.values) + 4 * linear.values)  # which are as wide as the rest in float32
     assert num_bytes / out.shape[1] == pytest.approx(linear.kept_bytes + narrow, rel=0.1)
 

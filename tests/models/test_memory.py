@@ -103,14 +103,14 @@ def test_keys_and_values():
 def test_linear_attention_has_states_in_place_of_keys(name, kind):
     """Its config in transformers has the sizes of the published model."""
     transformers = pytest.importorskip("transformers", minversion="5.19")
-    known, config = known_shape(name), transformers.AutoConfig.for_model(kind)
+    published, config = known_shape(name), transformers.AutoConfig.for_model(kind)
     config.vision_config.out_hidden_size = config.text_config.hidden_size
     shape = ModelShape.from_config(config, name)
-    assert (shape.linear, shape.tower) == (known.linear, known.tower)
+    assert (shape.linear, shape.tower) == (published.linear, published.tower)
     with torch.device("meta"):
         module = transformers.AutoModelForImageTextToText.from_config(config)
     assert shape.num_parameters == pytest.approx(sum(p.numel() for p in module.parameters()), rel=2e-3)
-    assert known.num_parameters == shape.num_parameters
+    assert published.num_parameters == shape.num_parameters
     layers, heads = (8, 4) if kind == "qwen3_5" else (10, 2)
     assert kv_bytes_per_token(shape, 1) == 2 * layers * 2 * heads * 256
     assert state_bytes(shape) == 4 * 3 * layers * 32 * 128 * 128

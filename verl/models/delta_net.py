@@ -36,11 +36,14 @@ def lay_out_delta_nets(module: nn.Module) -> None:
 
 
 def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, layout: Any = None, **kwargs: Any) -> torch.Tensor:
+    result: torch.Tensor
     if layout is None:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
+        result = type(self).forward(self, hidden_states, *args, **kwargs)
+        return result
     inputs, gate = DeltaInputs.of(self, hidden_states)
     out = layout.recur(self.layer_idx, inputs).to(hidden_states.dtype)
-    return self.out_proj(self.norm(out.flatten(0, 1), gate).view(*hidden_states.shape[:2], -1))
+    result = self.out_proj(self.norm(out.flatten(0, 1), gate).view(*hidden_states.shape[:2], -1))
+    return result
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,8 @@ class DeltaPlan:
         end, place = 0, dict[int, int]()
         for level, members in itertools.groupby(order, key=lambda number: chunks[number][0]):
             numbers = list(members)
-            before = torch.tensor([place[chunks[number][1]] for number in numbers]) if level else None
-            self.levels.append((end, end + len(numbers), before if before is None else to_device(before, device)))
+            states = torch.tensor([place[chunks[number][1]] for number in numbers] if level else [])
+            self.levels.append((end, end + len(numbers), to_device(states, device) if level else None))
             end, place = end + len(numbers), {number: i for i, number in enumerate(numbers)}
 
 
