@@ -1,6 +1,6 @@
 """Qwen3.5's text model of 20 million random parameters: packed batches and native generation against transformers' own.
 
-    python benchmarks/linear_attention.py
+    python -m benchmarks.linear_attention
 
 Prints seconds, the least of three: a forward with its backward over 8 prompts of 96 tokens with 4 responses each of up to 160
 tokens, packed and padded; and 32 samples of 96 tokens by the native engine and by transformers' `generate`.
