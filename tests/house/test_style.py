@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_024,
+    "core": 72_027,
     "compat": 9_046,
     "page": 4_113,
     "planner": 2_805,
@@ -21,8 +21,8 @@ MAX_LINES = {
     "clusters": 7_237,
     "agents": 6_435,
     "tasks": 3_014,
-    "tests": 89_484,
-    "benchmarks": 6_536,
+    "tests": 89_490,
+    "benchmarks": 6_593,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
