@@ -8,6 +8,7 @@ tokens, packed and padded; and 32 samples of 96 tokens by the native engine and 
 
 import tempfile
 import time
+from typing import Any
 
 import torch
 
@@ -17,11 +18,11 @@ from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packing import pack_rows
-from verl.models.tiny import make_tiny_model
+from verl.models.tiny import make_tiny_model, make_tokenizer
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "head_dim": 64,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2, "linear_num_key_heads": 4,
     "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
@@ -48,7 +49,9 @@ def main():
     for attention in (None, "sdpa"):
         module = load_causal_lm(folder, override_config={"attn_implementation": attention} if attention else None)
         step = least(lambda: packed_outputs(module, packed, ("log_probs",))["log_probs"].sum().backward())  # noqa: B023
-        engine = (HFRollout if attention else NativeRollout)(module, None, RolloutConfig(), eos_token_ids=[258])
+        engine = (HFRollout if attention else NativeRollout)(
+            module, make_tokenizer(), RolloutConfig(), eos_token_ids=[258]
+        )
         sampling = least(lambda: engine.generate(requests, SAMPLING, step=0))  # noqa: B023
         print(f"{attention or 'packed'}: forward and backward {step:.2f} s, generation {sampling:.2f} s")
 

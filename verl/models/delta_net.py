@@ -109,7 +109,7 @@ class DeltaInputs:
         return delta_rule((q, k, v, self.decay, self.beta), plan)[0]
 
     def continued(self, states: States) -> torch.Tensor:
-        """Outputs of the tokens behind those of `states` [1, ...], which are renewed in place."""
+        """Outputs of the tokens that follow `states` [1, ...], which are renewed in place."""
         past, matrices = states
         row = torch.cat([past, self.mixed.t().unsqueeze(0)], dim=2)
         past.copy_(row[:, :, row.shape[2] - past.shape[2] :])
@@ -119,7 +119,7 @@ class DeltaInputs:
         return out
 
     def stepped(self, states: States) -> torch.Tensor:
-        """Outputs of a token behind those of each row of `states`, which are renewed in place."""
+        """Outputs of the next token of each row of `states`, which are renewed in place."""
         past, matrices = states
         row = torch.cat([past, self.mixed.unsqueeze(2)], dim=2)
         past.copy_(row[:, :, 1:])
@@ -134,9 +134,9 @@ class DeltaPlan:
     """Segments as a convolution with `context` inputs before each token and a recurrence read them.
 
     `inputs` are the tokens that enter the convolution, each segment behind the end of its prefix, and `outputs` the places of
-    all tokens among its results. `chunks` [chunks, tokens] are the tokens of each chunk; -1 is no token. `places` are those of
-    all tokens in the chunks. Chunks with as many before them in their rows are a level. `levels` are (first chunk, one behind
-    the last, for each of them the chunk of the level before that gives its state), without the third at the starts of rows.
+    all tokens among its results. `chunks` [chunks, tokens] are the tokens of each chunk; -1 is no token. `places` are the
+    places of all tokens in the chunks. Chunks with as many before them in their rows are a level. `levels` are (first chunk,
+    one behind the last, for each of them the chunk of the level before that gives its state; None at the starts of rows).
     """
 
     def __init__(self, segments: Sequence[PackedSegment], context: int, device: torch.device):
@@ -175,7 +175,7 @@ def delta_rule(
     streams: Sequence[torch.Tensor], plan: DeltaPlan, state: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [tokens, heads, value_dim] of `streams`: q, k, v [tokens, heads, width], decay and beta [tokens, heads]. `state`
-    [rows, heads, key_dim, value_dim] are the matrices before the first chunks. Also returns those behind the last level."""
+    [rows, heads, key_dim, value_dim] are the matrices before the first chunks. Also returns the last ones."""
     # [chunks, heads, tokens, ...]; products would copy what is not contiguous, and keep both
     q, k, v, decay, beta = (_rows(x, plan.chunks).transpose(1, 2).contiguous() for x in streams)
     total, k_beta = decay.cumsum(2), k * beta[..., None]
@@ -183,21 +183,19 @@ def delta_rule(
     fade = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
     # what each token writes depends on what the ones before it in the chunk have written
     system = k_beta @ k.mT * fade
-    written, seen = (
-        torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
-        for x in (v * beta[..., None], k_beta * total.exp()[..., None])
-    )
+    sides = v * beta[..., None], k_beta * total.exp()[..., None]
+    written, from_state = (torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True) for x in sides)
     scores, q = q @ k.mT * fade, q * total.exp()[..., None]
-    k, kept = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()[..., None, None]
+    k, remains = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()[..., None, None]
     outs = []
     for first, end, before in plan.levels:
         if state is None:
             state = v.new_zeros(end - first, v.shape[1], k.shape[3], v.shape[3])
         elif before is not None:
             state = state.index_select(0, before)
-        change = written[first:end] - seen[first:end] @ state
+        change = written[first:end] - from_state[first:end] @ state
         outs.append(q[first:end] @ state + scores[first:end] @ change)
-        state = state * kept[first:end] + k[first:end].mT @ change
+        state = state * remains[first:end] + k[first:end].mT @ change
     assert state is not None
     return torch.cat(outs).transpose(1, 2).flatten(0, 1).index_select(0, plan.places), state
 

@@ -64,7 +64,7 @@ class SlotStore:
         return bool(self._states)
 
     def states(self, layer: int, first: States) -> States:
-        """The states [slots, ...] of a layer with linear attention; `first` are those of one row without tokens."""
+        """The states [slots, ...] of a layer with linear attention; `first` is the state of one row without tokens."""
         held = self._states.get(layer, ())
         if any(old.dtype != new.dtype or old.device != new.device for old, new in zip(held, first, strict=False)):
             held = ()
@@ -98,7 +98,7 @@ class SlotStore:
         first: dict[int, list[torch.Tensor]], num_first: int, then: dict[int, list[torch.Tensor]], num_then: int
     ) -> dict[int, list[torch.Tensor]]:
         """A copy of keys and values of `num_first` tokens and `num_then` tokens behind them, for `put`; both as `take` gives
-        them. A store without a token may have no layers yet. States are those behind the last token."""
+        them. A store without a token may have no layers yet. States are of the last token."""
         none = {i: [t[:, :0] if i >= 0 else t for t in held] for i, held in first.items()}
         pairs = {i: zip(held, {**none, **then}[i], strict=True) for i, held in first.items()}
         return {i: [torch.cat(p, dim=1) if i >= 0 else p[1].clone() for p in layer] for i, layer in pairs.items()}
