@@ -218,7 +218,7 @@ class TestColumns:
             batch.union(DataProto.from_dict({"ids": torch.zeros(2, 2)}))
         with pytest.raises(ValueError, match="object column 'uid'"):
             batch.union(DataProto.from_dict({}, {"uid": ["u0", "other"]}))
-        with pytest.raises(ValueError, match="meta_info 'step'"):
+        with pytest.raises(ValueError, match="meta_info key 'step'"):
             batch.union(DataProto(meta_info={"step": 2}))
         with pytest.raises(ValueError, match="row by row"):
             batch.union(make(3))
@@ -302,7 +302,7 @@ class TestParts:
     def test_concat_merges_metrics_and_checks_the_rest(self):
         parts = [make(1, step=1, metrics={"a": 1}), make(1, step=1, metrics=[{"a": 2, "b": 3}])]
         assert DataProto.concat(parts).meta_info == {"step": 1, "metrics": {"a": [1, 2], "b": [3]}}
-        with pytest.raises(ValueError, match="meta_info 'step'"):
+        with pytest.raises(ValueError, match="meta_info key 'step'"):
             DataProto.concat([make(1, step=1), make(1, step=2)])
         with pytest.raises(ValueError, match="empty"):
             DataProto.concat([])
