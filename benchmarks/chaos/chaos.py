@@ -6,6 +6,7 @@
     python benchmarks/chaos/chaos.py --kills 16 --kills-per-run 3 --before-first-checkpoint 0.34
     python benchmarks/chaos/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
     python benchmarks/chaos/chaos.py --kills 12 --program images --runtimes local     prompts with pictures
+    python benchmarks/chaos/chaos.py --kills 12 --runtimes local --set KEY=VALUE     keys of the killed runs
 
 Each run gets several SIGKILLs; the seed determines their moments and kinds of processes (chaos_task.py). A kill counts when it
 hit a living process. Runs recover by themselves. Only when the first process of the command (its supervisor or launcher) was
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -83,6 +84,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="probability that a kill comes before the first checkpoint, and not after it (default: kills in the first steps)",
     )  # fmt: skip
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the computation")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE",
+        help="keys of the killed runs that must change no bit; MODEL stands for the folder of the model",
+    )  # fmt: skip
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run folders there")
     parser.add_argument("--json", help="file for the figures, written after each runtime")
     arguments = parser.parse_args(argv)
@@ -117,6 +122,7 @@ def attack(
         alone.end()
     failures += [f"{runtime}, the undisturbed run: {what}" for what in idleness(task, alone.folder)]
     target, usual_s = len(kills) + count, alone.usual()
+    task = replace(task, keys=(*task.keys, *(key.replace("MODEL", str(task.model)) for key in arguments.set)))
     for index in itertools.count():
         if len(kills) >= target:
             break
