@@ -217,7 +217,10 @@ REFUSED = {
     "megatron-lite": ("actor@actor_rollout_ref.actor=mlite_actor", r"strategy=mlite\).*engine_fallback=fsdp"),
     "npu": ("trainer.device=npu", r"kind of device is not available.*trainer.device=auto.*engine_fallback=fsdp"),
     "qat": (f"{ACTOR}.fsdp_config.qat.enable=True", "Quantisation-aware training is not available"),
-    "mtp": (f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_train=True", "Multi-token prediction is not available"),
+    "mtp": (
+        f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_train=True trainer.n_gpus_per_node=8",
+        "only a run on one device does",
+    ),
     "torchao rollout": (f"{ROLLOUT}.quantization=torchao", "weights quantised by torchao is not available"),
     "fp8 training": (f"model_engine=megatron {LAYERS}.fp8=e4m3", "training in FP8 is not available"),
     "Megatron-FSDP": (

@@ -214,7 +214,6 @@ def test_devices_follow_the_launcher(monkeypatch):
         (["trainer.resume_mode=resume_path"], "a folder global_step_N"),
         (["trainer.default_hdfs_dir=hdfs://x"], "Saving to HDFS is not available"),
         (["data.custom_cls.path=mine.py"], "dataset class of one's own is not available"),
-        (["model.mtp.enable=True"], "Multi-token prediction is not available"),
         (["actor_rollout_ref.actor.optim.lr=1e-6"], "did you mean 'optim.lr'"),
         (["data.max_lenght=5"], "did you mean 'data.max_length'"),
         (["assistant_only_loss=True"], "Set data.loss_on=assistant"),

@@ -22,6 +22,7 @@ WORKED_OUT_IN_CONFIG = {
     *(
         f"{role}model.enable_gradient_checkpointing" for role in ("actor_rollout_ref.", "critic.", "")
     ),  # ModelConfig.recompute
+    *(f"{role}model.mtp.enable_rollout" for role in ("actor_rollout_ref.", "critic.", "")),
     "trainer.v1.trainer_mode",
     "trainer.v1.colocate_async.num_warmup_batches",
     "trainer.v1.separate_async.num_warmup_batches",

@@ -127,7 +127,7 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     turn_rewards = f"{_ROLLOUT}.agent.turn_rewards"
     if turn_rewards not in set_keys and values["algorithm.adv_estimator"] in ADVANTAGES.reading("turn_ids"):
         derived[turn_rewards] = (True, "follows algorithm.adv_estimator")
-    derived |= _ahead(values, set_keys) | _device(values)
+    derived |= _ahead(values, set_keys) | _device(values) | _drafts(values, set_keys)
     for model in (_MODEL, "critic.model"):
         derived |= _adapter(values, set_keys, model) | _plugins(values, model)
     strategies = {f"{_ACTOR}.strategy": "fsdp_config", f"{_REF}.strategy": "fsdp_config", "critic.strategy": "fsdp"}
@@ -257,6 +257,16 @@ def _plugins(values: Mapping[str, object], model: str) -> Derived:
     names = [name.strip() for part in parts for name in str(part).split(",")]
     modules = list(dict.fromkeys(filter(None, names)))
     return {key: (modules, "follows VERL_USE_EXTERNAL_MODULES")} if variable else {}
+
+
+def _drafts(values: Mapping[str, object], set_keys: set[str]) -> Derived:
+    """Drafts by the policy's head, from the keys of the model."""
+    mtp, drafts = f"{_MODEL}.mtp", f"{_ROLLOUT}.speculative"
+    if not (values[f"{mtp}.enable"] and values[f"{mtp}.enable_rollout"]) or f"{drafts}.methods" in set_keys:
+        return {}
+    number = values[f"{mtp}.num_speculative_tokens"]
+    source = f"follows {mtp}.enable_rollout"
+    return {f"{drafts}.methods": (["mtp"], source), f"{drafts}.num_speculative_tokens": (number, source)}
 
 
 def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:

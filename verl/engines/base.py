@@ -226,8 +226,7 @@ class TrainedEngine(ABC):
         return self._trained.save({"num_lr_steps": self.num_lr_steps})
 
     def load_state(self, state: EngineState) -> None:
-        """See TrainEngine. Empty parts stay as they are. Every rank reads full tensors and keeps its part, so any number of
-        ranks will do. Raises CheckpointError when names or shapes are not this model's."""
+        """See TrainEngine. Any number of ranks will do. Raises CheckpointError for names or shapes of another model."""
         self._trained.load(state)
         self.num_lr_steps = state.extra["num_lr_steps"] if state.extra else self.num_lr_steps
 
@@ -281,8 +280,6 @@ class TrainedEngine(ABC):
             self._move_parameters(device)
         if offloads_optimizer and and_optimizer and self.optimizer is not None:
             self.optimizer.move_state(device)
-
-    # -- micro-batches and the step ----------------------------------------------------------------------------------------
 
     def _plan(
         self,
@@ -376,8 +373,7 @@ class TrainedEngine(ABC):
         pending: PendingGradients,
         learning_rate: float | AdamStep | None = None,
     ) -> dict[str, Metric]:
-        """The optimizer step on the gathered gradients, at the schedule's rate by default; returns the metrics of the
-        micro-batches and of the step. A step that is not taken restores the random state before its gradients."""
+        """The optimizer step; returns all metrics. A step that is not taken restores the random state before its gradients."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         metrics = merge_metrics(list(parts))
         accept = None if check is None else partial(self._accepts, check, metrics)
@@ -390,7 +386,11 @@ class TrainedEngine(ABC):
         if not result.taken:
             metrics["num_skipped_updates"] = Metric.last(1.0)
             pending.random_state.restore(self.device)
+        self._after_step(metrics, learning_rate)
         return metrics
+
+    def _after_step(self, metrics: dict[str, Metric], learning_rate: float | AdamStep | None) -> None:  # noqa: B027
+        """Called after a step with its metrics, to which it may add."""
 
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
         batch_metrics = whole_batch_metrics(metrics, check.names, self._over_ranks)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.engines.api import BatchTotals, EngineState, LossFn, whole
 from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module
 from verl.engines.mapped import MappedWeights, check_place
@@ -18,12 +22,15 @@ from verl.models.check import require_dtype
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import decoder_for, packed_outputs
+from verl.models.further_heads import FurtherHead
 from verl.models.loss_scale import LossScale
-from verl.models.optim import MasterOptimizer
+from verl.models.optim import AdamStep, MasterOptimizer
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind
 from verl.models.vision import freeze_towers
 from verl.parallel.device import move_module
+
+_MTP = "mtp."  # before a name of the optimizer's state of a further head
 
 
 class LocalEngine(TrainedEngine):
@@ -71,6 +78,57 @@ class LocalEngine(TrainedEngine):
         self._keep_prompts_apart(forward_kind(self.module))
         parameters = Parameters(self.module, self.optimizer)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
+        self._further: FurtherHead | None = None
+        if self.optim is not None and self.head == "lm" and model.mtp.enable and model.mtp.enable_train:
+            self._further = FurtherHead(self.module, model.path)
+            self._further_optimizer = MasterOptimizer(self._further, self.optim, narrow, rounding=rounding)
+
+    def _backward(
+        self, named_outputs: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
+    ) -> dict[str, Metric]:
+        metrics = super()._backward(named_outputs, part, loss, totals)
+        if self._further is not None:
+            value, further = self._further.loss(self.module, part, totals.num_tokens)
+            self._further_optimizer.backward(value * self.model_config.mtp.mtp_loss_scaling_factor)
+            metrics |= further
+        return metrics
+
+    def _after_step(self, metrics: dict[str, Metric], learning_rate: float | AdamStep | None) -> None:
+        if self._further is not None and "num_skipped_updates" in metrics:
+            self._further_optimizer.forget_gradients()
+        elif self._further is not None:
+            rate = self.end_step(advance=False) if learning_rate is None else learning_rate
+            metrics["mtp_grad_norm"] = Metric.last(self._further_optimizer.step(rate).grad_norm)
+
+    def forget_gradients(self) -> None:
+        """See TrainEngine."""
+        super().forget_gradients()
+        if self._further is not None:
+            self._further_optimizer.forget_gradients()
+
+    def state(self) -> EngineState:
+        """See TrainEngine. Copies of the embedding and the projection in a trained head are the policy's."""
+        state = super().state()
+        if self._further is not None:
+            copies = {name: state.model[source] for name, source in self._further.copies.items()}
+            masters = {name: master.detach() for name, master in self._further_optimizer.masters.items()}
+            state.model = {**state.model, **self._further.in_checkpoint(masters), **copies}
+            state.optimizer = {**state.optimizer, **{_MTP + k: v for k, v in self._further_optimizer.state().items()}}
+            state.extra["untrained"] = [n for n in state.extra.get("untrained", ()) if n not in state.model]
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: EngineState) -> None:
+        """See TrainEngine."""
+        if self._further is not None:
+            masters = {name: master.detach() for name, master in self._further_optimizer.masters.items()}
+            for name, view in self._further.in_checkpoint(masters).items() if state.model else ():
+                view.copy_(whole(state.model[name]))
+            self._further_optimizer.round_masters()
+            slots = {k.removeprefix(_MTP): whole(v) for k, v in state.optimizer.items() if k.startswith(_MTP)}
+            self._further_optimizer.load_state(slots.items(), state.extra.get("num_optimizer_steps", 0))
+            state = replace(state, optimizer={k: v for k, v in state.optimizer.items() if not k.startswith(_MTP)})
+        super().load_state(state)
 
     def map_weights(self, folder: Path, kind: str) -> None:
         """Keep the weights of this frozen engine, made with `memory_map`, in a file below `folder`, on a file system of `kind`,

@@ -61,6 +61,18 @@ def _check_model(path: str, model: ModelConfig, root: PPOConfig) -> Iterator[Pro
             fault = "trains on one device, and this run has several. Remove it, or run on one"
         if fault:
             yield error(key, f"{key}={model.quantization} {fault}.")
+    if model.mtp.enable and model.mtp.enable_train and read:
+        key, parent = f"{path}.mtp.enable_train", path.removesuffix("model")
+        engine = next((e for name in ("actor.strategy", "engine.strategy") if (e := value_at(root, parent + name))), "")
+        fault = f"strategy={engine} does not" if engine in ("megatron", "deepspeed") else None
+        if runs_on_several_devices(root):
+            fault = "only a run on one device does, and this run has several"
+        elif path == "critic.model":
+            fault = "a critic has none"
+        elif model.lora_rank or model.lora_adapter_path:
+            fault = "a run with adapters does not"
+        if fault:
+            yield error(key, f"{key}=True trains the policy's head for further tokens: {fault}. Set it to False.")
     for name, value in (model.override_config or {}).items():
         limit = _MAX_LAYERS if "layer" in name else _MAX_COUNT
         if isinstance(value, int) and abs(value) > limit:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.keys import Section, used
+from verl.config.keys import Section, section, used
 
 OWN_SCHEDULES = ("constant", "linear", "cosine")
 # of transformers.get_scheduler: name -> its arguments, as the schedule's function has them
@@ -71,6 +71,21 @@ class OptimConfig(Section):
 
 
 @dataclass(frozen=True)
+class MTPConfig(Section):
+    """The head of a checkpoint that predicts the token after the next (multi-token prediction)."""
+
+    enable: bool = used(False, "use it; without, checkpoints and exports have it as it is")
+    enable_train: bool = used(
+        False, "train it in addition to the policy, with a loss that does not change the policy", when=".enable=True"
+    )
+    enable_rollout: bool = used(False, "draft with it, as rollout.speculative.methods=[mtp] does", when=".enable=True")
+    mtp_loss_scaling_factor: float = used(0.1, "weight of its loss", when=".enable_train=True", gt=0)
+    num_speculative_tokens: int = used(
+        1, "most drafts of a sample in a step, for rollout.speculative", when=".enable_rollout=True", ge=1, le=63
+    )
+
+
+@dataclass(frozen=True)
 class ModelConfig(Section):
     path: str = used("~/models/deepseek-llm-7b-chat", "folder or hub name of a Hugging Face model", path=True)
     tokenizer_path: str | None = used(None, "folder or hub name of the tokenizer; null: the model's", path=True)
@@ -108,6 +123,7 @@ class ModelConfig(Section):
     quantization: str | None = used(
         None, "nf4: hold the frozen weights below adapters in four bits (QLoRA, by torchao)", choices=(None, "nf4")
     )
+    mtp: MTPConfig = section(MTPConfig, "a head that predicts the token after the next")
     modules_to_save: list[str] = used([], "modules that train as a whole in addition to adapters", when="lora")
     lora_adapter_path: str | None = used(
         None, "folder of adapters to start from; without lora_rank they bring their rank and scale", path=True

@@ -1,0 +1,144 @@
+"""Training of a head that predicts the token after the next (multi-token prediction, arXiv:2412.19437, section 2.2).
+
+    state of token i        ──► norm ──┐
+    embedding of token i+1  ──► norm ──┴► join ──► a layer as the model's last ──► norm ──► output projection ──► token i+2
+
+The states come from one more forward without gradients, and embedding and output projection are read as constants. So the
+loss has gradients of the head only: the policy trains to the same bits with it and without.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.errors import ModelError
+from verl.models.folder import fetch, opened, read_headers
+from verl.models.forward import decoder_states, head_transform
+from verl.models.heads import is_further_head
+from verl.models.hf_module import HFModule
+from verl.models.log_probs import token_log_probs
+from verl.models.packing import PackedBatch, pack_rows
+from verl.models.padded import forward_kind
+from verl.models.vision import is_vision_model
+
+
+class _Names(NamedTuple):
+    """Names of a head's parts behind `prefix`, as a family's checkpoints have them."""
+
+    prefix: str
+    token_norm: str
+    hidden_norm: str
+    join: str
+    norm: str
+    layer: str = ""
+    hidden_first: bool = False  # in the input of `join`
+    reads_normed: bool = True  # states behind the final norm of the decoder
+
+
+_FAMILIES = (
+    _Names(r"(.*\.)?layers\.\d+\.", "enorm.", "hnorm.", "eh_proj.", "shared_head.norm."),  # DeepSeek-V3, GLM-4.5
+    _Names(r"(.*\.)?mtp_layers\.\d+\.", "token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.",
+           hidden_first=True, reads_normed=False),  # MiMo
+    _Names(r"(.*\.)?mtp\.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.0."),  # Qwen3-Next
+)  # fmt: skip
+_COPIES = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
+
+
+class FurtherHead(nn.Module):
+    """The head of `module` in the folder or hub name `source`, in the dtype of `module`. `copies` has the parameter of `module`
+    by the name of a tensor that repeats it. Raises ModelError for a folder without exactly one head."""
+
+    def __init__(self, module: HFModule, source: str):
+        super().__init__()
+        folder = fetch(source, weights=True)
+        headers = {n: h for n, h in read_headers(folder).items() if is_further_head(n, module.config)}
+        names = {n: family for n in headers for family in _FAMILIES if re.match(family.prefix + family.join, n)}
+        if forward_kind(module) != "packed" or is_vision_model(module):
+            raise ModelError(
+                f"model.mtp.enable_train needs packed rows of text, which {type(module).__name__} does not compute. Set it to "
+                "False."
+            )
+        if len(names) != 1:
+            raise ModelError(
+                f"{source} has {len(names) or 'no'} heads that predict further tokens, and model.mtp.enable_train trains one. "
+                "Set model.mtp.enable_train=False, or choose a checkpoint with one."
+            )
+        self.names = next(iter(names.values()))
+        decoder = module.get_decoder()
+        size, weight = decoder.config.hidden_size, next(module.parameters())
+        self.join = nn.Linear(2 * size, size, bias=False, dtype=weight.dtype, device=weight.device)
+        self.token_norm, self.hidden_norm, self.norm = (copy.deepcopy(decoder.norm) for _ in range(3))
+        self.layer = copy.deepcopy(decoder.layers[-1])
+        self.layer.gradient_checkpointing = False
+        self.requires_grad_(True)
+        self._prefix = next(cast("re.Match[str]", re.match(self.names.prefix, name))[0] for name in names)
+        parameters = {id(p): name for name, p in module.named_parameters()}
+        copied = {self._prefix + name: getattr(module, get)().weight for name, get in _COPIES.items()}
+        self.copies = {name: parameters[id(weight)] for name, weight in copied.items() if name in headers}
+        views = self.in_checkpoint(self.state_dict())
+        if differing := views.keys() ^ (headers.keys() - self.copies.keys()):
+            raise ModelError(
+                f"The head in {source} has other tensors than a layer of its model: {len(differing)} differ, such as "
+                f"{min(differing)}. Set model.mtp.enable_train=False."
+            )
+        for name, view in views.items():
+            with opened(folder / headers[name].file) as file, torch.no_grad():
+                view.copy_(file.get_tensor(name))
+
+    def forward(self, module: Any, packed: PackedBatch) -> torch.Tensor:
+        """States of the head, [tokens, hidden_size], for the tokens of `packed`; a token's state predicts the token after the
+        next."""
+        decoder, names, ids = module.get_decoder(), self.names, packed.input_ids[0]
+        with torch.no_grad():
+            before: list[torch.Tensor] = []
+            with decoder.norm.register_forward_pre_hook(lambda _, inputs: before.append(inputs[0])):
+                hidden = decoder_states(decoder, packed)
+            hidden = hidden if names.reads_normed else before[0][0]
+            # a row's last token predicts nothing
+            tokens = F.embedding(ids.roll(-1), module.get_input_embeddings().weight)
+        parts = self.token_norm(tokens), self.hidden_norm(hidden)
+        x = self.join(torch.cat(parts[::-1] if names.hidden_first else parts, -1)).unsqueeze(0)
+        turns = decoder.rotary_emb(x, packed.position_ids)
+        settings = {"position_embeddings": turns, "position_ids": packed.position_ids, "layout": packed.layout}
+        out = self.layer(x, attention_mask=None, use_cache=False, **settings)
+        return cast("torch.Tensor", self.norm(out[0] if isinstance(out, tuple) else out)[0])
+
+    def loss(self, module: Any, batch: DataProto, num_tokens: int) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The cross-entropy of trained response tokens, their sum divided by `num_tokens`, and metrics. Each row is computed by
+        itself. The first two tokens of a row have no prediction."""
+        device = self.join.weight.device
+        packed = pack_rows(batch.batch, share_prompts=False, device=device)
+        at = packed.hidden_index
+        predicted = packed.position_ids[0, at] > 0
+        states = self(module, packed).index_select(0, at[predicted] - 1)
+        head, targets = module.get_output_embeddings(), packed.targets[predicted]
+        bias = None if getattr(head, "bias", None) is None else head.bias.detach()
+        transform = head_transform(module.config)
+        statistics = token_log_probs(states, head.weight.detach(), targets, bias=bias, **transform)
+        loss = -statistics.log_probs.sum() / max(1, num_tokens)
+        return loss, {"mtp_loss": Metric.sum(loss.detach())}
+
+    def in_checkpoint(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`values` by name of parameter here, as views by name in a checkpoint, which has each expert by itself."""
+        views = dict[str, torch.Tensor]()
+        for name, value in values.items():
+            part, _, below = name.partition(".")
+            name = self._prefix + getattr(self.names, part) + below
+            block, _, leaf = name.rpartition(".")
+            if leaf not in ("gate_up_proj", "down_proj"):
+                views[name] = value
+                continue
+            for number, expert in enumerate(value):
+                halves = expert.chunk(2) if leaf == "gate_up_proj" else (expert,)
+                names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+                views |= {f"{block}.{number}.{n}.weight": half for n, half in zip(names, halves, strict=True)}
+        return views
