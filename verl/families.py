@@ -163,6 +163,8 @@ class EngineFacts:
     takes_adapters: bool = _can("computes with LoRA adapters that an update sends without the weights")
     drafts: bool = _can("verifies drafts of several tokens in a step")
     drafts_history: bool = _can("drafts from earlier responses")
+    drafts_mixed: bool = _can("drafts in several ways at once")
+    drafts_mtp: bool = _can("drafts with the model's own heads for further tokens")
     quantizes_int8: bool = _can("computes with int8 weights")
     quantizes_fp8: bool = _can("computes with fp8 weights")
     quantizes_cache: bool = _can("has a KV cache of fp8 numbers")
@@ -194,14 +196,14 @@ ROLLOUT_ENGINES = Registry(
         "native": _row(
             "verl.rollout.native.engine:NativeRollout",
             "divides_model scales reads_images verifies_invariance keeps_partial_kv pauses reuses_activations "
-            "samples_adapters records_experts records_stopped_experts pages_by_key drafts drafts_history quantizes_int8 "
-            "quantizes_fp8 limits_requests",
+            "samples_adapters records_experts records_stopped_experts pages_by_key drafts drafts_history drafts_mixed "
+            "quantizes_int8 quantizes_fp8 limits_requests",
         ),
         "hf": _row("verl.rollout.hf:HFRollout", "scales reads_images"),
         "vllm": _row(
             "verl.rollout.vllm.engine:VLLMRollout",
             "holds_weights starts_process joins_ranks divides_model restarts reads_images records_experts takes_buckets "
-            "prefills_by_key drafts quantizes_fp8 quantizes_cache",
+            "prefills_by_key drafts drafts_mtp quantizes_fp8 quantizes_cache",
         ),
         "http": _row("verl.rollout.http.engine:HTTPRollout", "holds_weights asks_service reads_images takes_buckets"),
         "sglang": _row(

@@ -77,6 +77,8 @@ error    ACTOR.strategy  ACTOR.strategy=fsdp3
 error    ACTOR.deepspeed.config  ACTOR.strategy=deepspeed  ACTOR.deepspeed.config=missing.json
 error    ACTOR.deepspeed.config  ACTOR.strategy=deepspeed  ACTOR.deepspeed.offload_param=True
 error    ACTOR.megatron  model_engine=megatron  ACTOR.megatron.use_megatron_fsdp=True
+error    MODEL.mtp.enable_train  model_engine=megatron  MODEL.mtp.enable=True  MODEL.mtp.enable_train=True
+error    ROLLOUT.speculative.model_path  ROLLOUT.speculative.methods=[model]
 error    ROLLOUT.dtype  ROLLOUT.dtype=float16
 error    ACTOR.fsdp_config.model_dtype  ACTOR.fsdp_config.model_dtype=fp16
 error    SYNC_STEP  SEPARATE  SYNC_STEP=2

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.rollout import test_trainer_bits
 from tests.rollout.conftest import make_prompts
@@ -19,12 +20,16 @@ from verl.config.sections.rollout import KVCacheConfig, SpeculativeConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams, TurnRequest
 from verl.errors import ConfigError
 from verl.models.decoder.weights import DenseDecoder
+from verl.models.tiny import make_tiny_model
 from verl.rollout.native import drafts
+from verl.rollout.native.batch import BatchRows
 from verl.rollout.native.compiled.library import kernels
+from verl.rollout.native.draft_costs import Acceptance, DraftMemory, StepCosts
 from verl.rollout.native.draft_texts import Guess, History, TextIndex
 from verl.rollout.vllm import settings as vllm_settings
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the decoding kernels are not compiled for this processor")
+FILE = "model.safetensors"
 BOTH = SpeculativeConfig(methods=["ngram", "history"])
 FULL = KVCacheConfig(enable_paged_attention=True, max_tokens=256)  # samples are preempted
 PAGED = KVCacheConfig(enable_paged_attention=True)
@@ -41,13 +46,29 @@ RULES = {
 }
 
 
-@pytest.fixture
-def tries_all(monkeypatch):
+class Tries(dict):
+    """Texts of samples, and the drafts of an engine that tries all of them."""
+
+    speculative = BOTH
+
+
+@pytest.fixture(scope="session")
+def draft_folder(tmp_path_factory):
+    """A model with the weights of the tiny policies, in int8 a little different."""
+    return make_tiny_model(tmp_path_factory.mktemp("draft") / "model")
+
+
+@pytest.fixture(params=["texts", "model", "both"])
+def tries_all(request, monkeypatch, draft_folder):
     """Drafts that are tried whatever they cost: some are the sample's tokens, some are not."""
-    draw, truth = random.Random(0), {}
+    draw, truth = random.Random(0), Tries()
+    if request.param != "texts":
+        methods = ["model"] if request.param == "model" else ["ngram", "model"]
+        truth.speculative = SpeculativeConfig(methods=methods, model_path=str(draft_folder))
+        monkeypatch.setattr(drafts.Drafter, "_depth", lambda self, num_drafted, num_missing, now: draw.randrange(4))
 
     def guess(self, name, end):
-        if draw.random() < 0.1:
+        if draw.random() < 0.1 or request.param == "model":
             return None
         text = truth.get((tuple(self._prompt), name[1]), ())
         at = len(self._texts[name]) + (len(end) - len(self.end(name)))
@@ -57,7 +78,7 @@ def tries_all(monkeypatch):
     monkeypatch.setattr(TextIndex, "guess", guess)
     monkeypatch.setattr(drafts.Drafter, "_best_count", lambda self, certainties, now: len(certainties))
     monkeypatch.setattr(drafts, "_MOST_LEAST", 1e9)
-    monkeypatch.setattr(drafts.StepCosts, "of", lambda self, num_tokens: 1.0)
+    monkeypatch.setattr(StepCosts, "of", lambda self, num_tokens: 1.0)
     return truth
 
 
@@ -66,10 +87,10 @@ def samples(engine, prompts, params, step=3):
     return [(c.token_ids, c.log_probs, c.finish_reason) for c in done], engine.stats()
 
 
-def pair(make_engine, module, **config):
+def pair(make_engine, module, tries, **config):
     """The engine without and with drafts."""
     config = {"max_num_seqs": 5, "batch_invariant": "require", "module": module, **config}
-    return [make_engine("native", **config, speculative=speculative) for speculative in (SpeculativeConfig(), BOTH)]
+    return [make_engine("native", **config, speculative=way) for way in (SpeculativeConfig(), tries.speculative)]
 
 
 def know(truth, prompts, plain, n):
@@ -82,7 +103,7 @@ def know(truth, prompts, plain, n):
     each_value(["llama", "mistral", "qwen3"], [torch.float32, torch.bfloat16], [3, 1], list(RULES)),
 )
 def test_samples_are_the_bits_without_drafts(family, dtype, n, rule, cache, make_engine, load, tries_all):
-    plain, drafted = pair(make_engine, copy.deepcopy(load(family)).to(dtype), kv_cache_config=cache)
+    plain, drafted = pair(make_engine, copy.deepcopy(load(family)).to(dtype), tries_all, kv_cache_config=cache)
     prompts, params = make_prompts(LENGTHS), replace(PARAMS, **{"n": n, **RULES[rule]})
     expected, stats = samples(plain, prompts, params)
     know(tries_all, prompts, expected, n)
@@ -111,7 +132,7 @@ def test_parts_of_a_response_that_keep_their_keys(dtype, make_engine, load, trie
         assert stats["num_prompt_tokens_computed"] == len(again)  # the last token of each part
         return begun, ended, stats
 
-    plain, drafted = pair(make_engine, copy.deepcopy(load("llama")).to(dtype), keep_partial_kv_cache=True)
+    plain, drafted = pair(make_engine, copy.deepcopy(load("llama")).to(dtype), tries_all, keep_partial_kv_cache=True)
     begun, expected, stats = parts(plain)
     responses = [(begun[i].token_ids + expected[i][0],) for i in range(len(begun))]
     know(tries_all, prompts, responses, params.n)
@@ -136,7 +157,7 @@ def test_turns_of_episodes(make_engine, load, tries_all):
                     generation.add(TurnRequest(*done.key, answer))
         return texts, generation.close()
 
-    plain, drafted = pair(make_engine, load("llama"))
+    plain, drafted = pair(make_engine, load("llama"), tries_all)
     expected, stats = turns(plain)
     for (ordinal, sample), parts in expected.items():
         response = [token for ids, _ in parts for token in (*ids, *answer)]
@@ -151,7 +172,7 @@ def test_samples_of_several_adapters(make_engine, load, tries_all):
     module = adapted(load("llama"))
     engines = [
         engine_of(make_engine, module, batch_invariant="require", speculative=speculative)
-        for speculative in (SpeculativeConfig(), BOTH)
+        for speculative in (SpeculativeConfig(), tries_all.speculative)
     ]
     params = replace(PARAMS, n=2)
     expected, _ = samples(engines[0], requests(), params)
@@ -165,7 +186,7 @@ def test_activations_are_recorded_of_right_drafts_only(make_engine, tmp_path, tr
     model = test_trainer_bits.load(tmp_path, "llama", {})
     if not kernels().equals_trainer(DenseDecoder.of(model)):
         pytest.skip("the matmuls of this version of torch sum in another order")
-    for speculative in (SpeculativeConfig(), BOTH):
+    for speculative in (SpeculativeConfig(), tries_all.speculative):
         columns, store = test_trainer_bits.recorded_samples(model, make_engine, 10**8, speculative=speculative)
         texts = zip(columns["responses"], columns["response_mask"].bool(), strict=True)
         know(tries_all, make_prompts(LENGTHS), [(text[mask].tolist(),) for text, mask in texts], 3)
@@ -189,13 +210,13 @@ def test_aborted_samples_leave_the_others_their_bits(make_engine, load, tries_al
         generation.close()
         return sorted(ended)
 
-    plain, drafted = pair(make_engine, load("llama"))
+    plain, drafted = pair(make_engine, load("llama"), tries_all)
     assert others(drafted) == others(plain)
 
 
 @pytest.mark.parametrize("methods", [["ngram"], ["history"], ["ngram", "history"]])
 def test_earlier_responses_save_steps_where_they_may_be_read(methods, make_engine, load, monkeypatch):
-    monkeypatch.setattr(drafts.StepCosts, "note", lambda *measured: None)  # sizes cost what the formula says
+    monkeypatch.setattr(StepCosts, "note", lambda *measured: None)  # sizes cost what the formula says
     engine = make_engine("native", module=load("llama"), batch_invariant="require", max_num_seqs=2,
                          speculative=SpeculativeConfig(methods=methods))  # fmt: skip
     prompts, params = make_prompts(LENGTHS), replace(PARAMS, n=1)
@@ -242,13 +263,13 @@ def test_the_history_is_bounded_and_keeps_the_prompts_in_use():
 
 
 def rows_of(count):
-    rows = drafts.BatchRows(8)
+    rows = BatchRows(8)
     rows.end = count
-    return drafts.Drafter(drafts.DraftMemory(BOTH), rows, 1.0)
+    return drafts.Drafter(DraftMemory(BOTH), rows, PARAMS)
 
 
 def test_more_tokens_are_tried_where_they_cost_little():
-    drafter, costs = rows_of(64), drafts.StepCosts()
+    drafter, costs = rows_of(64), StepCosts()
     for tokens, seconds in ((8, 0.017), (16, 0.023), (32, 0.038), (64, 0.073), (128, 0.133)):
         for _ in range(20):
             costs.note(tokens, seconds)
@@ -266,7 +287,7 @@ def test_more_tokens_are_tried_where_they_cost_little():
 
 
 def test_one_slow_step_is_not_believed():
-    costs = drafts.StepCosts()
+    costs = StepCosts()
     for _ in range(20):
         costs.note(2, 0.017)
     costs.note(2, 5.0)
@@ -279,7 +300,7 @@ def test_one_slow_step_is_not_believed():
 
 
 def test_a_row_whose_guesses_fail_is_trusted_less():
-    acceptance, guess = drafts.Acceptance(), Guess(1, 4, 1.0)
+    acceptance, guess = Acceptance(), Guess(1, 4, 1.0)
     row = drafts._Row(TextIndex([1], ngram=True, history=True), (0, 0))
     before = row.certainty(acceptance, guess)
     row.num_expected += 8
@@ -299,17 +320,29 @@ def test_drafts_that_could_change_samples_are_refused(settings, fix, make_engine
         make_engine("native", speculative=BOTH, **settings)
 
 
-def test_vllm_gets_its_own_settings(load):
-    config = RolloutConfig(
-        speculative=SpeculativeConfig(methods=["ngram"], num_speculative_tokens=5), enforce_eager=True
-    )
-    on_gpu = replace(weight_transfer("model"), device=torch.device("cuda"))
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("ngram", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+        ("model", {"method": "draft_model", "model": "a/small-model"}),
+        ("mtp", {"method": "mtp"}),
+    ],
+)
+def test_vllm_gets_its_own_settings(method, expected, load, tmp_path):
+    drafts = SpeculativeConfig(methods=[method], num_speculative_tokens=5, model_path="a/small-model")
+    config = RolloutConfig(speculative=drafts, enforce_eager=True)
+    path = make_tiny_model(tmp_path / "model")
+    on_gpu = replace(weight_transfer(str(path)), device=torch.device("cuda"))
+    if method == "mtp":
+        with pytest.raises(ConfigError, match=r"has no heads that predict further tokens\. Set .*methods=\[ngram\]"):
+            vllm_settings.make_setup(config, on_gpu, load("llama"), eos_token_ids=(1,), vocab_size=300)
+        save_file({**load_file(path / FILE), "mtp.fc.weight": torch.ones(1)}, path / FILE, metadata={"format": "pt"})
     setup = vllm_settings.make_setup(config, on_gpu, load("llama"), eos_token_ids=(1,), vocab_size=300)
-    expected = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    assert setup.llm["speculative_config"] == expected
+    assert setup.llm["speculative_config"] == {**expected, "num_speculative_tokens": 5}
     with pytest.raises(ConfigError, match="vLLM takes no drafts with verl's sampler on a CPU"):
         vllm_settings.make_setup(config, weight_transfer(), load("llama"), eos_token_ids=(1,), vocab_size=300)
-    keys = [f"actor_rollout_ref.rollout.{key}" for key in ("name=vllm", "speculative.methods=[ngram]")]
+    keys = ("name=vllm", f"speculative.methods=[{method}]", "speculative.model_path=a/small-model")
+    keys = [f"actor_rollout_ref.rollout.{key}" for key in keys]
     problems = check_config(load_config(keys, check=False))
     assert any("samples may differ from a run without drafts" in problem.sentence for problem in problems)
 
@@ -322,6 +355,15 @@ def test_vllm_gets_its_own_settings(load):
             ["rollout.name=vllm", "rollout.speculative.methods=[history]"],
             "needs a rollout engine that drafts from earlier responses: native",
         ),
+        (
+            ["rollout.name=vllm", "rollout.speculative.methods=[ngram,mtp]"],
+            "needs a rollout engine that drafts in several ways at once: native",
+        ),
+        (
+            ["rollout.speculative.methods=[mtp]"],
+            "needs a rollout engine that drafts with the model's own heads for further tokens: vllm",
+        ),
+        (["rollout.speculative.methods=[model]"], "model.* needs .*model_path, a folder or hub name of a model with"),
         (["rollout.speculative.methods=[ngram,eagle]"], "methods=.*eagle.* is not one of ngram, history"),
         (["rollout.speculative.num_speculative_tokens=0"], "num_speculative_tokens=0 must be between 1 and 63"),
     ],

@@ -263,6 +263,9 @@ PPO_CONDITIONS: dict[str, Condition] = {
     "drafts": Condition(
         lambda root, node: bool(node.methods), "{}methods is empty, so there are no drafts", "set {}methods=[ngram]"
     ),
+    "drafts_by_model": Condition(
+        lambda root, node: "model" in node.methods, "{}methods has no model", "set {}methods=[model]"
+    ),
     "critic": Condition(
         lambda root, node: uses_critic(root),
         "no critic is trained with this algorithm.adv_estimator",

@@ -296,9 +296,17 @@ def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     rollout = c.actor_rollout_ref.rollout
     facts = engine_facts(rollout.name)
     methods, drafts = f"{ROLLOUT}.speculative.methods", rollout.speculative.methods
-    fact = "drafts_history" if "history" in drafts else "drafts"
-    if drafts and not getattr(facts, fact):
-        yield error(methods, f"{needs_engine(f'{methods}={drafts}', fact)}. Set {ROLLOUT}.name, or other methods.")
+    needed = {"drafts": bool(drafts), "drafts_mixed": len(drafts) > 1}
+    needed |= {f"drafts_{method}": method in drafts for method in ("history", "mtp")}
+    path = f"{ROLLOUT}.speculative.model_path"
+    if lacking := [fact for fact, is_needed in needed.items() if is_needed and not getattr(facts, fact)]:
+        yield error(
+            methods, f"{needs_engine(f'{methods}={drafts}', lacking[-1])}. Set {ROLLOUT}.name, or other methods."
+        )
+    elif "model" in drafts and rollout.speculative.model_path is None:
+        yield error(
+            path, f"{methods}={drafts} needs {path}, a folder or hub name of a model with the policy's tokenizer."
+        )
     elif drafts and not facts.verifies_invariance:
         yield warning(
             methods,

@@ -198,10 +198,17 @@ class SpeculativeConfig(Section):
 
     methods: list[str] = used(
         [],
-        "where drafts come from: ngram, the sample itself with its prompt; history, earlier responses to the prompt. []: no "
-        "drafts. The native engine's drafts change no sample",
-        choices=("ngram", "history"),
+        "where drafts come from: ngram, the sample itself with its prompt; history, earlier responses to the prompt; model, a "
+        "draft model; mtp, the policy's own heads (vLLM). []: no drafts. The native engine's drafts change no sample",
+        choices=("ngram", "history", "model", "mtp"),
         sizing=True,
+    )
+    model_path: str | None = used(
+        None,
+        "folder or hub name of the draft model, which has the policy's tokenizer",
+        when="drafts_by_model",
+        sizing=True,
+        path=True,
     )
     num_speculative_tokens: int = used(
         7, "most drafts of a sample in a step; the native engine tries as many as save time", when="drafts", ge=1, le=63

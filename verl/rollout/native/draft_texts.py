@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_MATCHED = 16  # tokens of an end that are compared
+OF_MODEL = -1
 _MOST_PLACES = 16  # newest places of a pair that vote
 _MOST_EARLIER = 16  # newest responses to a prompt that are kept
 _MOST_EARLIER_TOKENS = 8192  # that an index reads
@@ -28,8 +29,8 @@ class Guess(NamedTuple):
     """A next token. A place that matches m tokens has 2**m votes."""
 
     token: int
-    matched: int  # tokens before the best place that equal the end of the sample
-    share: float  # of all votes
+    matched: int  # tokens before the best place that equal the end of the sample; OF_MODEL for a guess of a draft model
+    share: float  # of all votes, or its probability
 
 
 class TextIndex:
@@ -56,6 +57,14 @@ class TextIndex:
     def length(self, name: Hashable) -> int:
         """Tokens of a text; 0 for an unknown text."""
         return len(self._texts.get(name, ()))
+
+    def num_tokens(self, name: Hashable) -> int:
+        """Tokens of a text, with its prompt."""
+        return len(self._prompt) + len(self._texts[name])
+
+    def tokens(self, name: Hashable, start: int) -> list[int]:
+        """The tokens of a text, with its prompt, from number `start` on."""
+        return [*self._prompt[start:], *self._texts[name][max(0, start - len(self._prompt)) :]]
 
     def end(self, name: Hashable) -> list[int]:
         """The last tokens of a text behind the prompt, as many as are compared."""

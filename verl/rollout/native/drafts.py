@@ -1,5 +1,6 @@
 """Drafts: guesses of the next tokens of running samples, which one step verifies together (Leviathan et al. 2023,
 arXiv:2211.17192; guesses by look-up: Saxena 2023, and from earlier responses: Oliaro et al. 2024, arXiv:2411.04975).
+A draft model guesses behind samples for which no text does.
 
     step without drafts   newest token ──► next token
     step with drafts      newest token, drafts ──► the tokens of their random numbers, up to the first that is no draft
@@ -11,106 +12,28 @@ kernels compute a token's bits with any neighbours.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from verl.config.sections.rollout import SpeculativeConfig
+from verl.data_proto.samples import SamplingParams
 from verl.rollout.native.batch import BatchRows, Group
-from verl.rollout.native.draft_texts import MOST_MATCHED, Guess, History, TextIndex
+from verl.rollout.native.draft_costs import Acceptance, DraftMemory
+from verl.rollout.native.draft_model import MOST_SAMPLES, DraftModel
+from verl.rollout.native.draft_texts import OF_MODEL, Guess, TextIndex
+from verl.rollout.sampling import sample
+from verl.rollout.uniforms import uniforms_at
 
 _LEAST_GAIN = 1.03  # expected tokens per second against a step without drafts
 _MOST_LEAST = 0.85  # certainty that a draft needs to gain time; above it none is looked up
 _MOST_PAUSE = 8  # steps without a look-up after look-ups that chose no draft
-_BOUND_ROWS = 8  # rows up to which a step on a CPU takes the time of reading the weights
-_FADES = 256  # steps after which half of a measured time is forgotten
-_NEWEST = 0.1  # least weight of the newest time of a step
-_OUTLIER = 3.0  # times the expected time of a step
-_MOST_TRIALS = 400  # of a kind of guess, before older ones count half
 _MOST_CERTAIN = 0.98
 _MOST_OF_ROW = 32  # expected right guesses of a row, before older ones count half
 _ROW_WEIGHT = 4.0  # accepted guesses that a row is assumed to have had as expected
-
-
-class StepCosts:
-    """Seconds of a step by its number of tokens, as a factor of `_shape`. Sizes within a fifth of each other share a factor;
-    others have the nearest one. Old factors fade to the newest."""
-
-    def __init__(self) -> None:
-        self._factors: dict[int, tuple[float, int, int]] = {}  # measurements, number of the newest step
-        self._newest, self._num_steps = 1.0, 0
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` took so long."""
-        size, factor = _size(num_tokens), seconds / _shape(num_tokens)
-        _, count, _ = self._factors.get(size, (0.0, 0, 0))
-        if self._num_steps:
-            expected = self.of(num_tokens) / _shape(num_tokens)
-            factor = min(factor, _OUTLIER * expected)
-            if count:
-                factor = expected + max(_NEWEST, 1 / (count + 1)) * (factor - expected)
-        self._num_steps, self._newest = self._num_steps + 1, factor
-        self._factors[size] = factor, count + 1, self._num_steps
-
-    def of(self, num_tokens: int) -> float:
-        """Expected seconds; in any unit before the first measurement."""
-        size = _size(num_tokens)
-        if size not in self._factors and self._factors:
-            size = min(self._factors, key=lambda measured: abs(measured - size))
-        factor, _, at = self._factors.get(size, (self._newest, 0, self._num_steps))
-        weight = math.pow(0.5, (self._num_steps - at) / _FADES)
-        return _shape(num_tokens) * (weight * factor + (1 - weight) * self._newest)
-
-
-def _size(num_tokens: int) -> int:
-    return round(4 * math.log2(num_tokens))
-
-
-def _shape(num_tokens: int) -> float:
-    """Seconds of a step on a CPU, up to a factor.
-
-    Measured with a model of 135M: 17 ms with 1 and 8 rows, 23 with 16, 38 with 32, 73 with 64."""
-    return max(num_tokens, _BOUND_ROWS) + _BOUND_ROWS
-
-
-class Acceptance:
-    """The share of right guesses, by matched tokens and share of votes."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[int, int], list[float]] = {}  # right, all
-
-    def of(self, guess: Guess) -> float:
-        right, trials = self._counts_of(guess)
-        return right / trials
-
-    def note(self, guess: Guess, is_right: bool) -> None:
-        counts = self._counts_of(guess)
-        counts[0] += is_right
-        counts[1] += 1
-        if counts[1] > _MOST_TRIALS:
-            counts[:] = counts[0] / 2, counts[1] / 2
-
-    def _counts_of(self, guess: Guess) -> list[float]:
-        kind = min(guess.matched, MOST_MATCHED) // 2, round(4 * guess.share)
-        if kind not in self._counts:  # about what was measured at temperatures 0.6 and 1
-            self._counts[kind] = [3 * guess.share * (0.35 + 0.03 * guess.matched), 3.0]
-        return self._counts[kind]
-
-
-@dataclass(eq=False)
-class DraftMemory:
-    """Times of steps, acceptance by temperature and earlier responses, which outlive a generation. They only decide how many
-    drafts are tried."""
-
-    config: SpeculativeConfig
-    costs: StepCosts = field(default_factory=StepCosts)
-    acceptance: dict[float, Acceptance] = field(default_factory=dict)
-    history: History = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.history = History(self.config.history_mb << 20 if "history" in self.config.methods else 0)
+_TRIAL_STEPS = 64  # without the draft model, until one guess of it is tried again
 
 
 class _Row:
@@ -133,11 +56,13 @@ class _Row:
 
 
 class _Drafted(NamedTuple):
-    """Guesses of a row behind its first `length` tokens, each with the probability that it and all before are right."""
+    """Guesses of a row behind its first `length` tokens, each with the probability that it and all before are right. It can
+    have at most `limit`."""
 
     number: int
     row: _Row
     length: int
+    limit: int
     guesses: list[Guess]
     certainties: list[float]
 
@@ -145,20 +70,23 @@ class _Drafted(NamedTuple):
 class Drafter:
     """Drafts for the running samples `rows` of a generation."""
 
-    def __init__(self, memory: DraftMemory, rows: BatchRows, temperature: float):
-        self._memory, self._rows = memory, rows
+    def __init__(self, memory: DraftMemory, rows: BatchRows, params: SamplingParams):
+        self._memory, self._rows, self._params = memory, rows, params
+        if memory.model is not None:
+            memory.model.clear()  # names of samples begin again
         self._config, self._costs = memory.config, memory.costs
-        self._acceptance = memory.acceptance.setdefault(temperature, Acceptance())
+        self._acceptance = memory.acceptance.setdefault(params.temperature, Acceptance())
         self._running: dict[tuple[Group, int], _Row] = {}
         self._indices: dict[tuple[int, ...], TextIndex] = {}
         self._drafted: list[_Drafted] = []
         self._num_paused = self._pause = 0
+        self._model_s = 0.0  # of the draft model in this step
         self.num_drafts = self.num_accepted = 0
         self.num_saved_steps = 0.0
 
     def propose(self, num_tokens: int) -> None:
         """Give the rows their drafts of the next step, at most `num_tokens`."""
-        rows, self._drafted = self._rows, []
+        rows, self._drafted, self._model_s = self._rows, [], 0.0
         now = self._costs.of(rows.end)
         least = (self._costs.of(rows.end + 1) / now - 1) * rows.end  # a less certain draft costs more than it gains
         if least > _MOST_LEAST:
@@ -167,6 +95,8 @@ class Drafter:
             self._num_paused -= 1
             return
         self._drafted = [self._guess(number, least) for number in range(rows.end)]
+        if self._memory.model is not None:
+            self._ask_model(self._memory.model, least, now)
         ranked = sorted(((c, d.number) for d in self._drafted for c in d.certainties), reverse=True)[
             : max(num_tokens, 0)
         ]
@@ -180,13 +110,14 @@ class Drafter:
         """A step of `num_tokens` has ended, and the rows have its tokens behind `before`, int64 [rows]. `seconds` is None if
         prompts were computed too."""
         rows, num_rows = self._rows, len(before)
-        if seconds is not None:
-            self._costs.note(num_tokens, seconds)
         num_accepted = int((rows.length[:num_rows] - before).sum()) - num_rows
+        if seconds is not None:
+            self._costs.note(num_tokens, seconds - self._model_s)
+            self._memory.account(num_rows, num_tokens, seconds - self._model_s, self._model_s, num_accepted)
         self.num_drafts += num_tokens - num_rows
         self.num_accepted += num_accepted
         self.num_saved_steps += num_accepted / num_rows
-        for number, row, length, guesses, _ in self._drafted:
+        for number, row, length, _, guesses, _ in self._drafted:
             for guess, token in zip(guesses, rows.tokens[number, length : rows.length[number]].tolist(), strict=False):
                 row.note(self._acceptance.of(guess), guess.token == token)
                 self._acceptance.note(guess, guess.token == token)
@@ -223,18 +154,71 @@ class Drafter:
         """The number of the most certain drafts with the most tokens per second; 0 unless they gain."""
         num_rows, expected = self._rows.end, float(self._rows.end)
         best, best_rate = 0, _LEAST_GAIN * num_rows / now
+        may_lose = self._memory.may_lose(now) - self._model_s
         for count, certainty in enumerate(certainties, 1):
             expected += certainty
-            rate = expected / self._costs.of(num_rows + count)
-            if rate > best_rate:
-                best, best_rate = count, rate
+            cost = self._costs.of(num_rows + count)
+            if expected / cost > best_rate and cost - now <= may_lose:
+                best, best_rate = count, expected / cost
+        return best
+
+    def _ask_model(self, model: DraftModel, least: float, now: float) -> None:
+        """Guesses of the draft model for the rows without any."""
+        self._memory.num_without_model += 1
+        rows = self._rows
+        running = [d for d in self._drafted if not d.guesses and d.limit > 0][:MOST_SAMPLES]
+        num_missing = sum(self._follow_text(model, drafted) for drafted in running)
+        for ahead in range(self._depth(len(running), num_missing, now)):
+            running = [d for d in running if len(d.certainties) == ahead < d.limit]
+            if not running:
+                break
+            began, numbers = time.perf_counter(), [d.number for d in running]
+            logits = model.logits([d.row.name for d in running])
+            positions = rows.length[numbers] + rows.num_drawn[numbers] + ahead
+            u = uniforms_at(torch.from_numpy(rows.key[numbers]), torch.from_numpy(positions))
+            tokens, log_probs = sample(logits, self._params, u)
+            for drafted, token, log_prob in zip(running, tokens.tolist(), log_probs.tolist(), strict=True):
+                guess = Guess(token, OF_MODEL, math.exp(log_prob))
+                certainty = math.prod(drafted.certainties[-1:]) * drafted.row.certainty(self._acceptance, guess)
+                if certainty >= least:
+                    drafted.guesses.append(guess)
+                    drafted.certainties.append(certainty)
+                    model.push(drafted.row.name, token)
+            spent_s = time.perf_counter() - began
+            self._memory.model_costs.note(len(running) if ahead else num_missing, spent_s)
+            self._model_s += spent_s
+            self._memory.num_without_model = 0
+
+    def _follow_text(self, model: DraftModel, drafted: _Drafted) -> int:
+        """The draft model reads the tokens of a row; returns the number that it has yet to compute."""
+        index, name = drafted.row.index, drafted.row.name
+        return model.follow(name, index.num_tokens(name), lambda start: index.tokens(name, start))
+
+    def _depth(self, num_drafted: int, num_missing: int, now: float) -> int:
+        """Forwards of the draft model, for as many rows, with the most tokens per second. 0 unless they gain, but now
+        and then 1."""
+        if not num_drafted:
+            return 0
+        num_rows, memory, share = self._rows.end, self._memory, self._acceptance.of_model()
+        first, further = memory.model_cost(num_missing), memory.model_cost(num_drafted)
+        best, best_rate, expected, may_lose = 0, _LEAST_GAIN * num_rows / now, float(num_rows), memory.may_lose(now)
+        for depth in range(1, self._config.num_speculative_tokens + 1):
+            expected += num_drafted * share**depth
+            cost = self._costs.of(num_rows + depth * num_drafted)
+            if cost - now + first + (depth - 1) * further > may_lose:
+                break
+            best = best or int(memory.num_without_model >= _TRIAL_STEPS)
+            if expected / (cost + depth * further) > best_rate:  # missing tokens are computed once
+                best, best_rate = depth, expected / (cost + depth * further)
         return best
 
     def _guess(self, number: int, least: float) -> _Drafted:
         rows, row = self._rows, self._follow(number)
-        drafted = _Drafted(number, row, int(rows.length[number]), [], [])
+        length = int(rows.length[number])
+        limit = min(self._config.num_speculative_tokens, int(rows.limit[number]) - length - 1)
+        drafted = _Drafted(number, row, length, limit, [], [])
         end, certainty = row.index.end(row.name), 1.0
-        for _ in range(min(self._config.num_speculative_tokens, int(rows.limit[number]) - drafted.length - 1)):
+        for _ in range(limit):
             guess = row.index.guess(row.name, end)
             if guess is None or (certainty := certainty * row.certainty(self._acceptance, guess)) < least:
                 break

@@ -38,7 +38,9 @@ from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
 from verl.rollout.native.cuda.backend import DeviceBackend
-from verl.rollout.native.drafts import Drafter, DraftMemory
+from verl.rollout.native.draft_costs import DraftMemory
+from verl.rollout.native.draft_model import draft_model
+from verl.rollout.native.drafts import Drafter
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.paging import Paging
@@ -91,13 +93,15 @@ class NativeRollout(RolloutEngine):
         self._open: NativeGeneration | None = None
         self._paused: dict[SampleKey, SavedTokens] = {}
         self._invariance: Invariance | None = None
-        self._drafts = DraftMemory(self.config.speculative) if self.config.speculative.methods else None
+        self._drafts: DraftMemory | None = None
         if self.config.enable_rollout_routing_replay:
             follow_routing(self.module)
         if self.config.quantization is not None:
             _require_quantized(self.module, self.config.quantization)
-        if self.config.batch_invariant == "require" or self._drafts is not None:
+        if self.config.batch_invariant == "require" or self.config.speculative.methods:
             self.invariance()
+        if self.config.speculative.methods:
+            self._drafts = DraftMemory(self.config.speculative, draft_model(self.module, self.tokenizer, self.config))
 
     def invariance(self) -> Invariance:
         """Whether a sample's bits depend on the other samples of its batch; determined at the first call."""
@@ -130,6 +134,8 @@ class NativeRollout(RolloutEngine):
         GPU's stores stay if there is room for both."""
         self.row_store.clear()
         self.prefix.clear()
+        if self._drafts is not None and self._drafts.model is not None:
+            self._drafts.model.clear()
         self._dense, self._has_rested = None, True
         if self._has_trained:
             self.device.rest()
@@ -320,7 +326,7 @@ class NativeGeneration:
             if engine.trains and is_plain:
                 self.scheduler.slots = open_records(engine.module, engine.config, self.scheduler.step_number)
             if engine._drafts is not None and isinstance(dense, CpuForward) and self.scheduler.grammars is None:
-                self.scheduler.drafter = Drafter(engine._drafts, self.scheduler.rows, self.params.temperature)
+                self.scheduler.drafter = Drafter(engine._drafts, self.scheduler.rows, self.params)
             self._backend = HostBackend(
                 self.scheduler, engine.module, dense, stores, paging=paging,
                 adapters=None if dense is None else engine.named_adapters(),

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from verl.config import RolloutConfig, full_key
 from verl.errors import ConfigError
+from verl.models.folder import fetch, read_headers
+from verl.models.heads import is_further_head
 from verl.models.rope import row_limits
 from verl.models.vision import is_vision_model
 from verl.parallel.device import visible_devices
@@ -59,7 +61,7 @@ def make_setup(
         "worker_extension_cls": _RECEIVER,
     }
     if config.speculative.methods:
-        arguments["speculative_config"] = _drafts(config, on_cpu)
+        arguments["speculative_config"] = _drafts(config, on_cpu, transfer.model.path, skeleton)
     # vLLM quantizes the weights of each update by itself
     arguments |= fp8_arguments(config, on_cpu, {"quantization": "fp8_per_block", "kv_cache_dtype": "fp8"})
     if config.enable_rollout_routing_replay:
@@ -85,19 +87,27 @@ def make_setup(
     )
 
 
-def _drafts(config: RolloutConfig, on_cpu: bool) -> dict[str, object]:
-    """vLLM's look-up in the sample itself. Raises ConfigError on a CPU: that runner has no drafts with processors of logits."""
+def _drafts(config: RolloutConfig, on_cpu: bool, path: str, skeleton: Any) -> dict[str, object]:
+    """vLLM's settings of drafts. Raises ConfigError on a CPU, whose runner has no drafts with processors of logits, and for
+    heads that the folder `path` does not have."""
+    key, method = full_key("rollout.speculative.methods"), config.speculative.methods[0]
     if on_cpu:
         raise ConfigError(
-            f"vLLM takes no drafts with verl's sampler on a CPU. Set {full_key('rollout.speculative.methods')}=[], or "
-            f"{full_key('rollout.name')}=native."
+            f"vLLM takes no drafts with verl's sampler on a CPU. Set {key}=[], or {full_key('rollout.name')}=native."
         )
-    return {
-        "method": "ngram",
-        "num_speculative_tokens": config.speculative.num_speculative_tokens,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": _LONGEST_LOOKUP,
+    if method == "mtp":
+        names = read_headers(fetch(path, weights=True))
+        if not any(is_further_head(name, skeleton.config) for name in names):
+            raise ConfigError(
+                f"{key}=[mtp]: {path} has no heads that predict further tokens. Set {key}=[ngram], or [model] with a "
+                "draft model."
+            )
+    by_method: dict[str, dict[str, object]] = {
+        "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": _LONGEST_LOOKUP},
+        "model": {"method": "draft_model", "model": config.speculative.model_path},
+        "mtp": {"method": "mtp"},
     }
+    return {**by_method[method], "num_speculative_tokens": config.speculative.num_speculative_tokens}
 
 
 def fp8_arguments(config: RolloutConfig, on_cpu: bool, values: dict[str, str]) -> dict[str, object]:
