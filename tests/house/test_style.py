@@ -13,16 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_025,
+    "core": 72_547,
     "compat": 9_046,
     "page": 4_113,
     "planner": 2_805,
     "tinker": 5_081,
-    "clusters": 7_237,
+    "clusters": 7_247,
     "agents": 6_435,
     "tasks": 3_014,
-    "tests": 89_490,
-    "benchmarks": 6_596,
+    "tests": 89_914,
+    "benchmarks": 6_602,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
