@@ -147,7 +147,7 @@ class TestRuns:
         Mine = load_object(f"{tmp_path}/mine.py:Mine")
         tiny_tree |= {"lightning": {"port": 8000, "judge": {"model": "m"}}}
         tiny_tree["trainer"]["agent_period"] = 2
-        tiny_tree["data"]["datagen"] = {"path": None}
+        tiny_tree["data"]["datagen"] = {"path": "rows"}
         trainer = Mine(OmegaConf.create(tiny_tree))
         assert trainer.fit() == 8002
         (notice,) = (text for text in trainer._loaded.notices if "for the program that composed" in text)
@@ -155,7 +155,7 @@ class TestRuns:
             "lightning.port=8000",
             "lightning.judge.model=m",
             "trainer.agent_period=2",
-            "data.datagen.path=None",
+            "data.datagen.path=rows",
         ):
             assert key in notice
         for section, key in (("trainer", "agent_perod"), ("actor_rollout_ref", "rollouts"), ("data", "batch_size")):

@@ -44,6 +44,7 @@ error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R2  CORRECTION.bypas
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.name=hf
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.multi_turn.enable=True
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.name=vllm  ROLLOUT.stop=[x]
+notice   global_profiler.tool  global_profiler.tool=nsys
 notice   ACTOR.megatron  model_engine=megatron  +ACTOR.megatron.override_transformer_config.num_layers=3
 notice   ROLLOUT.checkpoint_engine.backend  ROLLOUT.name=vllm  ROLLOUT.checkpoint_engine.backend=nixl
 error    algorithm.program  algorithm.program=rejection

@@ -145,7 +145,7 @@ _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size
 
 @pytest.fixture(scope="module")
 def odd_models(tmp_path_factory):
-    models = {}
+    models, draw = {}, torch.Generator().manual_seed(0)
     for name, sizes in ODD.items():
         settings = {**dict(zip(_SIZES, sizes, strict=True)), "attention_bias": True, "mlp_bias": True}
         folder = make_tiny_model(tmp_path_factory.mktemp(name), "llama", **settings)
@@ -153,7 +153,7 @@ def odd_models(tmp_path_factory):
         with torch.no_grad():
             for parameter in models[name].parameters():
                 if parameter.dim() == 1:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
     return models
 
 

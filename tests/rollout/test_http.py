@@ -97,7 +97,7 @@ def test_a_service_says_when_to_ask_again(make, monkeypatch):
 
     def busy(body):
         if wait := next(headers, None):
-            return Raw(lambda: [f"HTTP/1.1 429 Busy\r\nRetry-After: {wait}\r\nContent-Length: 0\r\n\r\n".encode()])
+            return Raw(lambda: [f"HTTP/1.1 429 Busy\r\nRetry-After: {wait}\r\nConnection: close\r\n\r\n".encode()])
         return completion(body)
 
     with running({"/v1/models": MODELS, "/v1/completions": busy}) as service:

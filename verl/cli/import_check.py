@@ -44,18 +44,18 @@ def examine_file(file: Path, folders: Sequence[Path] = ()) -> Iterator[Line]:
         yield fail(f"it is not Python: {error}")
         return
     yield from _imports(tree, (file.parent, *folders))
+    calls = {getattr(node.func, "id", "") for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("compute_score"):
             yield _reward_function(node)
         elif isinstance(node, ast.ClassDef):
             bases = {getattr(base, "attr", getattr(base, "id", "")) for base in node.bases}  # the last part of a.b
-            if "RLHFDataset" in bases:
+            if "RLHFDataset" in bases and node.name not in calls:  # else the script makes it by itself
                 yield from _dataset_class(node)
             if "RayPPOTrainer" in bases:
                 yield from _trainer_class(node)
             if bases & _WORKERS:
-                unused = f"line {node.lineno}: {node.name} would not be used"
-                yield fail(f"{unused}: engines compute here, not workers of a script")
+                yield fail(f"line {node.lineno}: {node.name} would not be used: engines compute, not workers")
 
 
 def _imports(tree: ast.Module, folders: Sequence[Path]) -> Iterator[Line]:

@@ -23,20 +23,17 @@ from dataclasses import asdict, replace
 
 import torch
 
-from verl.algorithms.advantages import compute_advantage
 from verl.algorithms.advantages.turns import turn_numbers
 from verl.algorithms.correction import require_fresh, rollout_correction, rollout_gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import PPOConfig
-from verl.config.active_keys import trains_branches
 from verl.data_proto.batch_metrics import chosen_values, scored_rows
 from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import names_of_samples
 from verl.data_proto.token_values import compared_log_probs
-from verl.distributions import load_part
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
@@ -64,7 +61,6 @@ class PPO(PPOProgram):
         if config.distillation.on_policy_share < 1:
             self.row_responses = RowResponses(handles.rollout, config, data.tokenizer, lambda: self.weight_version)
             handles = replace(handles, rollout=self.row_responses)
-        self.branches = load_part("verl.agents.branches") if trains_branches(config) else None
         if data.train is not None:
             self.collector = Collector(config, handles, data.train, run, self.samples, self.stages, self.reads_data)
 
@@ -143,16 +139,7 @@ class PPO(PPOProgram):
                 result.metrics.update(self._penalise_kl(batch))
             if self.old_log_probs == "recompute":
                 result.metrics.update(self._correct(batch))
-            rows = batch if self.branches is None else self.branches.episodes(batch)
-            credit = compute_advantage(
-                algorithm.adv_estimator, {**dict(rows.batch.items()), **rows.non_tensor_batch}, config=algorithm,
-                gamma=algorithm.gamma, lam=algorithm.lam, norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-                gdpo_reward_keys=algorithm.gdpo_reward_keys, gdpo_reward_weights=algorithm.gdpo_reward_weights,
-                step_advantage_w=algorithm.gigpo.step_advantage_w,
-            )  # fmt: skip
-            if self.branches is not None:
-                credit = tuple(self.branches.spread_over_conversations(batch, values) for values in credit)
-            columns["advantages"], columns["returns"] = credit
+            columns["advantages"], columns["returns"] = self.advantages(batch)
             if algorithm.use_pf_ppo:
                 rule, generator = algorithm.pf_ppo, torch.Generator().manual_seed(step)
                 scores, scored = columns["token_level_scores"].sum(dim=1), scored_rows(batch)

@@ -14,16 +14,18 @@ from typing import Any, ClassVar
 
 import torch
 
+from verl.algorithms.advantages import compute_advantage
 from verl.algorithms.correction import rollout_gap_metrics
 from verl.algorithms.kl import make_kl_controller
 from verl.checkpoint.store import CheckpointWriter
 from verl.config import PPOConfig
-from verl.config.active_keys import uses_rewards
+from verl.config.active_keys import trains_branches, uses_rewards
 from verl.data_proto.batch_metrics import data_metrics, span_tokens, variety_metrics
 from verl.data_proto.extras import EXPERTS as ROUTED_EXPERTS
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import observed_rows
+from verl.distributions import load_part
 from verl.manifest import FileRecord, record_of
 from verl.parallel.serialize import record
 from verl.programs.api import Program, RunContext, StepResult
@@ -191,6 +193,7 @@ class PPOProgram(Program[PPOConfig]):
         self.traces = Traces(config.global_profiler, list(roles.models.values())) if steps else None
         self.stages = Stages(config.algorithm.stages) if config.algorithm.stages else None
         self.weight_version = self._num_defaulted = 0
+        self.branches = load_part("verl.agents.branches") if trains_branches(config) else None
         self.kl_controller = make_kl_controller(**asdict(config.algorithm.kl_ctrl))
         self.guards = Guards(config.trainer.guards, run.folder / "guards.jsonl" if run.is_rank_zero else None)
         self.signal = SignalWatch(config.data.max_response_length, config.actor_rollout_ref.rollout.n)
@@ -199,6 +202,18 @@ class PPOProgram(Program[PPOConfig]):
             self.curves = greedy_curves(self.curves)  # type: ignore[misc]
         if data.validation is not None:
             self.validator = Validator(config, self.roles_of_run, data.validation, data.tokenizer, run.log_samples)
+
+    def advantages(self, batch: DataProto) -> Sequence[torch.Tensor]:
+        """Advantages and returns [row, response] by the estimator, which sees a row for each episode."""
+        algorithm, rows = self.config.algorithm, batch if self.branches is None else self.branches.episodes(batch)
+        credit: Sequence[torch.Tensor] = compute_advantage(
+            algorithm.adv_estimator, {**dict(rows.batch.items()), **rows.non_tensor_batch}, config=algorithm,
+            gamma=algorithm.gamma, lam=algorithm.lam, norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            gdpo_reward_keys=algorithm.gdpo_reward_keys, gdpo_reward_weights=algorithm.gdpo_reward_weights,
+            step_advantage_w=algorithm.gigpo.step_advantage_w,
+        )  # fmt: skip
+        branches = self.branches
+        return credit if branches is None else [branches.spread_over_conversations(batch, one) for one in credit]
 
     @abstractmethod
     def train(self, step: int) -> StepBatch:

@@ -234,10 +234,8 @@ def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: PPOCon
 
 def _check_profiler(path: str, profiler: GlobalProfilerConfig, root: object) -> Iterator[Problem]:
     if profiler.tool not in (None, "torch", "torch_memory"):
-        key = f"{path}.tool"
-        yield Problem(
-            "notice", key, f"No effect: {key}={profiler.tool} (traces are torch.profiler's, whatever the tool)"
-        )
+        text = f"{path}.tool={profiler.tool}: traces are torch.profiler's, whatever the tool."
+        yield Problem("notice", f"{path}.tool", text)
 
 
 def _check_deepspeed(path: str, deepspeed: DeepSpeedConfig, root: object) -> Iterator[Problem]:
