@@ -234,7 +234,7 @@ def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: PPOCon
 
 def _check_profiler(path: str, profiler: GlobalProfilerConfig, root: object) -> Iterator[Problem]:
     if profiler.tool not in (None, "torch", "torch_memory"):
-        text = f"{path}.tool={profiler.tool}: traces are torch.profiler's, whatever the tool."
+        text = f"No effect: {path}.tool={profiler.tool} (traces are torch.profiler's, whatever the tool)"
         yield Problem("notice", f"{path}.tool", text)
 
 
