@@ -4,6 +4,10 @@
 #ifndef VERL_AMX_H
 #define VERL_AMX_H
 
+#if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 12
+#define HAVE_AMX 1
+#define AMX_TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,12 +29,14 @@ static int amx_allowed(void)
             uint8_t palette, start, reserved[14];                                                                             \
             uint16_t bytes[16];                                                                                               \
             uint8_t rows[16];                                                                                                 \
-        } tiles_ = {.palette = 1};                                                                                             \
+        } tiles_ = {.palette = 1};                                                                                            \
         for (int t = 0; t < 8; t++)                                                                                           \
-            tiles_.bytes[t] = 64, tiles_.rows[t] = (uint8_t)(t < 7 ? (count) : AMX_STEPS);                                      \
+            tiles_.bytes[t] = 64, tiles_.rows[t] = (uint8_t)(t < 7 ? (count) : AMX_STEPS);                                    \
         __asm__ volatile("" ::: "memory");                                                                                    \
-        _tile_loadconfig(&tiles_);                                                                                             \
+        _tile_loadconfig(&tiles_);                                                                                            \
         __asm__ volatile("" ::: "memory");                                                                                    \
     } while (0)
+
+#endif
 
 #endif

@@ -26,18 +26,17 @@
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
 
-#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
-#if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 12
 #include "amx.h"
+#ifdef HAVE_AMX
 #define ISA avx512_amx
-#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+#define TARGET AMX_TARGET
 #define WIDTH 16
 #define HAS_PAIRS 1
 #define HAS_TILES 1
 #include "decoder_kernels.h"
-#define HAVE_AMX 1
 #endif
 
+#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
 #define ISA avx512_bf16
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")))
 #define WIDTH 16

@@ -34,15 +34,14 @@ static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H
 #define WIDTH 8
 #include "all_kernels.h"
 
-#if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 12
 #include "amx.h"
+#ifdef HAVE_AMX
 #define ISA avx512_amx
-#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+#define TARGET AMX_TARGET
 #define WIDTH 16
 #define HAS_PAIRS 1
 #define HAS_TILES 1
 #include "bf16_kernels.h"
-#define HAVE_AMX 1
 #endif
 
 #if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
