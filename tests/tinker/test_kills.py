@@ -4,6 +4,7 @@ import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -111,24 +112,33 @@ def test_a_request_that_ends_the_process_is_given_up_after_its_second_death(tiny
         assert json.load(file) == {"computing": [], "deaths": {}}
 
 
+@contextmanager
+def killing(served, count, chance, least):
+    """Inside, the service is killed `count` times, at least `least` seconds apart."""
+    ended = threading.Event()
+
+    def kill():
+        while served.kills < count and not ended.wait(least * (1 + 2 * chance.random())):
+            served.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(120)
+    assert served.kills >= count, "the run was too short"
+
+
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments_change_no_bit(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     chance = random.Random(0)
     deaths = [(chance.randint(3, 12), chance.choice(MOMENTS)) for _ in range(10)]
     with lives(tiny_llama, tmp_path, deaths) as served:
-        ended = threading.Event()
-
-        def kill():
-            while served.kills < 20 and not ended.wait(0.2 + 0.5 * chance.random()):
-                served.kill()
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        killed = run(served.url, 40)
-        ended.set()
-        thread.join(120)
-        assert served.kills >= 20, "the run was too short"
+        with killing(served, 20, chance, 0.2):
+            killed = run(served.url, 40)
         compare(tmp_path, killed, run(served.url, 40))
 
 
@@ -141,17 +151,7 @@ def test_twenty_four_kills_of_several_models_tenants_and_samplers_change_no_bit(
     deaths = [(chance.randint(3, 20), chance.choice(MOMENTS)) for _ in range(12)]
     plan = [("base", "tml-test"), ("other", "tml-ada"), ("base", "tml-bob")]
     with lives(tiny_llama, tmp_path / "service", deaths, 1000, other) as served, ThreadPoolExecutor(3) as pool:
-        ended = threading.Event()
-
-        def kill():
-            while served.kills < 24 and not ended.wait(0.3 + 0.6 * chance.random()):
-                served.kill()
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        killed = list(pool.map(lambda one: run(served.url, 30, *one), plan))
-        ended.set()
-        thread.join(120)
-        assert served.kills >= 24, "the runs were too short"
+        with killing(served, 24, chance, 0.3):
+            killed = list(pool.map(lambda one: run(served.url, 30, *one), plan))
         for result, one in zip(killed, plan, strict=True):
             compare(tmp_path / "service", result, run(served.url, 30, *one))
