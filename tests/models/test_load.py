@@ -177,10 +177,13 @@ def test_what_bfloat16_rounds_is_no_difference(tiny_folder, monkeypatch):
     assert "differs from its own attention" in packed_problem(module)
 
 
-def test_the_check_leaves_the_model_as_it_was(tiny_folder):
+def test_the_check_leaves_the_model_as_it_was_and_settings_to_their_reader(tiny_folder, monkeypatch):
     module = load_causal_lm(tiny_folder("gemma3_text")).train()
     choose_forward(module)
     assert module.training
+    monkeypatch.setenv("VERL_CPU_ISA", "avx10")
+    with pytest.raises(ConfigError, match="VERL_CPU_ISA=avx10 was asked for"):
+        choose_forward(load_causal_lm(tiny_folder("llama")))
     assert module.config._attn_implementation == ATTENTION_NAME
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
 from verl.models.attention import ATTENTION_NAME, Scoring
 from verl.models.delta_net import DeltaInputs
 from verl.models.folder import reason
@@ -192,7 +192,7 @@ def _require_backward(module: nn.Module, packed: PackedBatch) -> None:
 def _problem_of(find: Any, module: HFModule) -> str:
     try:
         problem: str = find(module)
-    except ModelError:
+    except (ConfigError, ModelError):
         raise
     except Exception as error:  # noqa: BLE001 - of a family's own code, called in a way that it does not know
         return f"its forward fails ({type(error).__name__}: {reason(error)})"
