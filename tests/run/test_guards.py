@@ -17,7 +17,7 @@ from verl.config import load_config
 from verl.config.sections.trainer import GuardConfig, GuardsConfig, NonfiniteGuardConfig
 from verl.engines.api import whole
 from verl.errors import ConfigError, NumericsError
-from verl.programs import ppo as program_file
+from verl.programs import ppo_program as program_file
 from verl.programs.api import ProgramSpecs, RunContext
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import load_data
