@@ -13,7 +13,7 @@ from verl.tinker.app import application
 from verl.tinker.bases import BaseModel, Bases
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.journal import RequestJournal
-from verl.tinker.server import uvicorn_config
+from verl.tinker.server import ServiceServer, uvicorn_config
 from verl.tinker.service import Service
 from verl.tinker.worker import Bench, BenchWorker
 
@@ -21,12 +21,16 @@ from verl.tinker.worker import Bench, BenchWorker
 class Served:
     """A running service: its address, its state, and a client of the SDK."""
 
-    def __init__(self, url, service, faults):
-        self.url, self.service, self.faults, self._clients = url, service, faults, []
+    def __init__(self, url, server, service, faults):
+        self.url, self.server, self.service, self.faults, self._clients = url, server, service, faults, []
 
     def client(self, key="tml-test"):
         self._clients.append(tinker.ServiceClient(base_url=self.url, api_key=key))
         return self._clients[-1]
+
+    def end(self):
+        """Let the server end, as a signal does."""
+        self.server.should_exit = True
 
     def close(self):
         """End the sessions of the clients: the SDK would call, and warn, until the process ends."""
@@ -87,8 +91,6 @@ class Faults:
 def running(bench, folder, tenants=None, certificate=None, apart=(), bases=None):
     """A service of `bench` on a free port of this machine, with TLS where there are files of a certificate and its key. The
     workers `apart` compute in its place, or `bases` are served."""
-    import uvicorn
-
     path = str(bench.engine._trained.base)
     listening, ready, box = listen(), threading.Event(), {}
 
@@ -97,20 +99,20 @@ def running(bench, folder, tenants=None, certificate=None, apart=(), bases=None)
         journal = RequestJournal(folder, *(base.path for base in held.bases))
         service = Service(held, Checkpoints(folder, path), journal, tenants)
         faults = Faults(application(service))
-        box["server"] = uvicorn.Server(uvicorn_config(faults, certificate))
+        server = ServiceServer(uvicorn_config(faults, certificate), service)
         scheme = "http" if certificate is None else "https"
-        box["served"] = Served(f"{scheme}://127.0.0.1:{listening.getsockname()[1]}", service, faults)
+        box["served"] = Served(f"{scheme}://127.0.0.1:{listening.getsockname()[1]}", server, service, faults)
         ready.set()
-        await box["server"].serve(sockets=[listening])
+        await server.serve(sockets=[listening])
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
         assert ready.wait(120)
-        wait_until(lambda: box["server"].started)
+        wait_until(lambda: box["served"].server.started)
         yield box["served"]
     finally:
         if "served" in box:
             box["served"].close()
-        box["server"].should_exit = True
+            box["served"].end()
         thread.join(120)

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -15,7 +17,9 @@ from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa:
 
 from tests.processes import wait_until  # noqa: E402
 from tests.tinker.data import array, datum, tensor  # noqa: E402
+from tests.tinker.served import running  # noqa: E402
 from verl.tinker import routes  # noqa: E402
+from verl.tinker.queues import RequestFuture  # noqa: E402
 
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
 PROMPT = types.ModelInput.from_ints([3, 4, 5, 6])
@@ -303,3 +307,29 @@ def test_a_refused_batch_takes_no_number_away_and_a_failed_one_no_step(served):
         step.result()
     assert equal(before, served.tensors(trainer))
     train(trainer, range(1))
+
+
+def test_clients_that_wait_when_the_server_ends_are_told_to_ask_again(bench, tmp_path, around, caplog):
+    """uvicorn would cancel their requests, and log a traceback for each."""
+    waits, release = threading.Event(), threading.Event()
+
+    def wait(wait, future, timeout_s):
+        waits.set()
+        return wait(future, timeout_s)
+
+    around(RequestFuture, "wait", wait)
+    around(bench, "advance", lambda advance, *arguments: (release.wait(60), advance(*arguments))[1])
+    with running(bench, tmp_path) as served, ThreadPoolExecutor() as pool:
+        http = httpx.Client(base_url=f"{served.url}/api/v1", headers={"x-api-key": "tml-test"}, timeout=60)
+        session = http.post("create_session", json={"tags": [], "user_metadata": None, "sdk_version": "0"}).json()
+        body = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "base"}
+        sampler = http.post("create_sampling_session", json=body).json()["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+        sample = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+        request_id = http.post("asample", json=sample).json()["request_id"]
+        asked = pool.submit(http.post, "retrieve_future", json={"request_id": request_id})
+        assert waits.wait(60)
+        served.end()
+        assert asked.result(60).status_code == 408
+        release.set()
+    assert "Exception in ASGI application" not in caplog.text

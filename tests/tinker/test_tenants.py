@@ -169,6 +169,23 @@ def test_a_step_waits_for_two_turns_of_a_long_sample_at_most():
     assert max(computed[0] - 20, computed[1] - 20, computed[2] - 40, computed[3] - 40) <= 4
 
 
+def test_many_small_samples_leave_a_long_one_the_share_of_a_tenant():
+    lanes, (short, long) = Lanes(), (SampleLane(None, "params", longest) for longest in (256, 1024))
+    lanes.put(long, QueuedJob(None, "long", "large", 256 * 900))
+    turns, idle = {short: 0, long: 0}, [f"small {number}" for number in range(49)]
+    for _ in range(200):
+        for name in idle:  # each has its next request by the end of a turn
+            lanes.put(short, QueuedJob(None, "short", name, 34))
+        taken, jobs = lanes.take()
+        turns[taken] += 1
+        idle = [job.tenant for job in jobs if taken is short]
+        for job in jobs:
+            lanes.charge(job.tenant, TURN_TOKENS if taken is long else 44)
+        if taken is long:
+            lanes.put(long, jobs[0], first=True)
+    assert abs(turns[long] * TURN_TOKENS - turns[short] * 44) <= 2 * TURN_TOKENS
+
+
 def test_tenants_get_equal_shares_of_tokens():
     lanes, used = Lanes(), {"long": 0, "short": 0}
     for number in range(400):

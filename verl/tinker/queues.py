@@ -21,7 +21,7 @@ from verl.tinker.records import RefusedRequest
 
 SLICE_TOKENS = 8192  # of training between two looks at who is next
 _SHORTEST = 256  # tokens of a sample, for all lower limits
-TURN_TOKENS = 512  # of sampling between two such looks, and what a tenant gets when it is passed over
+TURN_TOKENS = 256  # of sampling between two such looks
 _MOST_AHEAD = 1 << 16  # numbers between a request and the next one in order
 
 
@@ -55,6 +55,10 @@ class RequestFuture:
     def set(self, answer: WireAnswer) -> None:
         self.answer, self.done_at = answer, time.monotonic()
         self._loop.call_soon_threadsafe(self._event.set)
+
+    def wake(self) -> None:
+        """Let waits end without an answer: the server ends."""
+        self._event.set()
 
     async def wait(self, timeout_s: float) -> WireAnswer | None:
         try:
@@ -95,45 +99,50 @@ class SampleLane(NamedTuple):
 
 
 @dataclass
-class _Turn:
-    """The jobs of a tenant in lanes, and the tokens that it can use before the next tenant; negative after a large job."""
+class _Share:
+    """The jobs of a tenant in lanes, and the tokens that were computed for it; an idle time adds what it missed."""
 
     lanes: OrderedDict[Hashable, deque[QueuedJob]] = field(default_factory=OrderedDict)
-    credit: int = 0
+    used: int = 0
 
 
 class Lanes:
-    """Jobs of tenants in lanes. Tenants take turns by deficit round robin over tokens (Shreedhar and Varghese, 1995), and the
-    lanes of a tenant take turns. A lane of samples gives the jobs of all tenants, another lane one."""
+    """Jobs of tenants in lanes. The tenant with the fewest tokens is next (start-time fair queueing, Goyal et al., 1996),
+    so a small request waits for one turn of a large one. The lanes of a tenant take turns. A lane of samples gives the jobs
+    of all tenants, another lane one."""
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+        self._shares: OrderedDict[str, _Share] = OrderedDict()
+        self._used = 0  # by the tenant of the last turn when it began
         self._changed = threading.Condition()
         self._closed = False
 
     def put(self, lane: Hashable, job: QueuedJob, *, first: bool = False) -> None:
         """Append a job to a lane, or put it `first` there."""
         with self._changed:
-            jobs = self._turns.setdefault(job.tenant, _Turn()).lanes.setdefault(lane, deque())
+            share = self._shares.setdefault(job.tenant, _Share())
+            if not share.lanes:
+                share.used = max(share.used, self._used)
+            jobs = share.lanes.setdefault(lane, deque())
             jobs.appendleft(job) if first else jobs.append(job)
             self._changed.notify()
 
     def take(self) -> tuple[Hashable, list[QueuedJob]] | None:
         """The next lane with its jobs; waits for one. None once closed."""
         with self._changed:
-            while not self._closed and not any(turn.lanes for turn in self._turns.values()):
+            while not self._closed and not any(share.lanes for share in self._shares.values()):
                 self._changed.wait(1.0)
             if self._closed:
                 return None
             tenant = self._next_tenant()
-            lane = next(iter(self._turns[tenant].lanes))
+            lane = next(iter(self._shares[tenant].lanes))
             if isinstance(lane, SampleLane):
-                names = [tenant, *(name for name in self._turns if name != tenant)]
-                return lane, [job for name in names for job in self._turns[name].lanes.pop(lane, ())]
-            jobs = self._turns[tenant].lanes.pop(lane)
+                names = [tenant, *(name for name in self._shares if name != tenant)]
+                return lane, [job for name in names for job in self._shares[name].lanes.pop(lane, ())]
+            jobs = self._shares[tenant].lanes.pop(lane)
             job = jobs.popleft()
             if jobs:  # behind the tenant's lanes
-                self._turns[tenant].lanes[lane] = jobs
+                self._shares[tenant].lanes[lane] = jobs
             self._charge(tenant, job.cost)
             return lane, [job]
 
@@ -143,7 +152,7 @@ class Lanes:
             self._charge(tenant, tokens)
 
     def _charge(self, tenant: str, tokens: int) -> None:
-        self._turns.setdefault(tenant, _Turn()).credit -= tokens
+        self._shares.setdefault(tenant, _Share()).used += tokens
 
     def close(self) -> None:
         with self._changed:
@@ -151,15 +160,14 @@ class Lanes:
             self._changed.notify_all()
 
     def _next_tenant(self) -> str:
-        """The first tenant in turn with credit; every tenant that is passed over gets more."""
-        while True:
-            tenant, turn = next(iter(self._turns.items()))
-            if turn.lanes and turn.credit > 0:
-                return tenant
-            turn.credit += TURN_TOKENS
-            self._turns.move_to_end(tenant)
-            if not turn.lanes and turn.credit >= 0:
-                del self._turns[tenant]
+        """The tenant that waits with the fewest tokens; of equal ones, the one whose turn is longest ago."""
+        self._shares = OrderedDict(
+            (n, share) for n, share in self._shares.items() if share.lanes or share.used > self._used
+        )
+        tenant = min((n for n, share in self._shares.items() if share.lanes), key=lambda n: self._shares[n].used)
+        self._used = self._shares[tenant].used
+        self._shares.move_to_end(tenant)
+        return tenant
 
 
 @dataclass

@@ -25,7 +25,7 @@ from verl.tinker.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-_END_S = 2  # for requests that wait for a result when the server ends
+_END_S = 2  # for requests that are answered when the server ends
 
 
 def uvicorn_config(app: Starlette, certificate: tuple[str, str] | None = None) -> uvicorn.Config:
@@ -35,6 +35,20 @@ def uvicorn_config(app: Starlette, certificate: tuple[str, str] | None = None) -
         app, http=PatientProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_END_S,
         ssl_certfile=cert, ssl_keyfile=key,
     )  # fmt: skip
+
+
+class ServiceServer(uvicorn.Server):
+    """uvicorn's server of a service. When it ends, clients that wait for a result are told to ask again; uvicorn would cancel
+    their requests, with a traceback for each."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for future in self._service.futures.values():
+            future.wake()
+        await super().shutdown(sockets)
 
 
 def serve_tinker(
@@ -57,7 +71,7 @@ def serve_tinker(
         if adapters is not None:
             import_adapters(adapters, checkpoints, bases.bases)
         service = Service(bases, checkpoints, journal, tenants)
-        server = uvicorn.Server(uvicorn_config(application(service), certificate))
+        server = ServiceServer(uvicorn_config(application(service), certificate), service)
         service.on_lost = lambda: setattr(server, "should_exit", True)
         host, port = listening.getsockname()[:2]
         if is_first:
