@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import httpx
 import numpy as np
@@ -171,8 +172,10 @@ def patient(served, around):
 
     def sampled(sample, lane, longest, requests, weights, tokens):
         if expected:
-            count = expected.pop()
-            wait_until(lambda: sum(f.answer is None for f in list(service.futures.values())) >= count)
+            lanes, count = service._sample_lanes, expected.pop() - len(requests)
+            wait_until(
+                lambda: sum(map(len, chain(*(s.lanes.copy().values() for s in lanes._shares.copy().values())))) >= count
+            )
         return sample(lane, longest, requests, weights, 1)
 
     def advanced(advance, lane, tokens):
