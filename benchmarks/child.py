@@ -4,8 +4,6 @@ A child is a script that calls `serve({"build": ..., "step": ...})`. Between com
 processor time while another child is measured. It dies with its parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -10,8 +10,6 @@ agents, N  N agents at a time. Each repeats the result of a tool.
 Only steps without prompts count. Every way must give the same samples as the engine without drafts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

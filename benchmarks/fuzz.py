@@ -9,8 +9,6 @@ and raises AssertionError for an outcome that must not occur. Any exception that
 its traceback, the number of the case and the seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import logging

@@ -8,8 +8,6 @@ compared to the last digit, and so are the files of the last checkpoint. A recor
 processors differ in the order of their sums; the file names the processor and the versions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

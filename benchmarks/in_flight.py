@@ -2,12 +2,10 @@
 
     python -m benchmarks.in_flight --rounds 2
 
-The lengths are log-normal as in `benchmarks.scale --tails`, a function of prompt and sample, in a model of two layers. The
-ways take turns: whole responses, parts of fixed lengths with keys kept, and weights that change in flight. Steps in which the
-queue fills or empties are left out. Also says how many decode steps a token took, as a multiple of full slots.
+The lengths are log-normal, a function of prompt and sample, in a model of two layers. The ways take turns: whole
+responses, parts of fixed lengths with keys kept, and weights that change in flight. Steps in which the queue fills or
+empties are left out. Also says how many decode steps a token took, as a multiple of full slots.
 """
-
-from __future__ import annotations
 
 import argparse
 import json

@@ -1,7 +1,5 @@
 """Results of a benchmark: medians with their spread, ratios against a named baseline, a plain table, and the same as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -6,8 +6,6 @@ Each client is a tenant. One of them asks for 256 samples of 900 tokens, again a
 and pause. Seconds count from the request to its result. `--quiet` leaves the greedy client out.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

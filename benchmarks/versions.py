@@ -10,8 +10,6 @@ refuses a release because verl excludes it, verl is installed without its depend
 `verl train`.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

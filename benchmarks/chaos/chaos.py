@@ -19,8 +19,6 @@ Time to recover is from the kill until the interrupted step is being taken again
 taken again. All runs train a tiny model whose steps take a fraction of a second, so recovery time is start-up time.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

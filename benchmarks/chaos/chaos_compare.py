@@ -1,7 +1,5 @@
 """Comparison of the folders of two runs of the same work: only times may differ."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

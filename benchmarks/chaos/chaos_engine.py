@@ -2,8 +2,6 @@
 ends of the process. Engine processes can thus be killed where vLLM is not installed.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

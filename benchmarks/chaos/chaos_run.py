@@ -1,7 +1,5 @@
 """One run of `verl train` under attack: its command, its processes, and the moments at which they are killed."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

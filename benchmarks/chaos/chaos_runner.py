@@ -1,7 +1,5 @@
 """A program behind the endpoint, for agents under attack: three turns and a reward. It imports only the standard library."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

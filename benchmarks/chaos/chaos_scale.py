@@ -4,8 +4,6 @@ The seed determines the sizes of rollout and reward, which are requested as `ver
 while it starts or at work, or the driver.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

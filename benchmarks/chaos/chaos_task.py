@@ -57,14 +57,10 @@ _LONGER = ("data.max_response_length=96", f"{_ROLLOUT}.stop_token_ids={list(rang
 _IN_FLIGHT = (*_LONGER, f"{_ROLLOUT}.max_num_seqs=6", f"{_ROLLOUT}.in_flight_updates=True")
 # scores are computed in the process of the run, so that all other processes belong to tools
 _AGENTS = (
-    *_LONGER,
-    "reward.debug=True",
-    f"actor_rollout_ref.model.external_lib={_TOOLS}",
-    f"{_ROLLOUT}.multi_turn.enable=True",
-    f"{_ROLLOUT}.multi_turn.function_tool_path={_TOOLS}",
-    f"{_ROLLOUT}.multi_turn.format=chaos",
+    *_LONGER, "reward.debug=True", f"actor_rollout_ref.model.external_lib={_TOOLS}", f"{_ROLLOUT}.multi_turn.enable=True",
+    f"{_ROLLOUT}.multi_turn.function_tool_path={_TOOLS}", f"{_ROLLOUT}.multi_turn.format=chaos",
     f"{_ROLLOUT}.multi_turn.max_assistant_turns=4",
-)
+)  # fmt: skip
 # local: the engine is the process that trains; torchrun, ray: every rank trains and generates
 RUNTIMES = {
     "local": Runtime((), _ONE),
@@ -229,18 +225,12 @@ def _prompts(folder: Path, model: str, dtype: str, program: str) -> tuple[list[d
             row["images"] = [image_text(Image.new("RGB", (56, 28), (10 * i, 99, 255 - 10 * i)), "")]
     (folder / "reward.py").write_text(_REWARD)
     return rows, (
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.model.path={model}",
-        f"data.val_files={folder}/train.jsonl",
-        "data.max_prompt_length=64",
-        "data.max_response_length=8",
-        f"actor_rollout_ref.rollout.n={SAMPLES}",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.optim.lr=0.002",
-        f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}",
+        "algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}", f"data.val_files={folder}/train.jsonl",
+        "data.max_prompt_length=64", "data.max_response_length=8", f"actor_rollout_ref.rollout.n={SAMPLES}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.optim.lr=0.002",
+        f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}", "reward.num_workers=2",
         f"reward.custom_reward_function.path={folder}/reward.py",
-        "reward.num_workers=2",
-    )
+    )  # fmt: skip
 
 
 def _pairs(folder: Path, model: str, dtype: str, program: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:

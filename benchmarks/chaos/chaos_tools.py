@@ -1,8 +1,6 @@
 """A tool with a side effect, for agents under attack: it appends a line to the run folder's calls.txt after each call.
 Every turn of the model is taken for a call, since a tiny random model writes none."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 python benchmarks/gpu/functions.py environment | tests FILE... | loop | fsdp | service | trl SIZE | main-job FOLDER [KEY=VALUE]
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import platform

@@ -3,8 +3,6 @@
 python benchmarks/gpu/kernel_times.py
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial

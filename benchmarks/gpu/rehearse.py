@@ -6,8 +6,6 @@ The environment has the releases of MACHINE, the clone has no compiled libraries
 failed. An assertion says which limit of such machines was passed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -12,8 +12,6 @@ docs/benchmarks.md lists the packages that it needs. No network and no files.
     DIR/logs.tar.gz    the end of every step's output and its numbers, written again after each step
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

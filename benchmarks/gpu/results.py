@@ -1,7 +1,5 @@
 """Numbers of one step of the GPU report, in a file that is complete after each number."""
 
-from __future__ import annotations
-
 import json
 import os
 import traceback

@@ -14,8 +14,6 @@ value that is needed read once (a prompt once for its samples), over the time an
 between device events after warm-up.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -285,8 +283,11 @@ def packed_log_probs(bench: Bench, columns: dict[str, torch.Tensor], share: bool
 
 
 def hf_log_probs(bench: Bench, columns: dict[str, torch.Tensor], attention: str = "sdpa") -> torch.Tensor:
-    with plain(bench.module, attention):
-        return padded_log_probs(bench, columns) * columns["response_mask"].to(bench.device)
+    prompts, responses, mask = (columns[n].to(bench.device) for n in ("prompts", "responses", "response_mask"))
+    with plain(bench.module, attention) as module:
+        ids, keep = torch.cat([prompts, responses], dim=1), responses.shape[1] + 1
+        logits = module(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(2, responses[:, :, None])[:, :, 0] * mask
 
 
 def gradient(bench: Bench, log_probs_of: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -403,12 +404,6 @@ def measure_generation(bench: Bench, hf_batches: tuple[int, ...]) -> None:
         )
 
 
-def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor) -> None:
-    """One optimizer step on all rows."""
-    accumulate(bench, columns, advantages)
-    bench.optimizer.step(1e-6)
-
-
 def accumulate(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor) -> None:
     """The gradients of all rows, micro-batch by micro-batch."""
     aggregated = partial(agg_loss, loss_agg_mode="token-mean", batch_num_tokens=int(columns["response_mask"].sum()))
@@ -423,13 +418,6 @@ def accumulate(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch
         loss.backward()
 
 
-def padded_log_probs(bench: Bench, part: dict[str, torch.Tensor]) -> torch.Tensor:
-    ids = torch.cat([part["prompts"], part["responses"]], dim=1).to(bench.device)
-    keep = part["responses"].shape[1] + 1
-    logits = bench.module(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, :-1].float()
-    return logits.log_softmax(-1).gather(2, part["responses"].to(bench.device)[:, :, None])[:, :, 0]
-
-
 def measure_grpo(bench: Bench) -> None:
     shape, device, module = bench.shape, bench.device, bench.module
     engine = make_engine(bench)
@@ -440,6 +428,10 @@ def measure_grpo(bench: Bench) -> None:
     def generate() -> None:
         completions[:] = engine.generate(prompts, params, step=1)
 
+    def train() -> None:
+        accumulate(bench, columns, advantages)
+        bench.optimizer.step(1e-6)
+
     with peak_gib(bench, "GRPO, generation"):
         generation = median_s(generate, device, shape.repeats)
     engine.release()
@@ -449,7 +441,7 @@ def measure_grpo(bench: Bench) -> None:
     advantages, _ = grpo(rewards, columns["response_mask"], index=[i // shape.samples for i in range(shape.rows)])
     before = next(module.parameters()).detach().clone()
     with peak_gib(bench, "GRPO, training"):
-        training = median_s(lambda: train(bench, columns, advantages), device, shape.repeats, warmup=1)
+        training = median_s(train, device, shape.repeats, warmup=1)
     if torch.equal(before, next(module.parameters())):
         raise RuntimeError("training changed no weight")
     flops = 3 * forward_flops(module, shape)
@@ -457,7 +449,7 @@ def measure_grpo(bench: Bench) -> None:
     bench.note("GRPO, training", training, "s")
     bench.note("GRPO, training, MFU on needed FLOPs", 100 * flops / training / bench.limits["flops"], "%")
     bench.note("GRPO, step", generation + training, "s")
-    waits = count_waits(lambda: train(bench, columns, advantages), device)
+    waits = count_waits(train, device)
     bench.note("waits of the host in one training phase", float(waits))
 
 

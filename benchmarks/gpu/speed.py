@@ -3,14 +3,12 @@
 python benchmarks/gpu/speed.py decode | decode-profile | profile | weights [SIZE ...]
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,8 +123,10 @@ def _decode(
     engine = _engine(bench, rows, config or {})
     torch.use_deterministic_algorithms(case == "deterministic", warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # imports Triton if entered
+    without_overlap = mock.patch("verl.models.ops.triton.overlap._is_hopper", return_value=False)
     try:
-        with _without_overlap() if case == "no overlap" else nullcontext(), sizes.peak_gib(bench, name):
+        with without_overlap if case == "no overlap" else nullcontext(), sizes.peak_gib(bench, name):
             first = sizes.seconds(lambda: engine.generate(prompts, sampling, step=1), DEVICE)
             prefill, step = sizes.decoding_s(engine, prompts, sampling, DEVICE, 2, warmup=1)
     finally:
@@ -139,12 +139,6 @@ def _decode(
     bench.note(f"{name}, first generation, added time", first - prefill - step * (shape.response_tokens - 1), "s")
     if case and (equal := bench.values.get(f"{size}, {rows} rows")):
         bench.note(f"{name}, added time of a step", 1000 * (step - rows / equal), "ms")
-
-
-def _without_overlap() -> AbstractContextManager[object]:
-    from verl.models.ops.triton import overlap  # needs Triton
-
-    return mock.patch.object(overlap, "_is_hopper", return_value=False)
 
 
 def _ragged(bench: sizes.Bench, size: str, rows: int) -> None:

@@ -4,8 +4,6 @@ vLLM runs in its own environment, where verl is not installed, at its best setti
 core, eager. Clocks run from token ids to token ids.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

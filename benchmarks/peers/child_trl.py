@@ -6,8 +6,6 @@ generation; the step without `_generate_and_score_completions` (generation, deco
 forward, backward and optimizer of every micro-batch.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The measured process of our side: builds a run once, then takes a step or generates on command."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,6 @@ class VerlChild:
 
     side: Any = None  # made by `build`
     sent: list[int] = []  # bytes to other processes, in a step
-
-    def nothing(self) -> dict[str, Any]:
-        """Cost of the process before it has a model."""
-        import verl_side  # noqa: F401 - the cost of the libraries is measured
-
-        return {}
 
     def build(self, work: dict[str, Any], folder: str, overrides: list[str]) -> dict[str, Any]:
         """A GRPO run on a workload, or a run of SFT or DPO on the rows of a file."""
@@ -85,7 +77,7 @@ class VerlChild:
 
 def main(arguments: list[str]) -> int:
     child = VerlChild()
-    names = ("nothing", "build", "build_run", "build_ranks", "step", "step_of_run", "log_prob_gap", "generate")
+    names = ("build", "build_run", "build_ranks", "step", "step_of_run", "log_prob_gap", "generate")
     serve({name: getattr(child, name) for name in names})
     return 0
 

@@ -5,8 +5,6 @@
 Sides take steps in turns, so that a slow minute counts for both. Their rewards are of one function, their clocks of steps only.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics
@@ -18,7 +16,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import in_turns
-from peer_env import ensure
 from peers_cpu import MALLOC, TRLForm, add_trl_options, add_workload_options, model_of, start_trl, start_verl
 from report import Report
 from workload import Workload
@@ -77,8 +74,6 @@ def main(argv: list[str] | None = None) -> Report:
     parser.add_argument("--goal", type=float, default=0.5, help="mean reward of three steps to reach")
     parser.set_defaults(prompts=16, rounds=19)
     options = parser.parse_args(argv)
-    if options.trl and not options.same_python:
-        ensure("trl", options.trl_env)
     report, rows = Report("Reward by samples, and time to a reward"), []
     with tempfile.TemporaryDirectory(prefix="learning-") as folder:
         for seed in options.seeds:

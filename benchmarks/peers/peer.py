@@ -39,7 +39,6 @@ class Peer:
     ):
         self.name, self.log = name, log
         self.idle_share = 0.0  # processor seconds per second of waiting, the worst of all waits
-        self.bare: dict[str, Any] = {}  # usage of the process with its libraries and no model
         self.facts: dict[str, Any] = {}  # the answer of the process to "build"
         self._cpu_s, self._answered_at = 0.0, 0.0
         inherited = dict(os.environ) if python is None else clean_environment()

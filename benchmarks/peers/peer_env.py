@@ -4,8 +4,6 @@ Each peer has a separate environment, so that its pins and our pins cannot confl
 steps are data: `PEERS[name].commands(folder)` lists the commands, `ensure(name, folder)` runs them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

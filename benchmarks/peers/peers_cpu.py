@@ -8,8 +8,6 @@ Every side is a process that builds its trainer once, takes one step to warm up,
 wait. A run is refused when a side got other prompts, made samples of another length, or did not change its weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -24,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer, in_turns
-from peer_env import default_folder, ensure, python_of
+from peer_env import ensure
 from report import Report, Series, gigabytes, number, ratio, series_of
 from workload import DEFAULT_MODEL, Workload, draw_pictures, make_prompts, prepare_model
 
@@ -121,9 +119,8 @@ def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:
 def start_verl(
     stack: ExitStack, work: Workload, logs: Path, limit_s: float, overrides: list[str], name: str = OURS
 ) -> Peer:
-    """Our process, built; `bare` has its usage before the build."""
+    """Our process, built."""
     ours = stack.enter_context(Peer(name, "child_verl.py", log=logs / f"{name}.log"))
-    ours.bare = ours.ask("nothing", limit_s)
     ours.build(limit_s, work=work.to_json(), folder=str(logs / name), overrides=overrides)
     return ours
 
@@ -132,7 +129,7 @@ def start_trl(
     stack: ExitStack, work: dict[str, Any], logs: Path, options: argparse.Namespace, name: str, form: TRLForm, rows: int
 ) -> Peer:
     """TRL's process in one of its forms, built; a step has `rows` rows."""
-    python = None if options.same_python else python_of(options.trl_env or default_folder("trl"))
+    python = None if options.same_python else ensure("trl", options.trl_env)
     environment = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(logs / "datasets"), **form.environment}
     peer = stack.enter_context(
         Peer(f"trl {name}", "child_trl.py", log=logs / f"trl-{name}.log", python=python, environment=environment)
@@ -218,8 +215,6 @@ def shares(idle: dict[str, float]) -> str:
 
 def main(argv: list[str] | None = None) -> Report:
     options = parse(argv)
-    if options.trl and not options.same_python:
-        ensure("trl", options.trl_env)
     work = replace(make_workload(options, num_steps=options.rounds + 1), device=options.device)
     if options.images:
         work = replace(work, images=tuple(row["images"][0] for row in draw_pictures(len(work.prompts), work.seed)))

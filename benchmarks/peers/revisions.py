@@ -7,8 +7,6 @@ With a learning rate of 1e-30 both sample from the model's first weights: respon
 revisions sample alike. Starts and rounds are as in ranks_cpu.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

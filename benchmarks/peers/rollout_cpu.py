@@ -8,8 +8,6 @@ Rounds are as in peers_cpu.py; every sample has the full length. A further resul
 the training forward.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -28,25 +26,10 @@ from report import Report, number, ratio, series_of
 from workload import Workload
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_options(parser, response_tokens=128)
-    parser.add_argument("--vllm", action="store_true", help="run vLLM too, in its own environment (made if absent)")
-    parser.add_argument(
-        "--forms", nargs="*", default=[], help="our engine with these numbers, in place of other engines"
-    )
-    parser.add_argument("--vllm-env", type=Path, help="vLLM's environment; implies --vllm")
-    return parser.parse_args(argv)
-
-
 def vllm_environment() -> dict[str, str]:
-    """Settings with which vLLM is fastest here: its engine in a separate process, threads on every core."""
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    """Settings with which vLLM is fastest here: its engine in a separate process, threads on every core, a cache of 1 GiB."""
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {**cores, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def start(stack: ExitStack, options: argparse.Namespace, work: Workload, logs: Path) -> list[Peer]:
@@ -95,7 +78,14 @@ def fill(report: Report, work: Workload, generations: dict[str, list[dict[str, A
 
 
 def main(argv: list[str] | None = None) -> Report:
-    options = parse(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_options(parser, response_tokens=128)
+    parser.add_argument("--vllm", action="store_true", help="run vLLM too, in its own environment (made if absent)")
+    parser.add_argument(
+        "--forms", nargs="*", default=[], help="our engine with these numbers, in place of other engines"
+    )
+    parser.add_argument("--vllm-env", type=Path, help="vLLM's environment; implies --vllm")
+    options = parser.parse_args(argv)
     work = make_workload(options, num_steps=options.rounds + 1)
     report = Report("Rollout on identical work")
     with ExitStack() as stack:

@@ -10,8 +10,6 @@ the same rows, so only its speed is compared. Tokens of pairs count both complet
 computes the reference's log-probabilities once, before its first step (`start_s` among its facts); so does TRL's `precomputed`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -25,7 +23,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer, in_turns
-from peer_env import ensure
 
 from peers_cpu import MALLOC, OURS, TRLForm, Unequal, add_run_options, add_trl_options  # isort: skip
 from peers_cpu import model_of, peak_bytes, shares, start_trl  # isort: skip
@@ -125,8 +122,6 @@ def compare(
     trainer: str, options: argparse.Namespace, forms: Mapping[str, TRLForm], rows: Iterable[dict[str, Any]]
 ) -> Report:
     """Steps of ours and of TRL's forms on `rows`, as a report. `trainer`: SFT or DPO."""
-    if options.trl and not options.same_python:
-        ensure("trl", options.trl_env)
     report = Report(f"{trainer} step on the same {'pairs' if trainer == 'DPO' else 'rows'}")
     with ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rows-")))

@@ -1,7 +1,5 @@
 """Our side of every comparison: the roles, data and program of `verl train`, `verl sft` or `verl dpo`, one step at a time."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.scale import Costs, exponent, measure_ledger, write_rows
+from benchmarks.scale import Costs, exponent, write_rows
 from tests.data.rows import config
 from tests.house.source import ROOT
 from verl.data.dataset import load_dataset
@@ -37,10 +37,3 @@ def test_the_table_has_a_row_for_each_quantity():
 def test_the_picture_is_of_the_tables():
     generator = load_module(str(ROOT / "docs" / "make_scale.py"))
     assert generator.DOCUMENT.with_suffix(".svg").read_text() == generator.picture(generator.DOCUMENT.read_text())
-
-
-def test_a_ledger_grows_through_the_sizes(tmp_path, capsys):
-    measure_ledger((1024, 4096), tmp_path)
-    rows = capsys.readouterr().out.splitlines()
-    assert rows[2].startswith("| | 1,024 | 4,096 |")
-    assert len(rows) == 8
