@@ -5,8 +5,6 @@ A module belongs to the part with the longest matching name below, else to the c
 checkout all parts are there.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

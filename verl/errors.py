@@ -4,8 +4,6 @@ A message is one or two sentences: the cause, the place and the fix. The command
 kept for errors that are not of these types, because those are our bugs.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Cleaning of foreign text: what models, reward functions, services, data and other programs give a run to show or to store."""
 
-from __future__ import annotations
-
 LIMIT = 300  # characters of foreign text in one sentence
 
 

@@ -7,8 +7,6 @@ Everything that verl saves goes through `new_folder`, or through `seal` and `put
 before it is used. Folders without a manifest are of other programs; nothing of them is compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

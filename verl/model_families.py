@@ -3,8 +3,6 @@
 A family without a row runs with its own modules, if they pass the checks at load. A row needs no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A family is declared once (`ADVANTAGES = Registry("advantage estimator")`); buil
 imported before it is asked for. Users add rows with the decorator or name their own file in the config.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

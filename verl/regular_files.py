@@ -1,8 +1,6 @@
 """The one reader of files that a user or a run folder names: regular files, and nothing that blocks or has no end; and files
 that appear complete or not at all."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os

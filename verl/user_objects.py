@@ -4,8 +4,6 @@ The results depend on the code, the defaults, the closure, the globals that are 
 called. Of an instance, a bound method and a partial the state counts too.
 """
 
-from __future__ import annotations
-
 import ast
 import dis
 import functools

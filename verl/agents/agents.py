@@ -1,7 +1,5 @@
 """The agents of a rank: from the config to the episodes of a batch."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Sequence

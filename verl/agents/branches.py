@@ -5,8 +5,6 @@ step, with the prompt index, sample and group of their episode. They have no sco
 row has the advantage of its episode on the tokens that it sampled.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

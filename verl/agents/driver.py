@@ -9,8 +9,6 @@ An episode that waits for a tool has no row of the batch: running ones decode me
 Only the driver computes, so an engine needs no lock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

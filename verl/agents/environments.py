@@ -12,8 +12,6 @@ The environment is in the process of the run, each call on a thread with multi_t
 after a kill makes its environments again and takes the same actions, so an environment must be a function of its seed.
 """
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections.abc import Callable, Mapping

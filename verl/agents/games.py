@@ -8,8 +8,6 @@ and questions with "wrong, try again".
 gymnasium and textarena come with the extra `environments`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ A matcher reads the tokens of a sample and says which ones may come next; others
 without this filter, as for top-k, so that they compare with the training forward.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ An image is a file `episodes/images/DIGEST.png` of the run folder, a video DIGES
 that is taken again has the same pixels.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Interactions: a user who answers the model, in turns. The contract of verl releases up to 2026 and of their scripts."""
 
-from __future__ import annotations
-
 from typing import Any
 from uuid import uuid4
 

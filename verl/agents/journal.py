@@ -8,8 +8,6 @@ A checkpoint with samples ahead of training needs their records. They are on the
 any checkpoint that has its samples.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

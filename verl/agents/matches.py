@@ -7,8 +7,6 @@ Samples 0 and 1 of a prompt play one game, samples 2 and 3 the next. A player wa
 samples of each player depend only on the game, so timing changes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Episodes that the run folder has: the ledger's tokens with the records of the journal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

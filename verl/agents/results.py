@@ -1,7 +1,5 @@
 """Results of episodes that differ from what their agents returned: failed, without training, in another dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

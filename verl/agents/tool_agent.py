@@ -4,8 +4,6 @@ PENDING ─► GENERATING ─► calls? ─► PROCESSING_TOOLS ─► GENERATIN
                       └► a user? ─► INTERACTING ─────► GENERATING
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import itertools

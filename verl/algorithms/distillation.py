@@ -4,8 +4,6 @@ An estimator uses only the sampled token (`verl.algorithms.kl.kl_penalty` of stu
 distributions on the teacher's most probable tokens, given as log-probs [batch, response, k] of both models at the same tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

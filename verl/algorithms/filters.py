@@ -1,7 +1,5 @@
 """Selection of the rows that train: DAPO's group filter, PF-PPO's resampling, the best of a group, pairs of a group."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 import torch

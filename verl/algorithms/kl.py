@@ -1,7 +1,5 @@
 """KL estimators on sampled tokens, the KL term of the reward, and controllers of its weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

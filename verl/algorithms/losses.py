@@ -1,7 +1,5 @@
 """Loss of the critic, and entropy of the next-token distribution."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

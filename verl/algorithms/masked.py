@@ -1,7 +1,5 @@
 """Sums, means and whitening over a mask. Values outside the mask have no effect, not even NaN."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

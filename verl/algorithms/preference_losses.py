@@ -15,8 +15,6 @@ batch. A function is called with the arguments that it names:
 beta scales rewards, label_smoothing (e) is the probability that a pair is labelled the wrong way round. sg is logsigmoid.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Reduction of a matrix of token losses to a scalar."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

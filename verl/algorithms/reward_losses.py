@@ -1,7 +1,5 @@
 """Losses of reward models on pairs of completions, and measures of how far their scores can be trusted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

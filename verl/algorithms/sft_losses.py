@@ -1,7 +1,5 @@
 """Token losses of supervised fine-tuning: negative log-likelihood (nll) and dynamic fine-tuning (dft)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ rollout_is_weights) -> (loss, metrics)` and calls `agg_loss` itself, often witho
 user's loss.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar

@@ -8,8 +8,6 @@ are as in existing releases: RandomState(42), restarted for each prompt. pass@k 
 0 or 1; k is at most the number of values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
 

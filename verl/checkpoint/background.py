@@ -8,8 +8,6 @@
 Roles may run in other processes. They report through the folder, so training needs no further calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Export of a checkpoint's model as a Hugging Face folder or a GGUF file, with its model card, and uploads to the Hub."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Names and JSON files of a checkpoint: what its readers and writers share beside the manifest."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ them the folder is rejected. Hard links are not needed. Durability of fsync, ato
 type of the file system tells what to expect, and the digests in each manifest reveal an incomplete checkpoint anyway.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """The checkpoints in a run folder: their list, the newest complete one, cleanup after kills, and retention."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -13,8 +13,6 @@ A save writes `.global_step_N.tmp-PID`, verifies its digests, and renames it. At
 folder named global_step_N that verifies is a complete checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

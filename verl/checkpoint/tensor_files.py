@@ -1,7 +1,5 @@
 """safetensors files, written tensor by tensor without a second copy in memory, and model folders of one or several."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import partial

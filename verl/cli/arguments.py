@@ -1,8 +1,6 @@
 """Command lines of the verbs that read a config: Hydra-style overrides, options that name a YAML file, and the run folder of a
 command that names none: checkpoints/TASK-TIME-SETTINGS, found again by the same command."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

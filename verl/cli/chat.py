@@ -1,7 +1,5 @@
 """`verl chat MODEL`: a conversation with a model in the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

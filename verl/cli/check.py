@@ -1,7 +1,5 @@
 """`verl check`: checks of a config, its model and its data before training; exit code 1 when one fails."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

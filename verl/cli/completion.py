@@ -1,7 +1,5 @@
 """`verl completion SHELL`: the script for bash, zsh or fish to complete verbs, options and keys."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

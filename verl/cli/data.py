@@ -1,8 +1,6 @@
 """`verl data`: tasks that are made on this machine (verl/data/prepare.py), rows of an environment, and preferences that a judge
 labels."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`verl doctor`: devices, packages, memory and disk of this machine, and problems with their fixes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

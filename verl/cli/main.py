@@ -3,8 +3,6 @@
 It imports nothing heavy: `verl --help` and `verl VERB --help` start without torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

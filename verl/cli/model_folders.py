@@ -1,7 +1,5 @@
 """Verbs that write models: `verl convert` a folder from a GGUF file, `verl export` a folder or GGUF file from a checkpoint."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The page that a run starts for itself."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checklists on the terminal: one line per finding; a failure sets the exit code."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial

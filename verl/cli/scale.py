@@ -1,7 +1,5 @@
 """`verl scale RUN rollout=3`: devices of a role of a running run."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`verl eval --tasks`: a checkpoint or model folder on tasks of the Language Model Evaluation Harness (lm_eval)."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Verbs that run a config: `verl train`, `rejection`, `sft`, `rm`, `preference` and its losses, `eval`, `generate`."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """`verl view RUN ...`: runs in a browser."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names of the existing verl's agent loops that have no counterpart: here each rank's rollout worker runs its episodes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from functools import partial

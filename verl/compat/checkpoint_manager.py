@@ -1,8 +1,6 @@
 """The base class of checkpoint managers that scripts write themselves: `verl.utils.checkpoint.checkpoint_manager`. Runs save by
 verl/checkpoint/."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ The asynchronous program generates `rollout.prefetch_num` batches ahead, each wi
 rollout's own devices if `rollout.nnodes` is above 0 (verl/programs/ppo_async.py).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ The registries are the ones that runs read. A built-in row is returned as a func
 script has registered is returned unchanged.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass

@@ -1,7 +1,5 @@
 """Datasets and samplers of scripts, from the section `data`. torch is imported on the first call."""
 
-from __future__ import annotations
-
 from collections.abc import Sized
 from typing import Any
 

@@ -1,8 +1,6 @@
 """This machine's accelerator, the environment of Ray workers, traces and memory lines: `verl.utils.device`,
 `verl.utils.memory_utils`, `verl.utils.profiler`."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging

@@ -1,8 +1,6 @@
 """Files, folders and checkpoints of scripts, all on mounted file systems: `verl.utils.fs`, `verl.utils.hdfs_io`,
 `verl.utils.checkpoint.checkpoint_manager`."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

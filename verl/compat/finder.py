@@ -1,7 +1,5 @@
 """Import of the modules that verl/compat/import_paths.py lists; `import verl` installs it."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

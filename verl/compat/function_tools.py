@@ -1,7 +1,5 @@
 """Functions as tools, under the names of the existing verl: `verl.tools.function_tool`."""
 
-from __future__ import annotations
-
 import logging
 
 from verl.registry import user_file

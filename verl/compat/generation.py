@@ -4,8 +4,6 @@ python -m verl.trainer.main_generation data.path=prompts.parquet data.output_pat
 python -m verl.trainer.main_eval data.path=answers.parquet custom_reward_function.path=score.py
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The tool and the user of the existing verl for grade-school arithmetic: both tell the model whether its answer is right."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.agents.interactions import BaseInteraction

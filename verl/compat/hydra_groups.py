@@ -4,8 +4,6 @@
 existing programs override. `load_composed` (verl/config/load.py) reads the result.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

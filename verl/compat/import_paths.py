@@ -3,8 +3,6 @@
 A module of this table has no file: verl/compat/finder.py makes it on import. A name is resolved on first use.
 """
 
-from __future__ import annotations
-
 _WORKER_GROUPS = "verl.compat.ray_worker_group"
 _REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mode"
 _ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model"

@@ -3,8 +3,6 @@
 Both start separate processes, with a deadline; under torchrun `benchmark_nccl` uses its ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

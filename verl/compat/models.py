@@ -1,7 +1,5 @@
 """Functions over Hugging Face models, their inputs and tokenizers: `verl.utils.model`, `verl.utils.tokenizer`."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Code of every module that verl/compat/finder.py makes: names of the table, resolved on first use, and a command."""
 
-from __future__ import annotations
-
 import sys
 
 from verl.compat.finder import CompatibilityModule, names_of, resolve, run

@@ -3,8 +3,6 @@
 A model output at position t is of the token t + 1, so the outputs of a response begin one place before its first token.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -1,8 +1,6 @@
 """Functions over dicts, coroutines, addresses and imports: `verl.utils.py_functional`, `ray_utils`, `net_utils`,
 `import_utils`."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import importlib.util

@@ -8,8 +8,6 @@ Several groups on one pool share its places. Arguments and results are carried b
 are the user's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast

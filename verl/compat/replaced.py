@@ -1,7 +1,5 @@
 """Modules and names of other releases that have no counterpart: the sentence with what replaces each."""
 
-from __future__ import annotations
-
 from verl.errors import VerlError
 
 _ENGINES = (

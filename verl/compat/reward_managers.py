@@ -7,8 +7,6 @@
 They call the function in this process; a run calls it in worker processes with limits (verl/rewards/).
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Base classes of a script's own order of rows: `verl.experimental.dataset.sampler`."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sized
 

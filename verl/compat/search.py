@@ -4,8 +4,6 @@ The service answers POST {"queries": [...], "topk": 3, "return_scores": true} wi
 {"result": [[{"document": {"contents": "title\\ntext"}, "score": 1.2}, ...], ...]}.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from functools import cache

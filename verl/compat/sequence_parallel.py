@@ -3,8 +3,6 @@
 The engines here split packed batches in verl/models/parallel/sequence.py.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

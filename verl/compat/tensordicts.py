@@ -1,8 +1,6 @@
 """Batches as a TensorDict of tensors, jagged tensors (rows of different lengths) and objects:
 `verl.utils.tensordict_utils`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Functions over tensors: `verl.utils.torch_functional`, `verl.utils.attention_utils`, `verl.utils.torch_dtypes`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

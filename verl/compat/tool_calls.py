@@ -3,8 +3,6 @@
 Reply and reference have <think>, and <tool_call> (one JSON object {"name", "parameters"} a line) or <response>.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Base class of user-written workers: one process of a group, with its place in the group."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Metrics and advantages of the trainer's newer form: `verl.trainer.ppo.v1.utils`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 

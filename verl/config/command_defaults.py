@@ -4,8 +4,6 @@ Scripts of existing releases (`python -m verl.trainer.main_ppo` and its like) ke
 set every key. The defaults of this file suit a person who sets few keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Other spellings of keys, keys without effect, missing features (compat.yaml), and keys that an unknown key may have meant."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Keys that take the value of another key unless they are given themselves, and values derived from several keys."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

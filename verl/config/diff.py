@@ -1,7 +1,5 @@
 """Diff between a config and the one saved in the run folder, shown on resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from verl.config.load import load_config

@@ -1,7 +1,5 @@
 """From YAML files and overrides to one typed tree, with the origin of every value."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Named algorithms: the keys that `verl train --preset NAME`, and `algorithm="NAME"` in Python, set below the user's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The name of a config key (`reward_kwargs.api_key`) or an environment variable (`
 secret. The password of a URL is secret, too. `MASK` replaces it wherever the run writes it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

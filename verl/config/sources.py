@@ -1,7 +1,5 @@
 """YAML files: finding them as Hydra does, and reading them with the files they build upon."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The user's settings, key by key, under the names of the tree."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Values of keys: the override syntax of Hydra scripts, and making a value fit the declared type of its key."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

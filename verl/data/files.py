@@ -7,8 +7,6 @@ parquet:data/part-*.parquet   files of a builder of the package: json, parquet, 
 saved/                        a folder of save_to_disk; saved/:train a split of it; `@` is another spelling of the colon
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Prompts by prompt index (column `ordinal`): a pure function of it, so nothing needs to be saved to resume."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

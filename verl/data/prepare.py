@@ -1,7 +1,5 @@
 """Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym,char_count,...} ...`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rows that Python code gives, as rows of a file: lists, data frames and data sets of dicts."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -9,8 +9,6 @@ its content; a damaged one is computed again. Entries that no run has used for 3
 what a killed start has left; other files of the folder stay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -5,8 +5,6 @@ number, it renders a resumed run differently. Both are checked: a row is rendere
 rendered several times. Rows of one shape (roles, fields, tools) are checked once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@
 Prompts are padded on the left, responses on the right, so that column `prompt + t` of a row is response token `t`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Columns of two batches combined: union (same rows, more columns) and concat (same columns, more rows)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows added so that a batch divides, a second batch axis folded in, and rows collated to a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Process-wide settings of DataProto."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -1,7 +1,5 @@
 """Columns as bytes, without pickle: safetensors and JSON for files, raw buffers between processes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

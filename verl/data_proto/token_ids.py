@@ -4,8 +4,6 @@ them here.
 Errors name the field and the entry; the caller adds file and row, or the episode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

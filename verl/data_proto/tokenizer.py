@@ -1,7 +1,5 @@
 """The part of a Hugging Face tokenizer that verl uses, for annotations. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, overload
 

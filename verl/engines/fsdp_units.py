@@ -5,8 +5,6 @@ once. A unit that is gathered for the first one stays until the last one's backw
 gradients. That costs memory for all of the model and its gradients, and saves all but one exchange of each.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The process groups of one model: replicas, shards, sequence, tensor and expert parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any

@@ -7,8 +7,6 @@ Losses divide by the totals of the mini-batch, so the split changes no loss and 
 memory decides, two runs may round differently.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ optimizer writes weights, after the sum of the gradients' norm, by which all ran
 Gradients are added up in the order of the ranks, so sums do not depend on timing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Training on one device in this process: packed micro-batches, gradient accumulation, one optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -5,8 +5,6 @@ copies a layer at a time from it. Between two calls no page of it is resident; t
 all further pages from the disk again.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Division of a mini-batch into micro-batches by the tokens that a packed forward computes, and its sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

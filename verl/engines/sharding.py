@@ -1,7 +1,5 @@
 """Sharding of a meta-device model over ranks, filled from rank 0."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Sharded parameters: from a rank's part to the full tensor and back."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """State of an engine, and its weights for rollout, for any holder of its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial

@@ -6,8 +6,6 @@
 Every micro-batch reads the layers again: least memory, at the price of copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ a cache for generation (rollout). So training and rollout run the same modules o
 patched.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

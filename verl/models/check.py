@@ -1,7 +1,5 @@
 """Choice and check of a model's forward on a few tokens: packed if the results agree with its own attention."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections import Counter

@@ -5,8 +5,6 @@ each chunk is computed again when the backward reaches it. The result differs by
 height at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 A batch is packed without padding, and what several sequences begin with in common is computed once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest

@@ -8,8 +8,6 @@
 Names and places of files do not count, nor does the division of tensors into weight files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

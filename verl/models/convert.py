@@ -1,7 +1,5 @@
 """GGUF files turned once into Hugging Face folders."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import logging

@@ -1,8 +1,6 @@
 """Entries of files that other programs write: the ones that are computed here, with their values. Any other entry with a value
 that is not neutral (null, false, 0, empty) may change the computation, and is refused by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 Computed = Mapping[str, Collection[object] | None]  # name of an entry -> the values that are computed; None: all

@@ -1,7 +1,5 @@
 """One forward pass over a packed batch: hidden states, then the named outputs at the positions that need them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial

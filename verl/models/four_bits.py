@@ -4,8 +4,6 @@ NF4 has 16 levels in each block of 64 weights. Their scales are quantized in tur
 with the weights that the levels stand for, made again in the forward and in the backward pass.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 

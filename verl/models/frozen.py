@@ -1,7 +1,5 @@
 """Models without training, with the weights that they had in their run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 keys; the keys with their values; names, shapes, types and offsets of the tensors; padding; the data of the tensors.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from dataclasses import dataclass, field

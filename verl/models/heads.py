@@ -5,8 +5,6 @@ token_value     a scalar at each token: a critic
 sequence_score  a scalar at the last token of a sequence: a reward model
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The type of a language model as verl reads it: a module of transformers, or a head of verl.models.heads on one."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -1,7 +1,5 @@
 """Model folders that verl has written, compared with their manifests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log-probs of targets with entropy and sum of squares on a GPU: chunks of logits are read once forward and once backward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Hugging Face models and tokenizers from a folder or a hub name, built with our attention and checked before they
 are used."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

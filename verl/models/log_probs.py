@@ -12,8 +12,6 @@ With z = f(h W^T + b) / T, for f an optional scale and soft cap, and p = softmax
 log p(y) is had at the target, and at further candidates of each token if the loss compares distributions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 e + alpha / sqrt(L d) * u,   u ~ U(-1, 1)^(L x d),   for the L tokens of a row and embeddings of d elements
 """
 
-from __future__ import annotations
-
 import torch
 import xxhash
 

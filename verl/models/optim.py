@@ -1,7 +1,5 @@
 """The optimizer step: float32 master weights, learning-rate schedule, clipping, and state by parameter name."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

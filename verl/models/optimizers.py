@@ -1,7 +1,5 @@
 """Optimizers by name; Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), also of parameters divided over ranks."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

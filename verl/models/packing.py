@@ -5,8 +5,6 @@ has position prompt_length + i, sees all of the prompt and its own earlier token
 not computed, nor are rows without a trained token. The last trained token is an input only if a score is read at it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

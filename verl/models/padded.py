@@ -9,8 +9,6 @@ padded on the right, beyond the view of a causal model.
     logits         -                                   the model's own, padded, all at once
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, Literal, cast
 

@@ -4,8 +4,6 @@ A group of values has a scale, its largest magnitude over the last level: 127 of
 row: an output of weights, a token of activations. fp8 has blocks of 128 x 128 weights, and 128 neighbours of a token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

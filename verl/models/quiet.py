@@ -1,7 +1,5 @@
 """Calls of transformers without its warnings and progress bars. Its many errors become one sentence."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Rotary positions: checks of a config.json (transformers warns at most), and the rows that a model takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

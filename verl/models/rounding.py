@@ -16,8 +16,6 @@ Their lengths are different primes. So a pair of elements has independent offset
 (2.7e9 elements), for any length of a row. A single tile would give rows of 2^k elements nearly equal sums of offsets.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Tiny random models with a byte-level tokenizer and a chat template, for tests, examples and dry runs (no network)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

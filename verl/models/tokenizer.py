@@ -3,8 +3,6 @@
 An id of 2**31 in tokenizer.json makes the tokenizers library allocate memory without end.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

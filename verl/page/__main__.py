@@ -4,8 +4,6 @@ Its listening socket is inherited, the token comes in the environment, and it en
 when the first connection comes, so a run without a reader does not pay for it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

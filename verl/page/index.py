@@ -4,8 +4,6 @@ The run folder is not written to. A file of samples is indexed once, newest firs
 indexed again, and the rows of a file that is gone leave the index.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

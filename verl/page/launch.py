@@ -1,7 +1,5 @@
 """Start of the page of a run, in a separate process that ends with this process."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

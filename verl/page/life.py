@@ -1,7 +1,5 @@
 """The history of one sample: from the ledger of its run, and for an agent its episode, from the journal."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """The user's notes.md of a run folder: read and replaced by the page, and by any editor."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

@@ -6,8 +6,6 @@
 /compare                               curves of several runs: runs; two of them in detail: a, b
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The plan of a run on its page: plan.json, written into a run folder by `verl plan --beside` and `--simulate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Reading never raises because of the content of the folder: `problems` has a sentence for each file that cannot be used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Search over all samples of a run: full text, filters, and answers that got different scores."""
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

@@ -5,8 +5,6 @@ Host of this machine, and the content security policy forbids anything that is n
 the page's own forms: the notes of a run, and its stop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress

@@ -4,8 +4,6 @@ A scan of packed texts is one `bytes.find`: it finds substrings of any length in
 most of the time of reading samples, and was slower for frequent words.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

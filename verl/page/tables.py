@@ -1,7 +1,5 @@
 """Context of the pages of a run: header, time by phase, config, log; and formats of numbers."""
 
-from __future__ import annotations
-
 import re
 import sqlite3
 import statistics

@@ -1,7 +1,5 @@
 """Foreign text for the page: characters that change how text reads become visible, and colours of tokens."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ nothing.
 `python_command("verl.parallel.child_processes", PARENT_PID, PROGRAM, ...)` runs PROGRAM and ends it with process PARENT_PID.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 `VERL_CPU_ISA` forces an instruction set (avx512_amx, avx512_bf16, avx512 or avx2), or with `none` torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """Connections of clients to a server of this process (uvicorn), closed if the server waits for a client in vain."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 The code of verl takes none: its own shared memory has no name (verl/reshard/shared_memory.py).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

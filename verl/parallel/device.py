@@ -1,7 +1,5 @@
 """The device and the dtype that a run computes with."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -1,7 +1,5 @@
 """Digests of files that threads compute: the BLAKE2b-256 of the BLAKE2b-256 of each MiB, or of the content up to a MiB."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Listening sockets, and messages behind a 4-byte length. A message is JSON, or bytes that the receiver checks: no pickle."""
 
-from __future__ import annotations
-
 import json
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Memory of the machine, in a container its own limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")

@@ -8,8 +8,6 @@ Aligned blocks, as tensors are, leave holes between them that older versions of 
 by some ten kilobytes a step for as long as a run lasts. So now and then empty pages are given back.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

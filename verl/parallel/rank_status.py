@@ -7,8 +7,6 @@ rows = status.rows("call")                        # of the other ranks, as far a
 The store itself waits without a limit when the node that serves it has gone silent, so a separate thread talks to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import queue

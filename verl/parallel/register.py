@@ -10,8 +10,6 @@ The declaration changes nothing about the method itself. How rows travel for eac
 Modes of users' workers are in verl/compat/dispatch.py.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ and dataclasses that were declared with `@record`. Rows of a column that share a
 a TypeError that names its place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@ ranks divide, by the names of a decoder's parameters.
 All coordinates refer to the undivided tensor; spans are half open, (first, one past the last). Pure, without torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ with calls("critic.update"):          # this thread runs a call that another pro
 stuck = longest_call(at_least_s=450)  # from any other thread: "critic.update for 512 s, in all_reduce (ranks.py:40) < ..."
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

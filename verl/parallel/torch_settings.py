@@ -1,7 +1,5 @@
 """The settings of torch for the computation of a run, independent of the process's settings."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

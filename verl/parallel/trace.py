@@ -1,8 +1,6 @@
 """A trace of this process by torch.profiler, a file that Perfetto and Chrome open; and a snapshot of its GPU memory, a file
 that pytorch.org/memory_viz opens."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

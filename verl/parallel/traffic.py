@@ -1,7 +1,5 @@
 """Seconds and bytes of this process's data exchange with other processes."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -19,8 +19,6 @@ The constants are in devices.yaml, with the error of each fit on kernels that it
 benchmarks/planner/fit_kernels.py of revision 2ec83716 fitted them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The overrides that a plan stands for, and the plan as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 

@@ -8,8 +8,6 @@ The trainer takes a batch, runs the stages of a step, and syncs the weights. A r
 one ahead of the step that trains. A call on a group ends when the slowest of its devices does: each has jitter in each call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 If rewards train, rows without a score (column is_scored) get an empty response_mask and do not train.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Container, Mapping

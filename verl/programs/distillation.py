@@ -1,7 +1,5 @@
 """Teachers of a student: their outputs for a batch, and responses of the rows in place of samples (GKD, stored outputs)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

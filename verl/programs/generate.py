@@ -1,7 +1,5 @@
 """`verl generate`: samples for the held-out prompts, with their scores, into a file."""
 
-from __future__ import annotations
-
 import logging
 import os
 import statistics

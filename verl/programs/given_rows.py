@@ -8,8 +8,6 @@ function of its number, so a run resumes from the weights and that number. Paddi
 packed by tokens, and the sequences of a pack do not attend to each other.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 rows of {prompt, responses} ──► judge, both orders or a rubric ──► rows of {prompt, chosen, rejected, margin}
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -9,8 +9,6 @@ takes the place of the annotator. With `online.sync_steps` the reference follows
 (2401.01335). The phases are PPO's, with pairs in place of advantages.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import replace

@@ -17,8 +17,6 @@ The config chooses the functions of each phase; the runtime chooses the process 
 a requested stop is honoured between phases, before any weight of the step has changed.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import torch

@@ -18,8 +18,6 @@ Samples are older than the policy that trains on them, so importance weights (al
 are on unless the config says otherwise, and old log-probs are computed under the current weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast

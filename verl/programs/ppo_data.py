@@ -1,7 +1,5 @@
 """The data of a PPO run: tokenizer, training prompts and held-out prompts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ micro-batch and on one rank. Statistics of the batch for a loss (KTO's KL estima
 travel as a column, so that neither micro-batches nor ranks change a loss.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

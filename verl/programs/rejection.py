@@ -8,8 +8,6 @@ trained. With data.train_batch_size as large as the data it is the rejection sam
 PPO's, with a selection in place of advantages.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import replace

@@ -7,8 +7,6 @@ The saved model opens as
 reward.reward_model.model_path of `verl train`, and with transformers' class for sequence (process: token) classification.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

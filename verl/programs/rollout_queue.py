@@ -11,8 +11,6 @@ The sample ledger holds everything in the queue too, part by part with the step 
 from there, since samples of older weights cannot be generated again.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the mean loss over the trained tokens of the global batch."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial

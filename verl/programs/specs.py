@@ -1,8 +1,6 @@
 """Specs of a run (verl/specs.py) from the config tree, since lower packages do not know the tree; and traces of chosen
 steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

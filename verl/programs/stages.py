@@ -7,8 +7,6 @@ Stages run in the order of the list, in every process that runs the program, on 
 depends only on its rows, the step and its state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ twice or never, the count is wrong and the memory leaks. Blocks of its allocator
 segments). Here the memory is allocated separately, and its owner knows when it is no longer read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

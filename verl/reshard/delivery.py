@@ -18,8 +18,6 @@ With `delta`, what goes to another host is the change since the last update (ver
 by the copy in the memory of their host. After an update that did not end, the next one travels whole.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence

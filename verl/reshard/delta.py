@@ -7,8 +7,6 @@ At a learning rate of 1e-6 most bfloat16 weights stay as they are. A patch has t
 block of 2^16, then their places in the blocks, then the words: four bytes a changed word.
 """
 
-from __future__ import annotations
-
 import torch
 
 _BLOCK_WORDS = 1 << 16

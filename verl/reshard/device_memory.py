@@ -12,8 +12,6 @@ another GPU would take a context there for good, about half a GB. So a bucket li
 and a worker opens only the memory of its GPU (verl.reshard.delivery).
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import weakref

@@ -9,8 +9,6 @@ and only the sums leave the GPU. Changed or reordered words change the sums, unl
 column: at least four words. The digest differs from a CPU's digest of the same values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -13,8 +13,6 @@ A rank then receives M/(t_g p_g) - M/(t p) = (d_g - 1)/(t p) M bytes, as in Hybr
 Engines have no pipeline (p_g = 1): the stages of a training pipeline become separate engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from verl.errors import ConfigError

@@ -3,8 +3,6 @@
 `divided_dim` (verl/parallel/slices.py) names the divided dimension; experts lie along dimension 0. Pure, without torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

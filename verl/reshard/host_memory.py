@@ -10,8 +10,6 @@ The memory has no name (verl.reshard.shared_memory). Ranks find out by opening i
 are unreliable with containers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

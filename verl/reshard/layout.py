@@ -10,8 +10,6 @@ Generation (t_g-d_g): each engine is a tensor parallel group; experts are divide
 undivided on the ranks of separate groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

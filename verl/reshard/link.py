@@ -9,8 +9,6 @@
 A worker sends the token of a bucket and gets its bytes; digests verify them. Nothing is encrypted.
 """
 
-from __future__ import annotations
-
 import secrets
 import socket
 import threading

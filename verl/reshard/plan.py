@@ -18,8 +18,6 @@ exactly the missing bytes for any groups. Table 2 assumes that every parameter i
 parameters (norms) a rank receives (p/p_g - 1)/p of their bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

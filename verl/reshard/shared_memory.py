@@ -10,8 +10,6 @@
 The memory is of verl.parallel.segments.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence

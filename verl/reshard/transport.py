@@ -11,8 +11,6 @@ engine's tensors after all writes. That reveals lost buckets, swapped tensors an
 one memory divide this work: each verifies the writes of its neighbour.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain

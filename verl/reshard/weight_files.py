@@ -4,8 +4,6 @@ description = write_folder(run / "weights", 3, weights, 1 << 30)      # of .../v
 for name, tensor in read_folder(description): ...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Completions as reward functions of TRL's form get them."""
 
-from __future__ import annotations
-
 from verl.foreign_text import clean
 
 

@@ -5,8 +5,6 @@ f(data_source, solution_str, ground_truth, extra_info) -> number or dict      (v
 f(prompts, completions, **columns) -> list of numbers or None      (TRL; a column called as an argument is not passed)
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

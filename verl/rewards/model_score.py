@@ -8,8 +8,6 @@ A user's function gets the same argument by name, and combines rule and model as
 A judge's function gets `reward_model_reply`, the text that the judge wrote, and parses it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

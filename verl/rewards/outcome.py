@@ -4,8 +4,6 @@ The worker checks the function's results, so that one sample of a batch costs no
 worker again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -8,8 +8,6 @@ One process scores many samples. Leftovers of a sample (threads, processes, open
 fail. A sample that fails in such a worker is therefore given to a fresh worker, once: see WorkerLost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -4,8 +4,6 @@ The program has its own limits, no network, and a folder that is removed; all pr
 judges the program by its output. The expected output never enters the program's process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -7,8 +7,6 @@ The reward function's prints go to the pipe that is this process's stdout and st
 the channel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import faulthandler

@@ -5,8 +5,6 @@
 The judge keeps the weights of its files; no weights are ever sent to it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

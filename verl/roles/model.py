@@ -1,7 +1,5 @@
 """A model of a run on one rank: a training engine and the objective it minimises, or a frozen engine that only computes."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

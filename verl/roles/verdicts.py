@@ -5,8 +5,6 @@ compare_pairs(ask, PAIR_TEMPLATE, [(prompt, one, other)])            # -> verdic
 rubric_scores(ask, RUBRIC_TEMPLATE, rubric, [(prompt, response, ground_truth)])
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -7,8 +7,6 @@ A lookup imports neither package, since an import takes many seconds and may nee
     vllm.entrypoints:/collective_rpc             a route: a literal in some module of a package
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.metadata

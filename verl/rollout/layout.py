@@ -5,8 +5,6 @@ keys of a decode row  prefix store, slot of its group (the prompt, stored once) 
 keys of a chunk       prefix store, slot of its group, up to itself
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

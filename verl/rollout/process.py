@@ -7,8 +7,6 @@ A call raises WorkerLostError as soon as the socket of a dead process closes. A 
 killed, and the call raises DeadlineError.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

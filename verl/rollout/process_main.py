@@ -3,8 +3,6 @@
 Started by process.py as `python -m verl.rollout.process_main FD PARENT_PID`.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import socket

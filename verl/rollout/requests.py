@@ -1,7 +1,5 @@
 """The parts that all engines share: checks of requests, rules of stopping, the samples of an open generation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -9,8 +9,6 @@ token is sampled, so all ranks see the same logits. With counter-based randomnes
 sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from datetime import timedelta
 

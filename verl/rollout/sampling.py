@@ -4,8 +4,6 @@ A token is sampled by inverting the cumulative distribution over token ids in vo
 threshold on the probability: tokens at or above it stay, so ties stay together and no rule depends on a sort's order.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

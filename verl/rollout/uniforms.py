@@ -5,8 +5,6 @@ The generator chains the finaliser of SplitMix64 (Steele, Lea, Flood 2014; const
 the counters, in the manner of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". One number per token.
 """
 
-from __future__ import annotations
-
 import torch
 
 from verl.models.ops.table import op

@@ -1,7 +1,5 @@
 """Checks and versions of the weights of engines that hold their own weights."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Defaults of our commands that follow the rows and the model of a run, and sentences about its steps."""
 
-from __future__ import annotations
-
 from verl.config import LoadedConfig, PPOConfig, with_fitting_defaults
 from verl.config.command_defaults import Facts
 from verl.config.roots import RunConfig

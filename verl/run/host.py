@@ -3,8 +3,6 @@
 The host reads the section `trainer` of the config, and `ray_kwargs` on Ray; everything else is the program's.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import weakref

@@ -5,8 +5,6 @@ tokenizer and the training rows may not differ, unless trainer.resume_changed_in
 them, and another model.path in the same folder is meant to begin another run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

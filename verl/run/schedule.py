@@ -1,7 +1,5 @@
 """Keys of the config that change during a run, by phase of training, and the times of validations and checkpoints."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast

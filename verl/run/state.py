@@ -1,7 +1,5 @@
 """The state of a run in its checkpoints: the host's keys of trainer_state.json, saving by all roles, and resumption."""
 
-from __future__ import annotations
-
 import logging
 import math
 import tempfile

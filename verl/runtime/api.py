@@ -5,8 +5,6 @@ more than one device in the config                           ray: a driver over 
 else                                                         local: this process
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol

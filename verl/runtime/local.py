@@ -1,7 +1,5 @@
 """Runtimes without a driver: every role in this process, so that a breakpoint works anywhere; or equal ranks under torchrun."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.data_proto.future import Finished

@@ -10,8 +10,6 @@ changed during generation would train as if the optimizer had changed them. They
 time (other tensors the next time), or by a checksum of all. With a copy they are restored, else the run stops.
 """
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,6 @@
 """Ray's own processes on this node (raylet, gcs_server): apart from the signals of the run that starts them, and named when
 they end."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

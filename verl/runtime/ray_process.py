@@ -1,7 +1,5 @@
 """A process of a run on Ray as its driver sees it: its place, and the answers of its calls."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable

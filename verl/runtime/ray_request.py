@@ -1,7 +1,5 @@
 """The processes that a run asks of a Ray cluster, what one node must have for them, and their environment."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The roles of a run as groups of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import cast
 

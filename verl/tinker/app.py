@@ -4,8 +4,6 @@ A request that takes time is answered with a future at once; `retrieve_future` w
 POLL_S seconds; the client then repeats it. Every 4xx has a JSON `detail`, and so has a route that does not exist (404).
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

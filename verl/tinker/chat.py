@@ -6,8 +6,6 @@
 A request becomes a sample request of a session that the tenant has for this endpoint, with its limits and turns.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import time

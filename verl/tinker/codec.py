@@ -3,8 +3,6 @@
 Numbers of the protobuf messages are little-endian arrays in bytes fields.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -6,8 +6,6 @@ FOLDER/NAME becomes tinker://imported-NAME/sampler_weights/peft. Adapters here h
 both.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping, Sequence

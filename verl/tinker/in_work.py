@@ -6,8 +6,6 @@ The file is written without a sync: it outlives the process, and a power loss is
 the process has died is computed alone the next time, so that a second death blames no other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

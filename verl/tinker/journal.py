@@ -10,8 +10,6 @@ Changes are gathered in memory and written by `flush`, all in one transaction, b
 repeats the requests with an effect that no saved state of their model has; a request with an answer retains it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging

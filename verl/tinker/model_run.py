@@ -1,7 +1,5 @@
 """The run folder of a model: metrics, samples and spans of its optimizer steps, for `verl view` and `verl show`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

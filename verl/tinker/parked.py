@@ -1,7 +1,5 @@
 """Models whose base model is not in memory: their adapters wait on the host, and their states are on the disk."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

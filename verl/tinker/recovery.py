@@ -1,7 +1,5 @@
 """The start of a service in the folder of an earlier life: sessions, samplers and requests of the journal."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 

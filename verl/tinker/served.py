@@ -1,7 +1,5 @@
 """Records of what the service holds: sessions, models, samplers, requests, and work that is ready to compute."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The server: the routes and uvicorn in this process, and the workers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

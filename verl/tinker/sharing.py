@@ -1,7 +1,5 @@
 """Routes by which checkpoints travel, and by which an owner looks at its sessions."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

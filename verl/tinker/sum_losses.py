@@ -13,8 +13,6 @@ All tensors are [...] of one shape. A token that does not count has a weight or 
 source is the documentation of Thinking Machines' Tinker, where the thresholds are ratios with the defaults 0.8 and 1.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

@@ -8,8 +8,6 @@ A line of the file is a sum, then settings:
 Keys of one tenant see the same models; without a name each key is a tenant. An admin sees the models of all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging

@@ -1,7 +1,5 @@
 """Base class of tools: create an instance for an episode, execute calls, release it."""
 
-from __future__ import annotations
-
 from typing import Any
 from uuid import uuid4
 

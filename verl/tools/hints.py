@@ -1,7 +1,5 @@
 """Type hints and JSON schemas of a tool's arguments: schemas of classes, and arguments as values that schema and hint name."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

@@ -1,7 +1,5 @@
 """A tool of an MCP server. Subclass it to read results in another way: `_parse_tool_result`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.tools.base_tool import BaseTool

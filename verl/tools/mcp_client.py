@@ -6,8 +6,6 @@ The file that `mcp.mcp_servers_config_path` names has the format of other client
                     "web":   {"url": "https://example.org/mcp", "auth_token": "..."}}}
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

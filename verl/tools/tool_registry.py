@@ -1,7 +1,5 @@
 """Loading of tools: the YAML file of tool classes, and the Python file of functions."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

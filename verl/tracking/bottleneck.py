@@ -5,8 +5,6 @@ found.name      "rollout-bound"
 found.advice    ["While it generates, nothing trains: ... actor_rollout_ref.rollout.prefetch_num=1 ..."]
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Output of a run in a notebook: one display that is updated step by step, in place of an output for each line."""
 
-from __future__ import annotations
-
 import io
 import threading
 import time

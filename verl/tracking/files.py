@@ -6,8 +6,6 @@ A schema is a check of a value, built from the checks below:
     has(step=is_count, phases=each(is_number), of=maybe(is_count))
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -12,8 +12,6 @@ placement's devices. A run on Ray writes the roles that it can scale, `verl scal
 that is resumed follows it too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Warnings of a run that learns nothing, with the likeliest cause."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Both locks belong to open descriptors, so a run cannot come in by deleting run.l
 folder. For file systems without such locks, and for other hosts, the content of run.lock decides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

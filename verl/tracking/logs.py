@@ -1,8 +1,6 @@
 """Handlers for log records: a rotating file per rank, and the terminal, without secrets and control characters. LOG_LEVEL sets
 the level of `verl` (default INFO)."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Progress of a run, read from its folder during the run or afterwards: status, learning curves, last warnings."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

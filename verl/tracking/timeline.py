@@ -9,8 +9,6 @@
 step's time starts at the end of the step before, so validation and saving count for the step that they follow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import statistics

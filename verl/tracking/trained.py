@@ -1,7 +1,5 @@
 """The run folder that a training function of Python returns."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

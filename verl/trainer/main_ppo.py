@@ -1,7 +1,5 @@
 """Command `python -m verl.trainer.main_ppo key=value ...`, which is `verl train`, and names that scripts import."""
 
-from __future__ import annotations
-
 import sys
 
 from verl.compat.commands import main_ppo

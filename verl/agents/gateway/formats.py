@@ -5,8 +5,6 @@ otherwise is either harmless and passed over (temperature, top_p, seed, user), o
 tool calls). So is what an answer would have to show.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -5,8 +5,6 @@
 It imports only the standard library, so that it starts in a few milliseconds.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

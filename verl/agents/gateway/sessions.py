@@ -8,8 +8,6 @@ A client that waits too long closes its connection and sends the request again. 
 not sampled again. An answer that no client has read does not train.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

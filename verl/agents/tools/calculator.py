@@ -1,7 +1,5 @@
 """A calculator as a tool: `multi_turn.function_tool_path=pkg://verl.agents.tools.calculator`."""
 
-from __future__ import annotations
-
 import ast
 import operator
 from typing import Any

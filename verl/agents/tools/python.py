@@ -1,8 +1,6 @@
 """Python as a tool: `multi_turn.function_tool_path=pkg://verl.agents.tools.python`. Each program has a separate process with
 limits on time and memory; with multi_turn.tool_sandbox it runs inside the sandbox of tools."""
 
-from __future__ import annotations
-
 from verl.rewards.programs import ProgramLimits, run_program
 from verl.tools.function_tool import function_tool
 

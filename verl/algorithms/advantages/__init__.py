@@ -4,8 +4,6 @@ The keyword arguments of an estimator are exactly the columns and settings that 
 `compute_advantage` use that signature. An argument has the name of its column, but for `index`, the column `uid`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ R_i is the sum of row i's rewards; mu, sigma (unbiased) and G are mean, standard
 trained token of a row gets the row's scalar. `index` [batch] has the group of each row. Returns equal advantages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

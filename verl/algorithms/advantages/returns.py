@@ -1,7 +1,5 @@
 """Estimators from the rewards that follow a token: GAE, REINFORCE++, ReMax, optimal token baselines."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@
 rewards of turn k, those on tool output behind it included; G_k = r_k + gamma G_{k+1} is its return.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ rejected tokens or sequences leave the response mask, and with it the denominato
 mask afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

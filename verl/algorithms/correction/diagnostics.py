@@ -1,7 +1,5 @@
 """Metrics of the mismatch between trainer and sampler."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Bounds of k1 are bounds of the ratio rho = trainer / sampler. Existing releases document the same and apply them to 1 / rho.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Importance weights of trainer over sampler."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

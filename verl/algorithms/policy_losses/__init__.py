@@ -7,8 +7,6 @@ micro-batch. `@zero_without_advantage` (terms.py) declares that rows with only a
 the older contract (loss_agg_mode and config instead of agg) are called through verl.algorithms.user_functions.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast

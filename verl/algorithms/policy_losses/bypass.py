@@ -1,7 +1,5 @@
 """Bypass mode: the sampler's log-probs are the old log-probs, and the correction uses the current policy."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from verl.algorithms.correction import rollout_correction

@@ -1,7 +1,5 @@
 """Losses on a clipped probability ratio, of tokens (PPO with dual clip, CISPO) or of sequences (GSPO, GMPO)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

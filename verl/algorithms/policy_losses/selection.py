@@ -8,8 +8,6 @@ micro-batch. The loss therefore depends on the split: by less than the selected 
 one token of each micro-batch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Losses without a hard clip: SAPO, GPG, DRO."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Terms shared by policy losses: probability ratio, importance weights, and the declaration for zero advantages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

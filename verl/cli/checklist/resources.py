@@ -3,8 +3,6 @@
 Estimates are within about a quarter: they catch a wrong order of magnitude.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator, Mapping

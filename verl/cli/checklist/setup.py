@@ -1,7 +1,5 @@
 """Checks of the config, devices, engines, algorithm, trackers and run folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands of a shell script that start a module of verl, with its variables expanded, without running it."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Findings from facts: problems and slow settings, each with its cause and fix, by a table of rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from verl.cli.machine.host import Facts, advice

@@ -1,7 +1,5 @@
 """Operating system, CPU, memory, disk, limits (of a container its own) and links between GPUs and machines, without torch."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

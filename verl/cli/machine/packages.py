@@ -1,7 +1,5 @@
 """Python interpreters and packages. Heavy packages are imported in a subprocess, so that a hang or a crash is reported."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Imports of heavy packages, each in a separate process: `probes PACKAGE` prints facts of PACKAGE as one line of JSON."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Packages that verl needs: a sentence for each missing, outdated or broken package; none of them is imported here."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import re

@@ -1,7 +1,5 @@
 """Config root of reinforcement learning (`verl train`): PPO, GRPO and their family."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.config.active_keys import PPO_CONDITIONS

@@ -1,7 +1,5 @@
 """Config root of supervised fine-tuning (`verl sft`): the keys of `sft_trainer_engine.yaml`, and our own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

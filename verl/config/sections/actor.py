@@ -1,7 +1,5 @@
 """`actor_rollout_ref.actor`, `actor_rollout_ref.ref` and `critic`: the policy, its frozen copy and the value model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

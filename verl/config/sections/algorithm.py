@@ -1,7 +1,5 @@
 """`algorithm`: advantages, KL in the reward, corrections and filters; `preference`: the loss of preference optimization."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`data`: training and validation files, and their rows as prompts or training sequences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

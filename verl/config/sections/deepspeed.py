@@ -1,7 +1,5 @@
 """`*.deepspeed`: the DeepSpeed training engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

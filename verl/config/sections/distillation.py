@@ -1,7 +1,5 @@
 """`distillation`: a student that learns from the next-token distributions of teachers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

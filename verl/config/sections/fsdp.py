@@ -1,7 +1,5 @@
 """`*.fsdp_config` and `critic.fsdp`: the PyTorch-native training engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.config.keys import Family, Section, ours, section, used

@@ -1,7 +1,5 @@
 """`actor_rollout_ref.rollout.multi_turn`: turns with tools."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.config.keys import ALWAYS, Family, Section, ours, used

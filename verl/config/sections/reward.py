@@ -1,7 +1,5 @@
 """`reward`: scores of responses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`trainer`: length of the run, logging, saving, devices and guards; `ray_kwargs`; `global_profiler` and `profiler`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

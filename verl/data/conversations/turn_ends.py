@@ -6,8 +6,6 @@
 Training and scoring of given rows, and reward models that read a conversation through their own template, all ask here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import cached_property
 

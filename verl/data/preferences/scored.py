@@ -1,8 +1,6 @@
 """Files of completions with a rating (labelled rows with a rating in place of the label), and of solutions with a label for
 each step, as training sequences of reward models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The task of verl-recipe's `char_count`, generated here from a seed. One row serv
 reads `messages` (question and worked answer), reinforcement learning reads `prompt` and `reward_model.ground_truth`.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from pathlib import Path

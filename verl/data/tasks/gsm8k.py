@@ -1,7 +1,5 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168), grade-school word problems, in the row schema of verl."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

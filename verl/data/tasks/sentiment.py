@@ -4,8 +4,6 @@ The sentences and the mean ratings of 20 people, from -4 to 4, come with the sou
 (Hutto and Gilbert, ICWSM 2014): film and product reviews, tweets, editorials.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import random

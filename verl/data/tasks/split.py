@@ -1,7 +1,5 @@
 """Rows of a file of the user's own divided into rows to train on and rows held out; rows of one prompt stay together."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

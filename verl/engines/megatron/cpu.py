@@ -9,8 +9,6 @@ megatron.core     random state of the tensor parallel tracker; counts of tokens 
                   unequal parts, which gloo has not; shapes sent between stages without waiting for the other side
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron's process groups, which live in the process, and the context of its computations."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

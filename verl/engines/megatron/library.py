@@ -1,8 +1,8 @@
 """Everything that is taken from Megatron-core."""
-# ruff: noqa: F401 - the other modules take these names from here
 
 from __future__ import annotations
 
+# ruff: noqa: F401 - the other modules take these names from here
 import warnings
 
 with warnings.catch_warnings():

@@ -1,7 +1,5 @@
 """Models and settings of layers that a section `megatron` allows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

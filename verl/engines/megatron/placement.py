@@ -4,8 +4,6 @@ Megatron joins queries, keys and values, and gate and up, in one parameter each;
 each block is this rank's part of one tensor. The embedding is padded to equal parts of the vocabulary; padding is left out.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

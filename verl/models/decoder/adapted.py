@@ -1,8 +1,6 @@
 """Products of projections whose parts have LoRA adapters: y = W x + up (down x), with the adapters of the parts joined as the
 samplers join them (verl.models.adapter_weights)."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

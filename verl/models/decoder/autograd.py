@@ -1,7 +1,5 @@
 """The forward of a dense decoder with gradients by autograd, with the ops that the sampler on a GPU computes with."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import cast

@@ -5,8 +5,6 @@ again, which costs less than keeping them. The backward overwrites the kept tens
 the buffers that it is given, and returns them to autograd only if it is given none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

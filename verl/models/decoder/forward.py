@@ -14,8 +14,6 @@ device, or under FSDP2 with a unit for each layer (decoder/weights.py). Ranks th
 attention (parallel/sequence.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

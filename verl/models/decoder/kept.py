@@ -1,8 +1,6 @@
 """Tensors that autograd keeps of a layer for its backward: recipes in place of those that are cheap to compute again, and the
 layer's input in memory of the host."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence

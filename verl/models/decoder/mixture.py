@@ -5,8 +5,6 @@ With rows sorted by expert, r of token t and weight w_r:   y_t = sum of w_r down
 The outputs of experts are not kept: <d_y, down(a)> = <down^T(d_y), a> is the gradient of a weight.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

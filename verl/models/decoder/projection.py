@@ -5,8 +5,6 @@ back in one tensor, of which the parameters are views. An optimizer that writes 
 arrangement. What replaces storage (`module.to(...)`) breaks it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast

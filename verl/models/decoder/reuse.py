@@ -10,8 +10,6 @@ One device samples and trains with one module. On several ranks the sampler has 
 to the module that trains.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

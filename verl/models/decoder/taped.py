@@ -1,7 +1,5 @@
 """The sums of training on a CPU: of its forward, and of a sampler that computes with its bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ In all of them every rank of the group computes the same loss, so that a gradien
 sum, as the names say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The forward pass of a model with tokens, heads or vocabulary divided over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

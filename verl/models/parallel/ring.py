@@ -13,8 +13,6 @@ The next block travels while one is used. The backward computes in these steps t
 to its rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

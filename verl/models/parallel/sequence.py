@@ -7,8 +7,6 @@ If the heads do not divide by the ranks, adjacent ranks exchange heads as far as
 (verl.models.parallel.ring). So 3 heads on 2 ranks are a ring of 2, and 6 heads on 4 ranks are 2 sets of 2.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ Attention heads and MLP columns are divided by output rows ("column"), the proje
 sums per layer in each direction, at the entrance and the exit of attention and MLP, make the result exact.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary

@@ -4,8 +4,6 @@ As verl.models.log_probs, with the softmax statistics summed over the ranks: a f
 do. Every rank ends with the same statistics; the gradient of the hidden states is summed over the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

@@ -1,7 +1,5 @@
 """Reward manager dapo: soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any

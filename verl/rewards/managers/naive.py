@@ -3,8 +3,6 @@
 naive sends each call the moment its sample is submitted, so that scoring overlaps with generation.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Sequence

@@ -6,8 +6,6 @@
 With a PID namespace the kernel ends every process in it with process 1. Process 1 ends with unshare, unshare with the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import glob

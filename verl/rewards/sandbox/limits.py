@@ -1,7 +1,5 @@
 """Limits of a scorer and of all that it starts: resources, most of them set with setrlimit, and its results."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import dataclass
 

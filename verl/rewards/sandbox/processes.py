@@ -4,8 +4,6 @@ Attributes of this process that Python does not set: hidden memory, and a seccom
 Without /proc nothing is found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

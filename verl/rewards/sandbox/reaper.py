@@ -5,8 +5,6 @@ python -m verl.rewards.sandbox.reaper RUN_PID COMMAND...
 consumes: nothing     produces: the scorer's exit code, 128 + N for signal N     waits for: the scorer, or SIGTERM
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

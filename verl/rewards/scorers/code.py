@@ -6,8 +6,6 @@ Ground truths, as JSON text or values:
 {"assert_case": ["assert add(2, 3) == 5"]}, or a list of such texts: code that must run through after the program
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

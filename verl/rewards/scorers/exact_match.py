@@ -1,7 +1,5 @@
 """Scorer of question answering with search (Search-R1, arXiv:2503.09516): exact match inside <answer>...</answer>."""
 
-from __future__ import annotations
-
 import re
 import string
 from decimal import Decimal

@@ -3,8 +3,6 @@ r"""Mathematical answers: extraction from \boxed{} and "Answer:", comparison as 
 Nothing here limits time: a tower of powers can keep sympy busy for hours. The worker's time limit ends it.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Scorers of two puzzles that forks of 2025 train on: countdown (TinyZero), and knights and knaves (Logic-RL)."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A task's own scorer gives credit when the reference merely occurs in the reply. 
 only its full score counts. It may hang on a reply such as `9**9**9**9**9`: the worker's time limit ends that.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

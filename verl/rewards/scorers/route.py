@@ -1,7 +1,5 @@
 """Built-in scorers by data_source. A row ending in "*" matches every data_source with that prefix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The objective of a student: the policy loss plus a teacher's term, or only the teacher's term."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@
 up, so that a mean divides by `totals`. It returns the loss, or (loss, metrics) with metrics that are added up too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

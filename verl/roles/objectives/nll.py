@@ -1,7 +1,5 @@
 """The loss of supervised fine-tuning: a mean over all trained tokens of the global batch."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.algorithms.sft_losses import SFT_LOSSES

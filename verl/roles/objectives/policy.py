@@ -1,7 +1,5 @@
 """The losses of PPO: the policy's, with its entropy and KL terms, and the critic's, bound to the config."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import torch

@@ -1,7 +1,5 @@
 """Preference optimization: a weighted sum of losses of pairs, or of labelled completions."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

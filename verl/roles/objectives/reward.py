@@ -1,7 +1,5 @@
 """Losses of reward models: pairs of completions, rated completions, and the steps of a solution."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Parts that objectives share."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.algorithms.reduce import Aggregate, agg_loss

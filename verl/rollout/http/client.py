@@ -1,7 +1,5 @@
 """JSON over HTTP with a total deadline, a limit on the size of an answer, a bearer token and repetitions."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import ipaddress

@@ -1,7 +1,5 @@
 """A server of SGLang that a run starts for itself, on the devices of a replica; it ends with the process that started it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

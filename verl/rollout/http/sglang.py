@@ -1,7 +1,5 @@
 """The rollout engine on SGLang: on a server of its own, or on a service; weights in buckets, or adapters by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -1,8 +1,6 @@
 """The adapters of the tokens of a forward. Neighbours with equal adapters are multiplied together (S-LoRA, Sheng et al. 2023,
 arXiv:2311.03285); the base model's products have all tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary

@@ -8,8 +8,6 @@
 A guess is never needed: lost texts cost speed and change no sample.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence

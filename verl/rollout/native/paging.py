@@ -1,7 +1,5 @@
 """Bookkeeping of a paged KV cache: blocks of tokens, their limit, and the share of them that is empty."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """vLLM itself, in the process that runs this: requests in, finished samples out, weights in buckets."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -6,8 +6,6 @@
 So nothing is lost but time. A process that is lost more often than max_engine_restarts between two updates ends the run.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import asdict

@@ -9,8 +9,6 @@ vLLM's two model runners call processors differently. `BatchSampler` is for the 
 move. `SlotSampler` is for the second: a request keeps a slot, and positions are on the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The arguments and the environment of vLLM, from the config of a run."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

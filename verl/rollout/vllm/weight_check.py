@@ -6,8 +6,6 @@
 vLLM fuses, divides and packs weights. A packed weight cannot be read any more, so each layer is read just before packing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 

@@ -20,8 +20,6 @@ the index of `ended_step`, counts are sums per step, and a resume compares the n
 resume reads all `lengths`: a byte a sample.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

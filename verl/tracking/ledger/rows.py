@@ -1,7 +1,5 @@
 """The open samples of a prompt, and rows for the ledger's file; the writer's thread makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The thread that writes the rows of a run's samples to the ledger."""
 
-from __future__ import annotations
-
 import queue
 import sqlite3
 import threading

@@ -1,7 +1,5 @@
 """The contract of trackers. Each tracker has a file in this folder; `SINKS` has the names for `trainer.logger`."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """Metrics as one line on the terminal."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from verl.tracking.sinks.api import Sink

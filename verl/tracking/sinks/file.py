@@ -1,7 +1,5 @@
 """Metrics as JSON lines in a file that the user chooses: {"step": 3, "data": {...}}."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

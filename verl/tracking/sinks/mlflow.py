@@ -1,7 +1,5 @@
 """MLflow: MLFLOW_TRACKING_URI, or its own default store. A resumed run continues the same MLflow run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """SwanLab: SWANLAB_API_KEY, SWANLAB_MODE and SWANLAB_LOG_DIR are its own; offline without a key. A resumed run continues."""
 
-from __future__ import annotations
-
 import os
 
 from verl.tracking.sinks.api import Sink

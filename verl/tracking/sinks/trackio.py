@@ -1,7 +1,5 @@
 """Trackio, the local-first tracker of Hugging Face; TRACKIO_SPACE_ID sends the run to a Space."""
 
-from __future__ import annotations
-
 import os
 
 from verl.tracking.sinks.api import Sink, columns_and_cells

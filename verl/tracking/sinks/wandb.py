@@ -1,7 +1,5 @@
 """Weights & Biases, offline without an account or network."""
 
-from __future__ import annotations
-
 import logging
 import netrc
 import os

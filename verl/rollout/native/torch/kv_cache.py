@@ -1,7 +1,5 @@
 """Storage of keys and values: slots of equal capacity, per layer, allocated when a layer first writes."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import numpy as np

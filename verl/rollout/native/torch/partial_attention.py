@@ -6,8 +6,6 @@ nearest to the time of reading keys and values once. For 64 rows, 64 tokens and 
 16 to 19 ms, gathered pages of 16 tokens 39 ms, and only reading 10 ms.
 """
 
-from __future__ import annotations
-
 import torch
 
 from verl.models.attention import Scoring
