@@ -39,13 +39,7 @@ from verl.errors import ConfigError, DataError, InterruptedRun
 from verl.foreign_text import quoted
 from verl.parallel.torch_settings import run_settings
 from verl.registry import is_in_process, reference_to, with_references
-from verl.rewards.functions import (
-    FUNCTION_LIST,
-    RewardFunction,
-    require_columns,
-    require_distinct,
-    reward_parameters,
-)
+from verl.rewards.functions import FUNCTION_LIST, RewardFunction, require_columns, require_distinct, reward_parameters
 from verl.run.host import SteppedRun
 from verl.tracking.files import write_atomically
 from verl.tracking.run_folder import unwritable

@@ -19,13 +19,7 @@ from verl.errors import DistributionError
 CORE = "verl"
 # part -> its modules, with everything below them; the first is a package by which a part is recognized
 PARTS: dict[str, tuple[str, ...]] = {
-    "verl-compat": (
-        "verl.compat",
-        "verl.runner",
-        "verl.cli.compat",
-        "verl.cli.import_check",
-        "verl.trainer.main_ppo",
-    ),
+    "verl-compat": ("verl.compat", "verl.runner", "verl.cli.compat", "verl.cli.import_check", "verl.trainer.main_ppo"),
     "verl-page": (
         "verl.page",
         "verl.cli.view",

@@ -111,10 +111,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Sample a turn and read it; False when the response is full."""
         context = [*data.prompt_ids, *data.response_ids]
         output = await self.server_manager.generate(
-            data.request_id,
-            prompt_ids=context,
-            sampling_params=sampling_params,
-            image_data=data.media,
+            data.request_id, prompt_ids=context, sampling_params=sampling_params, image_data=data.media
         )
         if not output.token_ids:
             return False

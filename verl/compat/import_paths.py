@@ -59,7 +59,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.single_controller.base.worker": {"verl.compat.user_worker": "Worker"},
     "verl.single_controller.base.worker_group": {"verl.runtime.worker_group": "WorkerGroup"},
     "verl.single_controller.base.decorator": {
-        "verl.compat.dispatch": f"DISPATCH_MODE_FN_REGISTRY {_REGISTER} make_nd_compute_dataproto_dispatch_fn",
+        "verl.compat.dispatch": f"DISPATCH_MODE_FN_REGISTRY {_REGISTER} make_nd_compute_dataproto_dispatch_fn"
     },
     "verl.single_controller.ray": {
         _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup ResourcePool ResourcePoolManager "
@@ -238,9 +238,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig OptimizerConfig=OptimConfig PolicyLossConfig "
         "RolloutConfig",
     },
-    "verl.workers.config.actor": {
-        "verl.config": "ActorConfig FSDPActorConfig=ActorConfig PolicyLossConfig",
-    },
+    "verl.workers.config.actor": {"verl.config": "ActorConfig FSDPActorConfig=ActorConfig PolicyLossConfig"},
     "verl.workers.config.critic": {"verl.config": "CriticConfig FSDPCriticConfig=CriticConfig"},
     "verl.workers.config.engine": {"verl.config": "FSDPEngineConfig=FSDPConfig"},
     "verl.workers.config.model": {"verl.compat.sections": "HFModelConfig"},
@@ -272,7 +270,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
 FURTHER_NAMES: dict[str, dict[str, str]] = {
     "verl.tools.function_tool": {
         "verl.compat.function_tools": "_LOADED_FUNCTION_TOOL_PATHS load_function_tools_from_path normalize_function_tool_return"
-    },
+    }
 }
 
 # `python -m MODULE arguments` -> the function that runs it: fn(arguments) -> exit code

@@ -368,9 +368,7 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "set reward.reward_model.judge_template",
     ),
     "teacher_pool": Condition(
-        lambda root, node: node.nnodes > 0,
-        "the teachers share the policy's devices",
-        "set distillation.nnodes above 0",
+        lambda root, node: node.nnodes > 0, "the teachers share the policy's devices", "set distillation.nnodes above 0"
     ),
     "off_policy": Condition(
         lambda root, node: node.on_policy_share < 1,

@@ -14,13 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from verl.config.active_keys import REUSED_SHARE
-from verl.models.memory import (
-    Bytes,
-    ParallelLayout,
-    memory,
-    recorded_activations,
-    training_state,
-)
+from verl.models.memory import Bytes, ParallelLayout, memory, recorded_activations, training_state
 from verl.models.shapes import ModelShape
 from verl.planner.cluster import Cluster
 from verl.planner.generation import EngineLayout, forward_memory, generation_memory, time_generate, time_transition

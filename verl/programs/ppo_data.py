@@ -109,10 +109,7 @@ def load_data(config: PPOConfig, *, train: bool = True, scored: bool | None = No
     for sentence in tokenizer_notices(config, tokenizer):
         log.warning(sentence)
     encoder = PromptEncoder(tokenizer, data)
-    checks: Any = {
-        "agents": known_loops(config),
-        "scored": scoring_of(config) if scored is None else scored,
-    }
+    checks: Any = {"agents": known_loops(config), "scored": scoring_of(config) if scored is None else scored}
     run_data = PPOData(tokenizer, None, None, [])
     sources: set[str] = set()
     if train:

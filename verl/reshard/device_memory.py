@@ -58,8 +58,7 @@ class DeviceBuckets(Buckets):
         _OWN[token] = values
         encoded = base64.b64encode(handle).decode()
         return _Block(
-            values,
-            {"token": token, "uuid": cuda_ipc.uuid_of(self.device), "handle": encoded, "num_bytes": num_bytes},
+            values, {"token": token, "uuid": cuda_ipc.uuid_of(self.device), "handle": encoded, "num_bytes": num_bytes}
         )
 
 

@@ -92,6 +92,5 @@ def check_branches(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     }  # fmt: skip
     for name in [name for name, is_odd in odd.items() if is_odd]:
         yield error(
-            key,
-            f"{key}=all gives each conversation the one advantage of its episode, and {name} does not. Remove one.",
+            key, f"{key}=all gives each conversation the one advantage of its episode, and {name} does not. Remove one."
         )

@@ -11,15 +11,7 @@ import numpy as np
 
 from verl.data.conversations.formats import alpaca_prompt, named
 from verl.data.images import image_messages
-from verl.data.messages import (
-    messages_in,
-    refuse_media,
-    template_kwargs_of,
-    text_in,
-    tools_in,
-    unfilled,
-    with_system,
-)
+from verl.data.messages import messages_in, refuse_media, template_kwargs_of, text_in, tools_in, unfilled, with_system
 from verl.data.prompts import require_whole_answers
 from verl.data.schema import Messages, check_plain, number_in
 from verl.data_proto.token_ids import num_common

@@ -13,15 +13,7 @@ from verl.data.conversations.dataset import ConversationDataset
 from verl.data.conversations.formats import named
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.images import ConversationImages, image_messages
-from verl.data.messages import (
-    messages_in,
-    refuse_media,
-    template_kwargs_of,
-    text_in,
-    tools_in,
-    unfilled,
-    with_system,
-)
+from verl.data.messages import messages_in, refuse_media, template_kwargs_of, text_in, tools_in, unfilled, with_system
 from verl.data.preferences.dataset import PreferenceDataset
 from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages, at, number_in

@@ -197,11 +197,7 @@ class MegatronParameters(Parameters):
     are_parts = True
 
     def __init__(
-        self,
-        shares: list[Share],
-        shapes: Mapping[str, tuple[int, ...]],
-        device: torch.device,
-        dtype: torch.dtype,
+        self, shares: list[Share], shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
     ):
         self.shares = {s.placed.name: s for s in shares if not s.placed.is_copy}
         self.shapes, self.device, self.dtype = dict(shapes), device, dtype

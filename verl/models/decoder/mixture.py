@@ -14,13 +14,7 @@ from verl.models.decoder.layers import Mixture, SharedExpert
 from verl.models.decoder.projection import Projection
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
-from verl.models.ops.experts import (
-    ExpertChoice,
-    choose_experts_backward,
-    grouped_outer,
-    grouped_product,
-    weighted_sum,
-)
+from verl.models.ops.experts import ExpertChoice, choose_experts_backward, grouped_outer, grouped_product, weighted_sum
 from verl.models.ops.linear import Matmul
 from verl.models.ops.pointwise import swiglu_backward_
 from verl.models.parallel.experts import Places

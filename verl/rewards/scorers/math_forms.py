@@ -13,14 +13,7 @@ if TYPE_CHECKING:
 MAX_POWER = 10_000  # exponents and factorials that are computed; answers with larger ones are compared as text
 RELATIVE_TOLERANCE = 1e-9
 
-MAGNITUDES = {
-    "dozen": 12,
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-}
+MAGNITUDES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MAGNITUDE = re.compile(
     rf"(\d(?:[\d,]*\d)?(?:\.\d+)?)(?:\\[,;: ]|[\s~])*(?:\\(?:text|textbf|mathrm|mbox)\s*\{{)?\s*({'|'.join(MAGNITUDES)})s?\b"
 )

@@ -20,12 +20,7 @@ import torch
 from verl.models.attention import Scoring
 from verl.models.delta_net import States
 from verl.rollout.native.torch.kv_cache import SlotStore, rounded
-from verl.rollout.native.torch.partial_attention import (
-    OwnPart,
-    additive_mask,
-    attend_part,
-    stack_blocks,
-)
+from verl.rollout.native.torch.partial_attention import OwnPart, additive_mask, attend_part, stack_blocks
 
 _MIN_BLOCK = 8  # rows: below this a separate kernel call costs more than the padding it saves
 _BLOCK_RATIO = 0.6  # a block ends if all further rows are shorter than this share of its longest row
