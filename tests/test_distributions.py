@@ -41,7 +41,14 @@ def test_the_longest_name_decides():
 
 @pytest.mark.parametrize(
     ("verb", "part"),
-    [("plan", "planner"), ("view", "page"), ("serve", "tinker"), ("import-check", "compat"), ("data", "tasks")],
+    [
+        ("plan", "planner"),
+        ("view", "page"),
+        ("serve", "tinker"),
+        ("import-check", "compat"),
+        ("data", "tasks"),
+        ("scale", "clusters"),
+    ],
 )
 def test_a_verb_of_a_part_that_is_missing(core_alone, capsys, verb, part):
     assert main([verb, "--help"]) == MissingExtraError.exit_code
@@ -153,7 +160,7 @@ def installed(wheels, names, target):
     return verb
 
 
-VERBS = {"plan": "planner", "view": "page", "serve": "tinker", "import-check": "compat"}
+VERBS = {"plan": "planner", "view": "page", "serve": "tinker", "import-check": "compat", "scale": "clusters"}
 
 
 @pytest.mark.slow

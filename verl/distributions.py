@@ -33,10 +33,16 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.engines.deepspeed",
         "verl.rollout.vllm",
         "verl.rollout.http",
+        "verl.rollout.engine_names",
+        "verl.rollout.other_engines",
         "verl.rollout.process",
         "verl.rollout.process_main",
         "verl.reshard.link",
-        *(f"verl.runtime.ray{name}" for name in ("", "_cluster", "_node", "_process", "_request", "_scaling")),
+        *(
+            f"verl.runtime.ray{name}"
+            for name in ("", "_cluster", "_node", "_process", "_request", "_scaling", "_sizes")
+        ),
+        "verl.cli.scale",
     ),
     "verl-agents": ("verl.agents", "verl.tools", "verl.rewards.programs"),
     "verl-tasks": (

@@ -14,7 +14,7 @@ import psutil
 from chaos_run import Kill, Victim, open_files
 from chaos_task import RUNTIMES, SLOW
 
-from verl.tracking.heartbeat import NAME, ask_role_sizes
+from verl.runtime.ray_sizes import NAME, ask_role_sizes
 
 RUNTIME = "ray-scaled"
 _PLACED = 3  # processes of the placement

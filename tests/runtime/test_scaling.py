@@ -19,8 +19,8 @@ from verl.parallel.mesh import Mesh
 from verl.parallel.register import registered
 from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
+from verl.runtime.ray_sizes import NAME, ask_role_sizes, read_role_sizes, write_role_sizes
 from verl.runtime.worker_group import WorkerGroup
-from verl.tracking.heartbeat import NAME, ask_role_sizes, read_role_sizes, write_role_sizes
 
 pytestmark = pytest.mark.seed("G1")
 AHEAD = ["actor_rollout_ref.rollout.prefetch_num=1", "trainer.total_training_steps=40", "trainer.save_freq=40"]

@@ -18,7 +18,7 @@ def run_scale(argv: list[str]) -> int:
         "sizes", nargs="*", metavar="ROLE=N", help="rollout=N, reward=N; without any: print the requested sizes"
     )
     arguments = parser.parse_args(argv)
-    from verl.tracking.heartbeat import ask_role_sizes, read_role_sizes
+    from verl.runtime.ray_sizes import ask_role_sizes, read_role_sizes
     from verl.tracking.progress import read_progress
 
     folder = Path(arguments.run).expanduser()

@@ -3,13 +3,10 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from verl.config import full_key
-from verl.data_proto.media import Clip, ImageFiles, Media
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, NumericsError
@@ -170,34 +167,6 @@ def one_by_one(request: PromptRequest) -> list[PromptRequest]:
     """A request for each sample of a request."""
     numbers = range(request.num_samples or 1)
     return [replace(request, first_sample=request.first_sample + i, num_samples=1) for i in numbers]
-
-
-def with_files(request: PromptRequest, tokenizer: Tokenizer) -> PromptRequest:
-    """The request as engines take it that have an image processor: one token stands for each image, and `media.files` has all
-    images. Raises ModelError if the tokens of an image are not the tokenizer's."""
-    if not request.placed:
-        return request
-    ids, processor, read, at = request.token_ids, tokenizer.processor, [], 0
-    contents: list[bytes | Clip] = []
-    arguments: dict[str, Any] = {}
-    for span in request.placed:
-        files = span.media.files
-        assert files is not None, "the processor keeps files"
-        contents += files.contents
-        arguments = files.arguments
-        for text, content in zip(span.media.texts, files.contents, strict=True):
-            part = tuple(tokenizer.encode(text, add_special_tokens=False))
-            first = max(at, span.start - len(part))
-            start = next((i for i in range(first, len(ids) - len(part) + 1) if ids[i : i + len(part)] == part), None)
-            if start is None:
-                raise ModelError(
-                    f"Prompt {request.ordinal} has other tokens for an image than the tokenizer gives. Use "
-                    f"{full_key('rollout.name')}=native."
-                )
-            read += [*ids[at:start], processor.video_token_id if isinstance(content, Clip) else processor.token_id]
-            at = start + len(part)
-    media = Media("", {}, files=ImageFiles(tuple(contents), arguments, ids))
-    return replace(request, token_ids=(*read, *ids[at:]), media=media, spans=())
 
 
 def _check_params(params: SamplingParams) -> None:

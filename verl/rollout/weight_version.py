@@ -2,8 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.families import EngineFacts
 from verl.models.hf_module import HFModule
-from verl.rollout.api import OnFinish, RolloutEngine, Weights, WeightTransfer
+from verl.rollout.api import OnFinish, RolloutEngine, Weights
 
 
 def checked(weights: Weights, skeleton: HFModule, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,47 +76,6 @@ def missing(name: str) -> ModelError:
         f"Weight sync is missing parameter {name}; the rollout model would keep its old value. Both models must be built from "
         f"the same {full_key('model')}."
     )
-
-
-@dataclass(eq=False)
-class OwnWeights(RolloutEngine):
-    """An engine with a copy of the weights. It begins with the weights of the model's files."""
-
-    facts = EngineFacts(holds_weights=True)
-    num_fetched_bytes = 0  # over TCP, of the newest update, by all workers
-    _is_whole, _is_fresh = True, False  # whether the last update ended well, and came after the last version
-    _: KW_ONLY
-    transfer: WeightTransfer
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """A context for an update: nothing may be generated until the block has succeeded."""
-        self.discard()
-        yield
-        self._is_whole = self._is_fresh = True
-
-    def discard(self) -> None:
-        """Mark the weights as lost: nothing may be generated until an update."""
-        self._is_whole = self._is_fresh = False
-
-    def publish(self, version: int) -> None:
-        """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
-        self.require_whole()
-        if version != self.weight_version and not self._is_fresh:
-            raise ModelError(
-                f"Version {version} was published, but no new weights have come since version {self.weight_version}; its "
-                "samples would come from old weights. Call load before publish."
-            )
-        super().publish(version)
-        self._is_fresh = False
-
-    def require_whole(self) -> None:
-        """Raise ModelError if the last update failed, or if `discard` was called and no update came."""
-        if not self._is_whole:
-            raise ModelError(
-                f"The rollout engine's weights are between version {self.weight_version} and the next one, since an update "
-                "did not end well or did not come. They cannot generate: update again, or start the run again."
-            )
 
 
 class PassiveRollout(RolloutEngine):

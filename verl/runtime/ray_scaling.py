@@ -25,9 +25,9 @@ from verl.roles.api import Roles
 from verl.runtime.rank import POLICY
 from verl.runtime.ray_cluster import Pending
 from verl.runtime.ray_process import Process, pack, unpack
+from verl.runtime.ray_sizes import ROLES, read_role_sizes, write_role_sizes
 from verl.runtime.worker_group import WorkerGroup
 from verl.specs import RolloutSpec
-from verl.tracking.heartbeat import ROLES, read_role_sizes, write_role_sizes
 
 if TYPE_CHECKING:
     from verl.runtime.ray import RayRuntime

@@ -1,15 +1,9 @@
-"""Two small files of a run folder: heartbeat.json by the run, and role_sizes.json by a user.
+"""A small file of a run folder: heartbeat.json.
 
     {"pid": 4711, "host": "node1", "step": 12, "phase": "gen", "since": 1763.25}
 
-heartbeat.json has the current step and phase and their start, for the supervisor and for `verl show`. It changes at the
+It has the current step and phase and their start, for the supervisor and for `verl show`. It changes at the
 start of each phase and step; the heartbeat of a run that hangs stays the same.
-
-    {"rollout": 3, "reward": 2}
-
-role_sizes.json has the sizes that a user asks of the roles of a running run. Numbers count devices, including the
-placement's devices. A run on Ray writes the roles that it can scale, `verl scale` changes their sizes. The file stays: a run
-that is resumed follows it too.
 """
 
 import contextlib
@@ -17,15 +11,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from verl.errors import ConfigError
 from verl.foreign_text import clean
 from verl.parallel.stack_dump import dumps_on_signal
 from verl.regular_files import open_regular
-from verl.tracking.files import each, has, is_count, is_number, is_text, json_text, read_json, write_atomically
+from verl.tracking.files import has, is_count, is_number, is_text, read_json
 
 EVENTS = "events.jsonl"  # in the same folder: a line for each crash of the run with the action of its supervisor
 _WIDTH = 512  # bytes of the file: always overwritten in full, so it is never truncated or replaced
@@ -97,51 +89,3 @@ def read_beat(root: Path) -> Beat | None:
 def stacks_file(root: Path, rank: int) -> Path:
     """The file for the stacks of a rank."""
     return root / "logs" / f"stacks_rank_{rank}.txt"
-
-
-NAME = "role_sizes.json"
-ROLES = ("rollout", "reward")
-MAX_DEVICES = 10_000
-
-
-def read_role_sizes(folder: Path) -> dict[str, int]:
-    """Role -> devices, of the roles that were asked for; {} without a file. Raises ConfigError for a file that is damaged."""
-    try:
-        sizes = read_json(folder / NAME, each(is_count), max_bytes=1 << 12)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder / NAME} cannot be read ({error}). Write it with verl scale, or remove it."
-        ) from None
-    _check(sizes)
-    return dict(sizes)
-
-
-def ask_role_sizes(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Ask the run in `folder` for these sizes, in addition to earlier requests; returns all sizes. Raises ConfigError."""
-    _check(sizes)
-    configured = read_role_sizes(folder)
-    if other := sorted(sizes.keys() - configured.keys()):
-        only = f", only {' and '.join(configured)}" if configured else ""
-        raise ConfigError(
-            f"The run in {folder} cannot scale {other[0]}{only}. It must run on Ray, "
-            "with devices for the rollout that do not train (trainer.placement); see docs/several-gpus.md."
-        )
-    requested = {**configured, **sizes}
-    write_role_sizes(folder, requested)
-    return requested
-
-
-def write_role_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Replace the sizes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / NAME, json_text(sizes) + "\n")
-
-
-def _check(sizes: Mapping[str, int]) -> None:
-    for role, size in sizes.items():
-        if role not in ROLES:
-            raise ConfigError(f"The role {role} cannot be scaled during a run; {' and '.join(ROLES)} can.")
-        if not 1 <= size <= MAX_DEVICES:
-            raise ConfigError(f"{role}={size}: give a number of devices from 1 to {MAX_DEVICES}.")

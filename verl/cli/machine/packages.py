@@ -15,8 +15,8 @@ from verl.cli.machine import probes
 from verl.cli.machine.host import output_of
 from verl.cli.machine.probes import PROBES
 from verl.cli.machine.requirements import unmet_requirements
+from verl.distributions import is_installed, load_part
 from verl.parallel.child_processes import python_command
-from verl.rollout.engine_names import USES, lookup
 
 OPTIONAL = (
     "vllm", "sglang", "ray", "megatron", "deepspeed", "flash-attn", "torchvision", "torchaudio", "wandb", "tensorboard",
@@ -48,13 +48,21 @@ def packages() -> dict[str, object]:
             name: installed_version(_MODULES.get(name, name.replace("-", "_")), _DISTRIBUTIONS.get(name, (name,)))
             for name in OPTIONAL
         },
-        "engine_names": {name: lookup(name) for name in USES},
+        "engine_names": engine_names(),
         "driver": driver(),
         "torch_probe": probed["torch"],
         "transformers_probe": probed["transformers"],
         "decoder_probe": probed["decoder"],
         "companions": {name: probed[name] for name in companions},
     }
+
+
+def engine_names() -> dict[str, object]:
+    """Engine -> names that verl uses; {} without the part that runs these engines."""
+    if not is_installed("verl-clusters"):
+        return {}
+    names = load_part("verl.rollout.engine_names")
+    return {name: names.lookup(name) for name in names.USES}
 
 
 def probe(module: str, *arguments: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, object]:

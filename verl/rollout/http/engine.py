@@ -29,10 +29,11 @@ from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client, bearer_token
 from verl.rollout.http.dialects import DIALECTS, Dialect, require_tempered
 from verl.rollout.http.server import require_space
-from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
+from verl.rollout.other_engines import OwnWeights, with_files
+from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size
 from verl.rollout.vllm.settings import longest_sequence
 from verl.rollout.vllm.weights import LINK_READER, Description
-from verl.rollout.weight_version import OwnWeights, checked_buckets
+from verl.rollout.weight_version import checked_buckets
 
 _URL = "http://127.0.0.1:8000"  # the address of vLLM's server by default
 

@@ -14,12 +14,13 @@ from verl.data_proto.samples import Completion, PromptRequest, SampleKey, Sampli
 from verl.errors import VerlError
 from verl.families import ROLLOUT_ENGINES
 from verl.rollout.api import Stats, Weights
-from verl.rollout.requests import OpenSamples, one_by_one, vocab_size, with_files
+from verl.rollout.other_engines import OwnWeights, with_files
+from verl.rollout.requests import OpenSamples, one_by_one, vocab_size
 from verl.rollout.vllm.core import Core, Setup, require_vllm
 from verl.rollout.vllm.process import FACTORY, RemoteCore, RestartingCore
 from verl.rollout.vllm.settings import longest_sequence, make_setup
 from verl.rollout.vllm.weights import Manifest
-from verl.rollout.weight_version import OwnWeights, checked_buckets
+from verl.rollout.weight_version import checked_buckets
 
 _POLL_S = 1.0  # of a call of the process: it must answer well before its deadline
 
