@@ -13,16 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_547,
-    "compat": 9_046,
-    "page": 4_113,
-    "planner": 2_805,
-    "tinker": 5_103,
-    "clusters": 7_247,
-    "agents": 6_435,
-    "tasks": 3_014,
+    "core": 71_660,
+    "compat": 8_980,
+    "page": 4_075,
+    "planner": 2_793,
+    "tinker": 5_075,
+    "clusters": 7_577,
+    "agents": 6_388,
+    "tasks": 2_973,
     "tests": 89_971,
-    "benchmarks": 6_597,
+    "benchmarks": 5_996,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
