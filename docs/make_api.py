@@ -129,7 +129,8 @@ def shortened(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def unquoted(text: str) -> str:
-    """`text` with annotations as the source has them."""
+    """`text` with annotations as the source has them, which are texts or types with their modules."""
+    text = re.sub(r"\b(collections\.abc|typing|verl(\.[a-z_]+)+)\.(?=[A-Z])", "", text)
     text = re.sub(r"(: |-> )(['\"])(.*?)\2(?=[,)]| =|$)", r"\1\3", text)
     return text.replace("Ellipsis", "...")
 
