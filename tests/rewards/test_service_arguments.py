@@ -1,5 +1,7 @@
 """Reward functions that ask the service of a reward model themselves, by its address and its tokenizer."""
 
+from dataclasses import replace
+
 import pytest
 
 from verl.config import RewardConfig, RewardModelConfig
@@ -7,7 +9,7 @@ from verl.config.sections.reward import CustomRewardFunctionConfig, JudgeService
 from verl.data_proto.samples import ScoreRequest
 from verl.errors import ConfigError, RewardError
 from verl.rewards.functions import service_arguments
-from verl.rewards.managers.build import asks_service, build_reward_manager, function_spec
+from verl.rewards.managers.build import asks_service, build_reward_manager, function_spec, serves_judge
 
 FUNCTION = """
 async def compute_score(
@@ -50,10 +52,19 @@ def test_address_and_tokenizer_reach_the_function(section):
     assert score.parts["local"]
 
 
-@pytest.mark.parametrize(("name", "network"), [("native", True), ("http", False)])
-def test_a_service_out_of_reach_is_refused(section, name, network):
+def test_a_service_out_of_reach_is_refused(section):
     with pytest.raises(ConfigError, match="service of the reward model itself"):
-        function_spec(section(name=name, network=network))
+        function_spec(section(name="http", network=False))
+
+
+@pytest.mark.parametrize(("name", "url", "serves"), [
+    ("native", None, True), ("vllm", None, True), ("sglang", None, True), ("sglang", "http://x", False), ("http", None, False),
+])  # fmt: skip
+def test_the_run_serves_a_judge_that_is_nowhere_else(section, name, url, serves):
+    config = section(name=name)
+    rollout = replace(config.reward_model.rollout, service=JudgeServiceConfig(**({"url": url} if url else {})))
+    assert serves_judge(replace(config, reward_model=replace(config.reward_model, rollout=rollout))) == serves
+    assert not serves_judge(replace(config, custom_reward_function=CustomRewardFunctionConfig()))
 
 
 def test_without_a_reward_model_the_missing_keys_are_named(section):

@@ -86,7 +86,10 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
     if spec.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        function = functools.partial(function, **{_OF_A_SERVICE[1]: AutoTokenizer.from_pretrained(spec.tokenizer)})
+        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer)
+        # a list of ids, as in the releases of transformers for which such functions are written
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+        function = functools.partial(function, **{_OF_A_SERVICE[1]: tokenizer})
     return function
 
 

@@ -25,6 +25,7 @@ from verl.rewards.managers.build import is_called, manager_class
 
 if TYPE_CHECKING:
     from verl.config import RewardConfig
+    from verl.roles.judge_server import JudgeServer
 
 
 def called_manager(section: RewardConfig, tokenizer: Tokenizer) -> CalledManager | None:
@@ -154,6 +155,7 @@ class RewardWorker:
     default_score: float | None = None
     needs_answer: bool = False
     turn_rewards: bool = False
+    server: JudgeServer | None = None  # of the reward model, for a function that asks it itself
     _submitted: set[str] = field(default_factory=set)
     _waiting: dict[str, ScoreRequest] = field(default_factory=dict)
 
@@ -254,8 +256,9 @@ class RewardWorker:
 
     def close(self) -> None:
         self.manager.close()
-        if self.model is not None:
-            self.model.close()
+        for part in (self.model, self.server):
+            if part is not None:
+                part.close()
 
 
 def _reward_turns(token_scores: torch.Tensor, batch: DataProto, ends: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl.config import ModelConfig, RolloutConfig, full_key
+from verl.config import ModelConfig, RewardConfig, RolloutConfig, full_key
 from verl.data.conversations.turn_ends import TurnEnds
 from verl.data_proto.tokenizer import Tokenizer
 from verl.distributions import load_part
@@ -26,9 +26,11 @@ from verl.models.hf_module import HFModule
 from verl.models.load import load_tokenizer
 from verl.models.tokenizer import check_vocabulary, eos_token_ids
 from verl.rewards.managers import build_reward_manager
-from verl.rewards.managers.build import asks_service
+from verl.rewards.managers.build import asks_service, serves_judge
 from verl.rewards.scorers.route import find_scorer
 from verl.roles.api import RoleSpec
+from verl.roles.judge_server import JudgeServer
+from verl.roles.judges import EngineJudge, build_judge
 from verl.roles.model import ModelRole
 from verl.roles.reward import RewardWorker, called_manager
 from verl.roles.reward_model import build_reward_model
@@ -151,8 +153,9 @@ def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:
     run, scoring = context.specs.run, _scoring_ranks(context)
     tokenizer = load_tokenizer(spec.model)
     share = spec.section.num_workers // len(scoring) if context.rank in scoring else 0
-    manager = called_manager(spec.section, tokenizer) or build_reward_manager(
-        replace(spec.section, num_workers=max(1, share)),
+    section, server = _with_judge(spec.section, context) if context.rank in scoring else (spec.section, None)
+    manager = called_manager(section, tokenizer) or build_reward_manager(
+        replace(section, num_workers=max(1, share)),
         max_response_length=spec.max_response_length,
         log_dir=run.folder / "logs" / f"reward_rank_{context.rank}",
         parts=spec.parts,
@@ -171,10 +174,35 @@ def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:
                 start_timeout_s=run.start_timeout_s,
                 call_timeout_s=run.collective_timeout_s,
             )
-        return RewardWorker(manager, model, tokenizer, spec.section.default_score, spec.needs_answer, spec.turn_rewards)
+        return RewardWorker(
+            manager, model, tokenizer, section.default_score, spec.needs_answer, spec.turn_rewards, server
+        )
     except BaseException:
         manager.close()
+        if server is not None:
+            server.close()
         raise
+
+
+def _with_judge(section: RewardConfig, context: RankContext) -> tuple[RewardConfig, JudgeServer | None]:
+    """The section of a reward function that asks the reward model of this run, with its address, and the server; the section as
+    it is for any other."""
+    if not serves_judge(section):
+        return section, None
+    run, model = context.specs.run, section.reward_model
+    if engine_facts(model.rollout.name).asks_service:
+        log.warning(
+            "reward.reward_model.rollout.name=%s has no service.url: native runs the judge.", model.rollout.name
+        )
+        model = replace(model, rollout=replace(model.rollout, name=None))
+    times = {"start_timeout_s": run.start_timeout_s, "call_timeout_s": run.collective_timeout_s}
+    judge = build_judge(model, context.device, **times)
+    assert isinstance(judge, EngineJudge)
+    server = JudgeServer(judge)
+    log.info("The judge %s answers at %s; scoring processes reach the network.", model.model_path, server.address)
+    service = replace(model.rollout.service, url=f"http://{server.address}")
+    served = replace(model, rollout=replace(model.rollout, service=service))
+    return replace(section, reward_model=served, network=True), server
 
 
 def _scoring_ranks(context: RankContext) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
-from verl.families import REWARD_MANAGERS, SERVICE_ROLLOUT, engine_facts
+from verl.families import REWARD_MANAGERS, engine_facts
 from verl.registry import load_object
 from verl.rewards.functions import (
     FUNCTION_LIST,
@@ -94,13 +94,14 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
 
 
 def _served(config: RewardConfig, spec: RewardFunctionSpec, names: set[str]) -> RewardFunctionSpec:
-    """A function that asks the service of the reward model itself by the arguments `names`. Raises ConfigError without one."""
+    """A function that asks the service of the reward model itself by the arguments `names`: one at service.url, or the run's
+    own, whose address is there once it serves. Raises ConfigError for a service that the function cannot reach."""
     model = config.reward_model
-    if not engine_facts(model.rollout.name).asks_service or not config.network:
+    if not serves_judge(config) and not (model.rollout.service.url and config.network):
         raise ConfigError(
             f"The reward function {spec.label} has the parameter {min(names)}: it asks a service of the reward model itself. "
-            f"Set reward.reward_model.rollout.name={SERVICE_ROLLOUT}, reward.reward_model.rollout.service.url to its address, "
-            "and reward.network=True."
+            "Set reward.reward_model.rollout.service.url to its address and reward.network=True, or "
+            "reward.reward_model.rollout.name=native: then the run serves it."
         )
     address = model.rollout.service.url.rstrip("/").removesuffix("/v1").partition("://")[2]
     kwargs = {**spec.kwargs, **({"reward_router_address": address} if "reward_router_address" in names else {})}
@@ -111,6 +112,15 @@ def asks_service(config: RewardConfig) -> bool:
     """Whether the reward function asks the service of the reward model itself, so that no reward model runs here."""
     custom = config.custom_reward_function
     return bool(custom.path) and bool(service_arguments(str(custom.path), custom.name or "compute_score"))
+
+
+def serves_judge(config: RewardConfig) -> bool:
+    """Whether the run serves its reward model to a reward function that asks for it: if that is at no other service."""
+    model = config.reward_model
+    facts = engine_facts(model.rollout.name)
+    is_default = model.rollout.service.url == type(model.rollout.service)().url
+    is_elsewhere = facts.asks_service and not (facts.starts_process and is_default)
+    return model.enable and not is_elsewhere and asks_service(config)
 
 
 def is_called(manager: object) -> bool:
