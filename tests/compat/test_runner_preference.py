@@ -214,7 +214,6 @@ class TestAdapters:
             return RLRunner(adapted, arguments(tmp_path), train_dataset=rows, processing_class=tokenizer)
 
         for field, value in (
-            ("lora_dropout", 0.1),
             ("rank_pattern", {"q_proj": 2}),
             ("modules_to_save", ["lm_head"]),
             ("bias", "all"),

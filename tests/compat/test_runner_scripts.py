@@ -38,6 +38,7 @@ ROWS = {
     "grpo": lambda i: {"prompt": asks(i), "solution": str(i)},
     "rloo": lambda i: {"prompt": asks(i), "solution": str(i)},
 }
+PACKING = {f"sft {strategy}": strategy for strategy in ("bfd", "bfd_split", "wrapped")}
 CLASSES = {name: f"{name.upper()}Trainer" for name in ROWS} | {"reward": "RewardTrainer"}
 SAMPLES = "--num_generations 4 --max_completion_length 8 --reward_funcs think_format_reward".split()
 
@@ -81,9 +82,10 @@ def test_the_page_has_each_script():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ROWS)
-def test_a_script_of_trl_with_its_class_replaced_has_its_losses(script, chat_model, tmp_path):
-    python = python_of("trl")
+@pytest.mark.parametrize("name", [*ROWS, *PACKING])
+def test_a_script_of_trl_with_its_class_replaced_has_its_losses(name, chat_model, tmp_path):
+    python, script = python_of("trl"), name.split()[0]
+    packs = ["--packing", "--packing_strategy", PACKING[name], "--max_length", "60"] if name in PACKING else []
     if script == "reward":
         reward_model(chat_model)
     (tmp_path / "data").mkdir()
@@ -92,7 +94,7 @@ def test_a_script_of_trl_with_its_class_replaced_has_its_losses(script, chat_mod
         f"--model_name_or_path {chat_model} --dataset_name {tmp_path / 'data'} --per_device_train_batch_size 4 "
         "--max_steps 3 --learning_rate 1e-3 --lr_scheduler_type constant --logging_steps 1 --report_to none --use_cpu "
         "--save_strategy no --dtype float32 --bf16 False --gradient_checkpointing False"
-    ).split()
+    ).split() + packs
     histories = {}
     for side in ("trl", "verl"):
         file = tmp_path / f"{side}.json"
@@ -185,14 +187,42 @@ def test_adapters_of_a_model_by_its_path(trl, tiny_llama, tmp_path, rows):  # no
     peft = pytest.importorskip("peft")
     args = trl.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
 
-    def runner(**settings):
+    def runner(reward_funcs=None, **settings):
         peft_config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
-        return RLRunner(str(tiny_llama), args, train_dataset=rows, peft_config=peft_config)
+        return RLRunner(str(tiny_llama), args, train_dataset=rows, peft_config=peft_config, reward_funcs=reward_funcs)
 
     assert sum(p.requires_grad for p in runner().model.parameters()) > 0
     assert not all(p.requires_grad for p in runner().model.parameters())
-    with pytest.raises(ConfigError, match=r"lora_dropout=0.05 .* Set lora_dropout=0 \(--lora_dropout 0\)\.$"):
-        runner(lora_dropout=0.05)
+    assert runner(lora_dropout=0.05)._load({}).config.model.lora_dropout == 0.05
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8
+    args = trl.DPOConfig(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)  # it turns dropout off
+    dropped = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.05)
+    pair_runner = RLRunner(str(tiny_llama), args, train_dataset=pairs, peft_config=dropped)
+    assert pair_runner._load({}).config.model.lora_dropout == 0
+    args = trl.GRPOConfig(str(tmp_path), use_cpu=True, report_to="none", max_steps=1, num_generations=2)
+    with pytest.raises(ConfigError, match=r"lora_dropout=0.05 .* Set lora_dropout=0 \(--lora_dropout 0\), or"):
+        runner(lora_dropout=0.05, reward_funcs=[lambda completions, **_: [0.0] * len(completions)])
+
+
+@pytest.mark.parametrize(("strategy", "blocks"), [("bfd", [[7], [4, 3]]), ("wrapped", [None, None])])
+def test_packed_rows_are_blocks_of_trl(trl, tiny_llama, tmp_path, strategy, blocks):  # noqa: F811
+    given = [{"input_ids": list(range(1, 1 + n)), "labels": [-100, *range(2, 1 + n)]} for n in (4, 8, 3)]
+    args = trl.SFTConfig(
+        str(tmp_path), use_cpu=True, report_to="none", max_steps=1, per_device_train_batch_size=1, max_length=7, packing=True,
+        packing_strategy=strategy,
+    )  # fmt: skip
+    runner = RLRunner(str(tiny_llama), args, train_dataset=given, eval_dataset=given[:1])
+    packed = runner.train_dataset
+    assert [row.get("seq_lengths") for row in packed] == blocks  # without the last token, which nothing predicts
+    assert all(len(row["input_ids"]) <= 7 for row in packed)
+    loaded = runner._load({})
+    assert loaded.config.data.train_batch_size == 1
+    assert len(runner.eval_dataset) == 1
+    with pytest.raises(ConfigError, match="RLRunner has no data_collator for packing=True"):
+        RLRunner(str(tiny_llama), args, data_collator=lambda rows: rows[0], train_dataset=given)
+    args.max_length = None
+    with pytest.raises(ConfigError, match="Set max_length"):
+        RLRunner(str(tiny_llama), args, train_dataset=given)
 
 
 def test_what_a_script_of_trl_cannot_have(trl, tiny_llama, tmp_path, rows):  # noqa: F811

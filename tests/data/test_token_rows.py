@@ -159,3 +159,22 @@ def test_mutated_rows(tmp_path):
     outcomes = Counter(cases(random.Random(0), 500, tmp_path))
     refused = sum(count for (_, what), count in outcomes.items() if what == "refused")
     assert 200 < refused < 400, json.dumps({str(k): v for k, v in outcomes.items()})
+
+
+def test_a_row_with_lengths_is_that_many_sequences(tmp_path):
+    """Blocks as TRL packs them: no sequence sees another, and one without a trained token is left out."""
+    row = {
+        "input_ids": [65, 66, 67, 70, 71, 80, 81],
+        "labels": [65, 66, 67, 70, -100, -100, 81],
+        "seq_lengths": [3, 2, 2],
+    }
+    (sequences,) = sft([row], tmp_path)
+    assert [s.input_ids.tolist() for s in sequences] == [[65, 66, 67], [80, 81]]
+    assert [s.loss_mask.tolist() for s in sequences] == [[False, True, True], [False, True]]
+
+
+@pytest.mark.parametrize("lengths", [[3], [5, -1], [2.0, 2.0], ["4"], [[2], [1, 1]], [True, 3], 4.5, [4, 0]])
+def test_lengths_that_do_not_fit_are_named(tmp_path, lengths):
+    row = {"input_ids": [65, 66, 67, 70], "labels": [65, 66, 67, 70], "seq_lengths": lengths}
+    with pytest.raises(DataError, match="row 0 .*seq_lengths must be whole numbers above 0"):
+        sft([row], tmp_path)

@@ -12,7 +12,7 @@ from verl.cli.main import main
 from verl.config import SFT as SCHEMA
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.programs.sft import SFT
 from verl.roles.guards import Guards, RollBack
 
@@ -131,6 +131,37 @@ class TestLoss:
         again = sft_run(*settings, "model.neftune_alpha=20", folder="again").rows
         assert again[1]["train/loss"] == noisy[1]["train/loss"]
 
+    def test_dropout_of_adapters_acts_only_on_training_and_not_by_micro_batches(self, sft_run):
+        settings = (
+            "trainer.total_training_steps=2",
+            "trainer.val_before_train=True",
+            "model.lora_rank=4",
+            "optim.lr=0.02",
+        )
+        plain = sft_run(*settings, folder="plain").rows
+        dropped = "model.lora_dropout=0.3"
+        rows = sft_run(*settings, dropped, folder="dropped").rows
+        assert rows[0]["val/loss"] == pytest.approx(plain[0]["val/loss"], rel=1e-6)  # by modules, not verl's decoder
+        assert rows[2]["train/loss"] != plain[2]["train/loss"]  # in step 1 B is 0
+        fixed = (
+            "data.use_dynamic_bsz=False",
+            "data.micro_batch_size_per_gpu=1",
+            "model.enable_gradient_checkpointing=True",
+        )
+        apart = sft_run(*settings, dropped, *fixed, folder="apart").rows
+        for name in ("train/loss", "train/grad_norm"):
+            assert apart[2][name] == pytest.approx(rows[2][name], rel=1e-5)
+
+    @pytest.mark.parametrize("settings", [("engine.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2")])
+    def test_dropout_of_adapters_is_refused_where_a_rank_has_parts_of_rows(self, sft_overrides, settings):
+        from verl.engines.fsdp import _check_layout
+        from verl.engines.groups import mesh_of
+
+        overrides = [*sft_overrides, "model.lora_rank=4", "model.lora_dropout=0.1", *settings]
+        config = load_config(overrides, schema=SCHEMA).config
+        with pytest.raises(ConfigError, match="lora_dropout trains on one device or with FSDP2 by itself"):
+            _check_layout(config.model, config.engine, mesh_of(config.engine, 2), config.optim, torch.float32)
+
     def test_lora_trains_only_adapters(self, sft_run, tiny_llama):
         from safetensors.torch import load_file
 
@@ -166,6 +197,8 @@ class TestEpochs:
             f"trainer.save_freq={stop}",
             f"trainer.test_freq={stop}",
             "model.neftune_alpha=5",
+            "model.lora_rank=4",
+            "model.lora_dropout=0.2",
         )
         resumed, unbroken = broken_off(sft_run, *settings, stop=stop)
         assert [row["step"] for row in resumed.rows] == list(range(1, 11))

@@ -24,7 +24,7 @@ from verl.config.sections.actor import ActorConfig, CheckpointConfig, CriticConf
 from verl.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from verl.config.sections.data import DataConfig
 from verl.config.sections.fsdp import FSDPConfig
-from verl.config.sections.model import ModelConfig, OptimConfig, SFTModelConfig
+from verl.config.sections.model import ModelConfig, OptimConfig, RowsModelConfig, SFTModelConfig
 from verl.config.sections.reward import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig, RewardModelConfig
 from verl.config.sections.rollout import RolloutConfig
 from verl.config.sections.trainer import RayKwargsConfig, StepGuardsConfig, TrainerConfig
@@ -34,6 +34,6 @@ __all__ = [
     "CriticConfig", "CustomRewardFunctionConfig", "DataConfig", "FSDPConfig", "GivenRowsConfig", "LoadedConfig",
     "ModelConfig", "OptimConfig", "PPOConfig", "PolicyLossConfig", "PreferenceConfig", "RayKwargsConfig",
     "RewardConfig", "RewardManagerConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig",
-    "RunConfig", "SFTConfig", "SFTModelConfig", "Schema", "StepGuardsConfig", "TrainerConfig", "full_key",
+    "RowsModelConfig", "RunConfig", "SFTConfig", "SFTModelConfig", "Schema", "StepGuardsConfig", "TrainerConfig", "full_key",
     "load_config", "schema_of", "with_fitting_defaults",
 ]  # fmt: skip

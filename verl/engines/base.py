@@ -26,6 +26,7 @@ from verl.engines.routing import EngineRouting
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, whole_batch_metrics
 from verl.errors import ConfigError
+from verl.models.adapter_dropout import dropping
 from verl.models.decoder.reuse import reuse_metrics
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import noise_of
@@ -328,8 +329,7 @@ class TrainedEngine(ABC):
         unit: str = "row",
     ) -> tuple[list[dict[str, Metric]], BatchTotals]:
         """Add the gradients of a batch to the existing ones; returns metrics of micro-batches, and sizes over all ranks."""
-        requested = RequestedOutputs.of(outputs, self.head, temperature)
-        units, noise = unit_ids(batch, unit), None
+        requested, units, noise = RequestedOutputs.of(outputs, self.head, temperature), unit_ids(batch, unit), None
         totals = BatchTotals(*self._over_ranks(torch.tensor(sizes_of(batch, units))).tolist())
         micro = micro if self.headroom is None else self.headroom.adapted(micro)
         if self.neftune_alpha:
@@ -343,14 +343,13 @@ class TrainedEngine(ABC):
 
     def _sum_gradients(self, plan: BatchPlan, loss: LossFn, totals: BatchTotals) -> list[dict[str, Metric]]:
         """Forward and backward of each micro-batch of `plan`; returns their metrics."""
-        metrics, requested = [], plan.requested
+        metrics, outputs = [], (plan.requested.outputs, plan.requested.temperature)
         for number, rows in enumerate(plan.parts):
             self._before_micro_batch(number, len(plan.parts), trains=True)
             part, packed = self._pack(plan, rows)
-            with nullcontext() if self.headroom is None else self.headroom.measuring(packed.input_ids.numel()):
-                named_outputs = self._outputs(packed, requested.outputs, requested.temperature)
-                metrics.append(self._backward(named_outputs, part, loss, totals))
-                del named_outputs
+            measured = nullcontext() if self.headroom is None else self.headroom.measuring(packed.input_ids.numel())
+            with measured, dropping(self.module, packed, self.num_steps):
+                metrics.append(self._backward(self._outputs(packed, *outputs), part, loss, totals))
         return metrics
 
     def _backward(

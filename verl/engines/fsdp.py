@@ -33,6 +33,7 @@ from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.decoder.reuse import borrow_records, forget_records
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
+from verl.models.lora import LoRASpec
 from verl.models.loss_scale import LossScale
 from verl.models.optim import MasterOptimizer
 from verl.models.optimizers import steps_parts
@@ -222,6 +223,12 @@ def _check_layout(
         raise ConfigError(
             "model.use_dora trains with FSDP2 in float32 only, and without tensor_parallel_size. Set fsdp_config.dtype="
             "float32, train on one device or with strategy=megatron, or set use_dora=False."
+        )
+    spec = LoRASpec.of(model) if optim is not None else None
+    if spec is not None and spec.dropout and tensor * sizes.get("sp", 1) * engine.expert_parallel_size > 1:
+        raise ConfigError(
+            "model.lora_dropout trains on one device or with FSDP2 by itself. Set tensor_parallel_size, "
+            "ulysses_sequence_parallel_size and expert_parallel_size to 1, or lora_dropout=0."
         )
     if optim is not None and not steps_parts(optim) and tensor * engine.expert_parallel_size > 1:
         raise ConfigError(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from verl.config import ModelConfig
+from verl.models.adapter_dropout import add_dropout
 from verl.models.four_bits import quantize_base
 from verl.models.frozen import load_frozen
 from verl.models.load import adopt_model, empty_model, load_external, load_model
@@ -88,6 +89,8 @@ def _make_uniform(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _adapt(module: nn.Module, model: ModelConfig, spec: LoRASpec | None, wide: torch.dtype) -> None:
     if spec is not None:
-        add_adapters(module, spec, wide)
+        adapted = add_adapters(module, spec, wide)
+        if spec.dropout:
+            add_dropout(module, adapted, spec.dropout)
         if model.quantization:
             quantize_base(module)

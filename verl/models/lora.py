@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.config import ModelConfig
+from verl.config import ModelConfig, RowsModelConfig
 from verl.errors import ConfigError, ModelError
 from verl.foreign_text import clean, quoted
 from verl.models.folder import opened, read_json_object
@@ -116,6 +116,7 @@ class LoRASpec:
     rslora: bool = False
     dora: bool = False
     full_modules: tuple[str, ...] = ()  # names or endings of modules that train in full
+    dropout: float = 0.0  # on the inputs of adapters in training
 
     @property
     def scale(self) -> float:
@@ -131,9 +132,9 @@ class LoRASpec:
         if not targets:
             raise ConfigError("model.target_modules is empty; give names of linear layers, or all-linear.")
         saved = tuple(name for name in model.modules_to_save if name != "score")  # a scalar head trains anyway
-        return cls(
-            model.lora_rank, float(model.lora_alpha), targets, exclude, head, model.use_rslora, model.use_dora, saved
-        )
+        dropout = model.lora_dropout if isinstance(model, RowsModelConfig) else 0.0
+        rank, alpha, rslora, dora = model.lora_rank, float(model.lora_alpha), model.use_rslora, model.use_dora
+        return cls(rank, alpha, targets, exclude, head, rslora, dora, saved, dropout)
 
     def to_json(
         self, base: str, modules: Sequence[str], in_full: Sequence[str] = (), task: str = "CAUSAL_LM"
@@ -148,7 +149,7 @@ class LoRASpec:
             "lora_alpha": self.alpha,
             "use_rslora": self.rslora,
             "use_dora": self.dora,
-            "lora_dropout": 0.0,
+            "lora_dropout": self.dropout,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
@@ -333,6 +334,8 @@ def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, tor
             raise ModelError(f"The adapters in {path} are damaged: {clean(name, 80)} has {kind}. Use an earlier copy.")
     tensors_by_name = own_names(tensors_by_name)
     _check_origin(path, config, tensors_by_name, base)
+    if config.get("lora_dropout") and not spec.dropout:
+        log.info("lora_dropout=%s of %s is not applied: dropout is off.", quoted(config["lora_dropout"], 40), path)
     return tensors_by_name
 
 
@@ -345,8 +348,6 @@ def _check_origin(path: Path, config: Mapping[str, object], tensors: Mapping[str
             "The adapters in %s were trained on %s and are used on %s. Check that both have the same weights.",
             path, clean(trained_on, 120), base,
         )  # fmt: skip
-    if config.get("lora_dropout"):
-        log.info("lora_dropout=%s of %s is not applied: dropout is off.", quoted(config["lora_dropout"], 40), path)
     listed = config.get("layers_to_transform")
     if listed is None:
         return

@@ -47,7 +47,7 @@ _READ = {
     "report_to", "run_name", "project", "use_cpu", "bf16", "gradient_checkpointing", "neftune_noise_alpha", "fsdp",
     "train_sampling_strategy", "resume_from_checkpoint", "full_determinism", "save_only_model", "per_device_eval_batch_size",
     "max_length", "assistant_only_loss", "completion_only_loss", "model_init_kwargs", "eos_token", "pad_token",
-    "trust_remote_code", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "hub_revision",
+    "disable_dropout", "trust_remote_code", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "hub_revision",
 }  # fmt: skip
 # change how the work is done or shown, and not its result
 _WITHOUT_EFFECT = {
@@ -79,7 +79,7 @@ _DPO = {
     "precompute_ref_batch_size", "pad_to_multiple_of",
 }  # fmt: skip
 _OF_ALGORITHM: dict[str, set[str]] = {
-    "sft": {"loss_type", "dataset_text_field"},
+    "sft": {"loss_type", "dataset_text_field", "packing", "packing_strategy", "eval_packing"},
     "dpo": _DPO,
     "kto": {*_DPO, "desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient", "pad_to_multiple_of"},
@@ -88,7 +88,6 @@ _OF_ALGORITHM: dict[str, set[str]] = {
         "lmbda",
         "beta",
         "max_new_tokens",
-        "disable_dropout",
         "teacher_model_name_or_path",
         "dataset_kwargs",
     },

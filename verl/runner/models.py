@@ -18,7 +18,6 @@ from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE
 
 # arguments of from_pretrained without effect here
 _HOW = ("attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors")
-_REFUSED = ("lora_dropout", "modules_to_save")  # fields of peft's LoraConfig
 
 
 def load_script_model(path: str, arguments: Mapping[str, Any], *, is_reward_model: bool) -> Any:
@@ -55,8 +54,9 @@ def push_model(module: Any, tokenizer: Any, args: Any, message: str) -> Any:
     return module.push_to_hub(name, commit_message=message, **where)
 
 
-def with_adapters(model: Any, peft_config: object) -> Any:
-    """The module to train, with new adapters if `peft_config` is given. Raises ConfigError for adapters that verl has not."""
+def with_adapters(model: Any, peft_config: object, *, drops: bool = True) -> Any:
+    """The module to train, with new adapters if `peft_config` is given. Raises ConfigError for adapters that verl has not, and
+    for dropout in an algorithm that has none (not `drops`)."""
     if peft_config is not None:
         from peft import get_peft_model
 
@@ -76,14 +76,23 @@ def with_adapters(model: Any, peft_config: object) -> Any:
         )
     fields = {field: value for field, value in vars(config).items() if not field.startswith("_")}
     fields |= {"peft_type": kind, "init_lora_weights": True}  # the module has the weights behind any initialization
-    wrong = next((field for field in _REFUSED if fields.get(field)), None) or uncomputed_entry(fields, ADAPTER)
+    if config.lora_dropout and not drops:
+        raise ConfigError(
+            f"LoraConfig.lora_dropout={config.lora_dropout} of adapter {name!r}: log-probs with dropout differ from the "
+            "sampler's. Set lora_dropout=0 (--lora_dropout 0), or disable_dropout of the arguments."
+        )
+    wrong = "modules_to_save" if fields.get("modules_to_save") else uncomputed_entry(fields, ADAPTER)
     if wrong:
-        fix = "Set lora_dropout=0 (--lora_dropout 0)" if wrong == "lora_dropout" else "Leave it out"
         raise ConfigError(
             f"LoraConfig.{wrong}={getattr(config, wrong)!r} of adapter {name!r} has no meaning for RLRunner, whose adapters "
-            f"are LoRA, rsLoRA or DoRA on whole layers, without dropout. {fix}."
+            "are LoRA, rsLoRA or DoRA on whole layers. Leave it out."
         )
     return model
+
+
+def drops_inputs(args: object) -> bool:
+    """Whether adapters keep their dropout; TRL's preference and reward trainers turn it off by default."""
+    return not getattr(args, "disable_dropout", False)
 
 
 def init_arguments(args: object, is_path: bool) -> dict[str, Any]:
@@ -104,7 +113,7 @@ def is_peft(module: HFModule) -> bool:
     return bool(getattr(module, "peft_config", None))
 
 
-def write_script_model(module: Any, folder: Path) -> dict[str, Path]:
+def write_script_model(module: Any, folder: Path, *, drops: bool = True) -> dict[str, Any]:
     """Write the weights for from_pretrained, adapters in a subfolder; returns keys of the config's section `model`."""
     if not is_peft(module):
         module.save_pretrained(folder)
@@ -121,7 +130,8 @@ def write_script_model(module: Any, folder: Path) -> dict[str, Path]:
     # `folder` has the weights behind any initialization, as of PiSSA
     changes = {"target_modules": adapted, "base_model_name_or_path": str(folder), "init_lora_weights": True}
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    return {"path": folder, "lora_adapter_path": adapter}
+    rate = module.peft_config[module.active_adapter].lora_dropout
+    return {"path": folder, "lora_adapter_path": adapter, **({"lora_dropout": rate} if rate and drops else {})}
 
 
 def write_merged(module: Any, folder: Path) -> Path:

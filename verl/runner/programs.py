@@ -24,7 +24,7 @@ from verl.programs.ppo_async import AsyncPPO
 from verl.programs.preference import PreferenceOptimization
 from verl.programs.reward_model import RewardModelProgram
 from verl.programs.sft import SFT
-from verl.rewards.functions import name_of, results_of
+from verl.rewards.functions import name_of, require_distinct, results_of
 from verl.rewards.pool import RewardPool
 
 _LOGGED = {
@@ -281,3 +281,10 @@ def _call(function: Callable[..., object], requests: Sequence[ScoreRequest]) -> 
         raise RewardError(
             f"The reward function {name_of(function)} failed: {type(error).__name__}: {error}."
         ) from error
+
+
+def reward_list(functions: object) -> list[Any]:
+    """The reward functions of a script, given as one or as a list."""
+    rewards = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+    require_distinct([reward for reward in rewards if callable(reward)])
+    return rewards

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.data.python_rows import Row, checked_row, prompt_row, row_as_json
@@ -15,6 +16,7 @@ from verl.errors import DataError
 from verl.runner.arguments import GIVEN_ROWS, Arguments
 
 _TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
+_COLUMNS = ("input_ids", "attention_mask", "labels", "seq_lengths")
 
 
 @dataclass
@@ -84,7 +86,7 @@ class ScriptRows:
         ids = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
         if "labels" not in ids:
             ids["loss_mask"] = ids.get("completion_mask") or ids.get("loss_mask") or [1] * len(ids["input_ids"])
-        return {name: ids[name] for name in ("input_ids", "attention_mask", "labels", "loss_mask") if name in ids}
+        return {name: ids[name] for name in (*_COLUMNS, "loss_mask") if name in ids}
 
 
 def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) -> list[int]:
@@ -94,3 +96,8 @@ def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) ->
         generator = torch.Generator().manual_seed(seed + epoch)
         order += torch.randperm(num_rows, generator=generator)[: num_rows - num_rows % batch_size].tolist()
     return order
+
+
+def padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
+    """int64 [rows, longest], zeros on the right."""
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row.astype(np.int64)) for row in rows], batch_first=True)

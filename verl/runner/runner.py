@@ -22,15 +22,15 @@ import torch
 from verl.config import PPO, PREFERENCE, RM, SFT, LoadedConfig, load_config
 from verl.config.active_keys import uses_reference_policy
 from verl.config.values import absolute_path
-from verl.data.conversations.dataset import tokenized
+from verl.data.conversations.tokenized import tokenized
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
-from verl.rewards.functions import require_distinct
 from verl.run.host import evaluate, train
 from verl.runner.arguments import COMPARING, GIVEN_ROWS, PREFERENCES, Arguments, algorithm_of
 from verl.runner.models import (
+    drops_inputs,
     init_arguments,
     is_peft,
     load_script_model,
@@ -43,8 +43,9 @@ from verl.runner.models import (
     write_merged,
     write_script_model,
 )
-from verl.runner.programs import Processes, Script, refuse_other_checkpoints, resume_keys
-from verl.runner.rows import ScriptRows
+from verl.runner.packing import Packing
+from verl.runner.programs import Processes, Script, refuse_other_checkpoints, resume_keys, reward_list
+from verl.runner.rows import ScriptRows, padded
 from verl.user_objects import short_traceback
 
 _KINDS = {"sft": "RunnerSFT", "reward": "RunnerRewardModel", **dict.fromkeys(PREFERENCES, "RunnerPreference")}
@@ -110,18 +111,18 @@ class RLRunner:
         self.inputs = self.folder / "inputs" / os.environ.get("RANK", "0")  # each rank of torchrun has its own
         is_path = isinstance(model, str | os.PathLike)
         self._path = absolute_path(str(model if is_path else model.config._name_or_path), os.path.isdir)
-        self._module: Any = None if is_path else with_adapters(model, peft_config)
+        self._module: Any = None if is_path else self._adapted(model, peft_config)
         self._start: Path | None = None  # the model from before dpo
         given_tokenizer = processing_class if processing_class is not None else tokenizer
         self.processing_class = load_tokenizer(self._path) if given_tokenizer is None else given_tokenizer
         self._init_arguments = init_arguments(self.args, is_path)
         tokens = special_tokens(self.args)
         if is_path and (given_tokenizer is not None or self._init_arguments or peft_config is not None or tokens):
-            self._module = with_adapters(self.model, peft_config)  # model and tokenizer are written into one folder
+            self._module = self._adapted(self.model, peft_config)  # model and tokenizer are written into one folder
         if tokens:
             set_special_tokens(self.processing_class, self._module, tokens)
         self.accelerator, self.hub_model_id = Processes(), getattr(self.args, "hub_model_id", None)
-        self.rewards = _reward_list(reward_funcs)
+        self.rewards = reward_list(reward_funcs)
         if self.algorithm not in (*GIVEN_ROWS, "gkd") and not self.rewards:
             raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
         self._mapped = self._arguments()
@@ -138,11 +139,11 @@ class RLRunner:
             raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
         if any(part is not None for part in optimizers):
             raise ConfigError("RLRunner makes an optimizer: leave `optimizers` out, and set args.optim or config.")
-        if self.algorithm in COMPARING and (compute_metrics or data_collator):
+        packs = any(getattr(self.args, name, False) for name in ("packing", "eval_packing"))
+        if (self.algorithm in COMPARING or packs) and (compute_metrics or data_collator):
             name = "compute_metrics" if compute_metrics else "data_collator"
-            raise ConfigError(
-                f"RLRunner has no {name} for algorithm={self.algorithm!r}: it tokenizes the rows, and keeps no logits."
-            )
+            what = "packing=True" if packs else f"algorithm={self.algorithm!r}"
+            raise ConfigError(f"RLRunner has no {name} for {what}: it tokenizes the rows, and keeps no logits.")
         if self.algorithm not in PREFERENCES and ref_model is not None:
             raise ConfigError(f"RLRunner reads ref_model only for dpo and kto; this is {self.algorithm!r}.")
         if (self.algorithm == "gkd") != (self.teacher_model is not None):
@@ -199,6 +200,7 @@ class RLRunner:
         rows = self.eval_dataset if eval_dataset is None else list(eval_dataset)
         if not rows:
             raise ConfigError("RLRunner.evaluate needs eval_dataset.")
+        rows = rows if eval_dataset is None else self._packing.blocks(rows, "eval_")
         before, self.eval_dataset, Script.current = self.eval_dataset, rows, self.script
         try:
             loaded = self._load({"trainer.val_only": True})
@@ -233,8 +235,8 @@ class RLRunner:
         rows = [
             tokenized(self._rows.tokens(row, place), f"row {place}", size) for place, row in enumerate(test_dataset)
         ]
-        ids, masks = (_padded([np.asarray(getattr(row, name)) for row in rows]) for name in ("input_ids", "loss_mask"))
-        exists = _padded([np.ones(len(row.input_ids)) for row in rows])
+        ids, masks = (padded([np.asarray(getattr(row, name)) for row in rows]) for name in ("input_ids", "loss_mask"))
+        exists = padded([np.ones(len(row.input_ids)) for row in rows])
         module = self.model.eval()
         logits = torch.cat(
             [
@@ -270,7 +272,13 @@ class RLRunner:
 
     # -- from the script to a run ------------------------------------------------------------------------------------------
 
+    def _adapted(self, model: Any, peft_config: object) -> Any:
+        return with_adapters(model, peft_config, drops=self.algorithm in GIVEN_ROWS or not drops_inputs(self.args))
+
     def _arguments(self) -> Arguments | None:
+        self._packing = Packing(self.args, self.algorithm, self._path, self.processing_class, _values(self.overrides))
+        self.train_dataset = self._packing.blocks(self.train_dataset)
+        self.eval_dataset = self._packing.blocks(self.eval_dataset, "eval_")
         if self.train_dataset is None:
             return None
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -335,7 +343,10 @@ class RLRunner:
             return {f"{section}.path": self._path}
         folder = self.inputs / ("model" if self._start is None else "trained")
         self.processing_class.save_pretrained(folder)
-        return {f"{section}.{name}": path for name, path in write_script_model(self._module, folder).items()}
+        return {
+            f"{section}.{name}": path
+            for name, path in write_script_model(self._module, folder, drops=drops_inputs(self.args)).items()
+        }
 
     def _teacher(self) -> dict[str, Any]:
         """The keys of teacher_model, a module or a path."""
@@ -384,16 +395,5 @@ def _values(overrides: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in (text.lstrip("+").partition("=") for text in overrides)}
 
 
-def _reward_list(functions: object) -> list[Any]:
-    rewards = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
-    require_distinct([reward for reward in rewards if callable(reward)])
-    return rewards
-
-
 def _text(value: object) -> str:
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
-
-
-def _padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """int64 [rows, longest], zeros on the right."""
-    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row.astype(np.int64)) for row in rows], batch_first=True)

@@ -1,4 +1,5 @@
-"""Configs with the names and defaults of TRL 1.16 that the scripts in this folder set; TRL itself is not needed."""
+"""Configs with the names and defaults of TRL 1.16 that the scripts in this folder set, and its packing of rows that fill
+blocks; TRL itself is not needed."""
 
 from dataclasses import dataclass, field
 
@@ -9,6 +10,8 @@ from transformers import TrainingArguments
 class SFTConfig(TrainingArguments):
     max_length: int | None = 1024
     packing: bool = False
+    packing_strategy: str = "bfd"
+    eval_packing: bool | None = None
     assistant_only_loss: bool = False
     loss_type: str = "nll"
     dataset_text_field: str = "text"
@@ -84,3 +87,25 @@ class RLOOConfig(TrainingArguments):
     max_completion_length: int = 256
     beta: float = 0.05
     epsilon: float = 0.2
+
+
+def pack_dataset(dataset, seq_length, strategy):
+    """Blocks of cut rows, the longest row first in the first block with room, or of all tokens back to back."""
+    rows = dataset.to_list()
+    if strategy == "wrapped":
+        joined = {name: [value for row in rows for value in row[name]] for name in rows[0]}
+        starts = range(0, len(joined["input_ids"]), seq_length)
+        return type(dataset).from_list(
+            [{n: v[start : start + seq_length] for n, v in joined.items()} for start in starts]
+        )
+    blocks = []
+    for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
+        row = {name: values[:seq_length] for name, values in row.items()}
+        length = len(row["input_ids"])
+        block = next((b for b in blocks if sum(b["seq_lengths"]) + length <= seq_length), None)
+        if block is None:
+            blocks.append(block := {**{name: [] for name in row}, "seq_lengths": []})
+        for name, values in row.items():
+            block[name] += values
+        block["seq_lengths"].append(length)
+    return type(dataset).from_list(blocks)

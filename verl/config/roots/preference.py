@@ -20,7 +20,7 @@ from verl.config.sections.actor import CheckpointConfig
 from verl.config.sections.algorithm import PreferenceLossConfig
 from verl.config.sections.data import PreferenceDataConfig
 from verl.config.sections.fsdp import SFTEngineConfig
-from verl.config.sections.model import ModelConfig, OptimConfig
+from verl.config.sections.model import OptimConfig, RowsModelConfig
 from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
 from verl.families import PREFERENCE_LOSSES
 
@@ -51,7 +51,7 @@ class PreferenceConfig(Section):
     """The configuration of a run of preference optimization."""
 
     data: PreferenceDataConfig = section(PreferenceDataConfig, "training and validation rows")
-    model: ModelConfig = section(ModelConfig, "the policy")
+    model: RowsModelConfig = section(RowsModelConfig, "the policy")
     engine: SFTEngineConfig = section(SFTEngineConfig, "training engine")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     preference: PreferenceLossConfig = section(PreferenceLossConfig, "the loss", strict=OURS)

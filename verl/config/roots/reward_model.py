@@ -12,7 +12,7 @@ from verl.config.schema import Condition, Schema
 from verl.config.sections.actor import CheckpointConfig
 from verl.config.sections.data import PreferenceDataConfig
 from verl.config.sections.fsdp import SFTEngineConfig
-from verl.config.sections.model import ModelConfig, OptimConfig
+from verl.config.sections.model import OptimConfig, RowsModelConfig
 from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
 
 PAIR_LOSSES = ("sigmoid", "logexp")
@@ -50,7 +50,9 @@ class RMConfig(Section):
     """The configuration of a run that trains a reward model."""
 
     data: RMDataConfig = section(RMDataConfig, "training and validation rows")
-    model: ModelConfig = section(ModelConfig, "the model that gets a scalar head, or a reward model to continue")
+    model: RowsModelConfig = section(
+        RowsModelConfig, "the model that gets a scalar head, or a reward model to continue"
+    )
     engine: SFTEngineConfig = section(SFTEngineConfig, "training engine")
     optim: OptimConfig = section(OptimConfig, "optimizer", defaults={"lr": 1e-5})
     rm: RMLossConfig = section(RMLossConfig, "the loss")

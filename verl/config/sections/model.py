@@ -143,7 +143,14 @@ class ModelConfig(Section):
 
 
 @dataclass(frozen=True)
-class SFTModelConfig(ModelConfig):
+class RowsModelConfig(ModelConfig):
+    """`model` of programs that train on given rows, and sample nothing."""
+
+    lora_dropout: float = used(0.0, "rate of dropout on the inputs of adapters in training", when="lora", ge=0, lt=1)
+
+
+@dataclass(frozen=True)
+class SFTModelConfig(RowsModelConfig):
     neftune_alpha: float | None = used(
         None, "scale of uniform noise on the embeddings in training (NEFTune, arXiv 2310.05914); null: none", gt=0
     )

@@ -15,6 +15,7 @@ import torch
 from verl.config.sections.data import SFTDataConfig, TextDataConfig
 from verl.data.conversations.formats import example_of
 from verl.data.conversations.store import FileSummary, SequenceStore, columns_of
+from verl.data.conversations.tokenized import tokenized, tokenized_sequences
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.conversations.turn_ends import TurnEnds
 from verl.data.dataset import Files, open_dataset
@@ -28,7 +29,7 @@ from verl.data.schema import Messages, at
 from verl.data.tables import Rows
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
-from verl.data_proto.token_ids import label_mask, num_embeddings, token_ids, token_mask
+from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import token_columns
 from verl.errors import DataError, FewRowsError
@@ -96,7 +97,7 @@ class ConversationDataset:
         """Format of a row of a file, its uncut sequences, and its messages. Raises DataError."""
         assert isinstance(encoder.settings, SFTDataConfig)
         if encoder.settings.row_format is None and "input_ids" in row:
-            return "tokenized", [tokenized(row, place, num_embeddings(encoder.tokenizer))], []
+            return "tokenized", tokenized_sequences(row, place, num_embeddings(encoder.tokenizer)), []
         with at(place):
             example = example_of(row, encoder.settings, images=encoder.images is not None)
         messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
@@ -364,29 +365,3 @@ class ConversationLoader:
     def batch(self, step: int) -> DataProto:
         """The sequences of a step, see `training_batch`; a row's sequences stay together."""
         return self.dataset.batch(self.rows(step))
-
-
-_COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
-
-
-def tokenized(row: Mapping[str, object], place: str, vocab_size: int) -> TrainingSequence:
-    """The sequence of a row with input_ids [tokens] below `vocab_size`, and loss_mask or labels (-100: does not train)
-    [tokens]; attention_mask if they are padded. Raises DataError naming `place`."""
-    columns = {name: row[name] for name in _COLUMNS if row.get(name) is not None}
-    if "input_ids" not in columns or not {"loss_mask", "labels"} & set(columns):
-        lacks = "loss_mask or labels" if "input_ids" in columns else "input_ids"
-        raise DataError(f"{place} has no {lacks}; give it both.")
-    with at(place):
-        ids = token_ids(columns["input_ids"], "input_ids", vocab_size)
-        mask = (
-            token_mask(columns["loss_mask"], "loss_mask", len(ids))
-            if "loss_mask" in columns
-            else label_mask(columns["labels"], "labels", ids)
-        )
-        if "attention_mask" in columns:
-            exists = token_mask(columns["attention_mask"], "attention_mask", len(ids))
-            ids, mask = ids[exists], mask[exists]
-    mask[:1] = False
-    if not mask.any():
-        raise DataError(f"{place} has no token that trains; leave it out.")
-    return TrainingSequence(ids, mask)

@@ -102,6 +102,10 @@ class DeepSpeedEngine(TrainedEngine):
             )
         if optim is not None and model.lora_rank > 0 and model.use_dora:
             raise ConfigError("model.use_dora does not train with DeepSpeed. Set strategy=megatron, or use_dora=False.")
+        if optim is not None and getattr(model, "lora_dropout", 0.0):
+            raise ConfigError(
+                "model.lora_dropout does not train with DeepSpeed. Set strategy=fsdp2, or lora_dropout=0."
+            )
         if stage and optim is not None and model.lora_rank > 0:
             raise ConfigError(
                 f"model.lora_rank with ZeRO {stage}: adapters train with deepspeed.zero_stage=0 or strategy=fsdp2."

@@ -90,6 +90,7 @@ class MegatronEngine(TrainedEngine):
         check_heads(hf_config, section.context_parallel_size, tensor, key)
         refused = {
             "model.neftune_alpha": bool(getattr(model, "neftune_alpha", None)),
+            "model.lora_dropout": bool(getattr(model, "lora_dropout", None)),
             "fsdp_config.adapt_micro_batches": optim is not None and engine.adapt_micro_batches,
         }
         for key, is_set in refused.items():
