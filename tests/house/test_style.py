@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_660,
-    "compat": 8_980,
+    "core": 72_059,
+    "compat": 9_055,
     "page": 4_075,
     "planner": 2_793,
     "tinker": 5_075,
-    "clusters": 7_577,
+    "clusters": 7_582,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 89_971,
+    "tests": 90_304,
     "benchmarks": 5_996,
 }
 MAX_MEAN_FUNCTION_LINES = 12
