@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import functools
 import gc
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -569,6 +571,33 @@ def test_a_capture_without_memory_costs_one_graph(monkeypatch, caplog):
     assert runs == large + small
     assert graphs.num_graphs == 1
     assert "runs without a CUDA graph" in caplog.text
+
+
+def test_sizes_that_ragged_rows_have_once_are_captured_in_the_first_generation(device, monkeypatch):
+    """The second one replays all of its steps."""
+
+    def simulated(self, *arguments, **settings):
+        make(self, *arguments, **settings)
+        self._enabled = True
+
+    def run(self, key, step):
+        steps.append(key)
+        before(self, key, step)
+
+    def capture(self, key, step):
+        captured.append(key)
+        self._graphs[key] = SimpleNamespace(replay=step)
+
+    make, before, steps, captured = StepGraphs.__init__, StepGraphs.run, [], []
+    for name, replacement in (("__init__", simulated), ("run", run), ("_capture", capture)):
+        monkeypatch.setattr(StepGraphs, name, replacement)
+    engine, prompts, params = device(rows=16), make_prompts(LENGTHS * 2), CASES["stopped early"]
+    first, stats = generate(engine, prompts, params)
+    assert 1 in Counter(steps).values()
+    assert len(captured) == len(set(steps)) == stats["num_graphs"]
+    again, _ = generate(engine, prompts, params)
+    assert len(captured) == stats["num_graphs"]
+    assert_same(again, first, tolerance=0)
 
 
 @pytest.mark.parametrize("n", [1, 4])

@@ -16,14 +16,14 @@ class StepGraphs:
     """Runs steps, and replays repeated steps.
 
     A step reads and writes tensors at fixed addresses and never waits for the device. Steps of one key have the same shapes.
-    The first run of a key is an ordinary run: it compiles kernels and allocates workspaces. The second run is captured. All
-    graphs share one memory pool, so a step overwrites the temporary tensors of another step.
+    The first run of a key is an ordinary run, which compiles kernels and allocates workspaces, and is captured at once, so
+    that a size which a generation needs once is replayed in the next one. All graphs share one memory pool, so a step
+    overwrites the temporary tensors of another step.
     """
 
     def __init__(self, device: torch.device, enabled: bool):
         self._enabled = enabled and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()  # keys with a capture that ran out of memory
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
 
@@ -33,16 +33,14 @@ class StepGraphs:
 
     def run(self, key: Hashable, step: Callable[[], object]) -> None:
         """One run of the step called `key`."""
-        graph = self._graphs.get(key)
-        if graph is None and self._enabled and key in self._seen and key not in self._refused:
-            graph = self._capture(key, step)
-        if graph is None:
-            self._seen.add(key)
-            step()
-        else:
-            graph.replay()
+        if key in self._graphs:
+            self._graphs[key].replay()
+            return
+        step()
+        if self._enabled and key not in self._refused:
+            self._capture(key, step)
 
-    def _capture(self, key: Hashable, step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, key: Hashable, step: Callable[[], object]) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with (
@@ -56,10 +54,8 @@ class StepGraphs:
             )
             self._refused.add(key)
             torch.cuda.empty_cache()
-            return None
         except RuntimeError as error:
             log.warning("CUDA graphs are not used: capturing a decode step failed (%s).", error)
             self._enabled = False
-            return None
-        self._graphs[key] = graph
-        return graph
+        else:
+            self._graphs[key] = graph
