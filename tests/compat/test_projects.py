@@ -1,5 +1,6 @@
 """Other people's projects on the existing release: what their trainer classes and entries ask for, in small stand-ins."""
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -134,6 +135,28 @@ def test_requests_at_the_address_have_choices_and_stops_and_faults_are_refused(p
         assert answers["schema"][0] == 400
     assert [answers[name][0] for name in ("deep", "list", "long", "nan", "token")] == [400, 400, 400, 400, 404]
     assert [answers[f"size {number}"] for number in range(3)] == [b"400"] * 3
+
+
+def test_connections_that_wait_do_not_keep_agents_out(project, monkeypatch):
+    monkeypatch.setattr("verl.compat.endpoint._MOST_WAITING", 4)
+    results = {}
+
+    class Asked(RayPPOTrainer):
+        def fit(self):
+            self.global_steps = 1
+            address = self.async_rollout_manager.server_addresses[0]
+            host, _, port = address.partition("/")[0].partition(":")
+            with contextlib.ExitStack() as stack:
+                silent = [stack.enter_context(socket.create_connection((host, int(port)), 60)) for _ in range(8)]
+                results["closed"] = [connection.recv(1) for connection in silent[:4]]
+                results["chat"] = reply(address, {"messages": [{"role": "user", "content": "hi"}]})
+                results["fifth"] = silent[4].recv(1)
+                silent[7].settimeout(0)
+                with pytest.raises(BlockingIOError):
+                    silent[7].recv(1)
+
+    Asked(project, train_dataset=memory_rows(6)).fit()
+    assert (results["closed"], results["fifth"], results["chat"][0]) == ([b""] * 4, b"", 200)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ LISTENERS: dict[tuple[str, str], str] = {
         "listening_socket",
     ): "at loopback unless the user gives an address, with a random token",
     ("verl/compat/endpoint.py", "listening_socket"): "as the gateway, with a random token in each path",
-    ("verl/compat/endpoint.py", "ThreadingHTTPServer"): "on that socket",
     (
         "verl/compat/python.py",
         "listening_socket",

@@ -16,15 +16,16 @@ import json
 import logging
 import queue
 import secrets
+import socket
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -41,7 +42,7 @@ from verl.data_proto.token_ids import num_embeddings
 from verl.errors import ConfigError, VerlError, is_failure
 from verl.families import engine_facts
 from verl.models.load import eos_token_ids_of
-from verl.parallel.framing import listening_socket
+from verl.parallel.framing import listening_socket, most_connections
 from verl.roles.rollout import UNSCORED, sampling_params
 
 if TYPE_CHECKING:
@@ -51,9 +52,11 @@ log = logging.getLogger(__name__)
 
 _GATHERING_S = 0.01  # requests within this time share a generation
 _SILENT_S = 20.0  # a client that sends nothing of its request for so long has gone
+_MOST_WAITING = 4096  # connections without a whole request
 
 
 Body: TypeAlias = dict[str, Any]
+Connection: TypeAlias = "socket.socket | tuple[bytes, socket.socket]"  # the latter of UDP, in the type of the base
 
 
 class _Request(NamedTuple):
@@ -94,7 +97,7 @@ class PolicyEndpoint:
                 "actor_rollout_ref.rollout.agent.gateway_port=0 for a free port."
             ) from error
         self._place = listening.getsockname()[:2]
-        self._server = ThreadingHTTPServer(self._place, _handler(self), bind_and_activate=False)
+        self._server = _Server(self._place, _handler(self))
         self._server.socket.close()
         self._server.socket = listening
         for name, target in (("http", self._server.serve_forever), ("samples", self._sample)):
@@ -205,12 +208,40 @@ class PolicyEndpoint:
             request.answer.set_result(turn)
 
 
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection. Of too many that wait for a request, the one that has waited longest is closed."""
+
+    def __init__(self, place: tuple[str, int], handler: type[BaseHTTPRequestHandler]):
+        super().__init__(place, handler, bind_and_activate=False)
+        self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the longest waiting first
+
+    def process_request(self, request: Connection, client_address: object) -> None:
+        self._waiting[request] = None
+        if len(self._waiting) > min(_MOST_WAITING, most_connections() // 2):
+            with contextlib.suppress(KeyError, OSError):  # it is answered or has ended meanwhile
+                longest, _ = self._waiting.popitem(last=False)
+                cast("socket.socket", longest).shutdown(socket.SHUT_RDWR)  # ends its thread
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Connection) -> None:
+        self._waiting.pop(request, None)
+        super().shutdown_request(request)
+
+    @contextlib.contextmanager
+    def answering(self, request: Connection) -> Iterator[None]:
+        """The request on this connection has come."""
+        self._waiting.pop(request, None)
+        yield
+        self._waiting[request] = None
+
+
 def _handler(endpoint: PolicyEndpoint) -> type[BaseHTTPRequestHandler]:
     answers = {"/v1/chat/completions": endpoint.chat, "/v1/completions": endpoint.completions}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = _SILENT_S  # of a read; then the connection is closed
+        server: _Server
 
         def do_POST(self) -> None:
             length, path = self.headers.get("Content-Length", ""), endpoint.path_of(self.path)
@@ -223,7 +254,9 @@ def _handler(endpoint: PolicyEndpoint) -> type[BaseHTTPRequestHandler]:
                 body = json.loads(self.rfile.read(int(length)))
                 if not isinstance(body, dict) or body.get("stream"):
                     raise RequestError("the request is a JSON object without stream")
-                self._reply(200, answers[path](body))
+                with self.server.answering(self.connection):
+                    answer = answers[path](body)
+                self._reply(200, answer)
             except (VerlError, ValueError, RecursionError) as error:
                 code = getattr(error, "code", None)
                 self._reply(400, {"error": {"message": f"{error}", "type": "invalid_request_error", "code": code}})
