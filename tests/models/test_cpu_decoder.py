@@ -219,6 +219,10 @@ PLANNED = {
     "qwen3_moe": EXPERTS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 96},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 48},
+    "glm4_moe": {
+        **{name: size for name, size in EXPERTS.items() if name != "num_experts"},
+        **{"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    },
 }
 
 

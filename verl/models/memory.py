@@ -188,7 +188,7 @@ def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequenc
         undivided += mixtures * _routing_bytes(shape)
         if not again or layout.expert > 1:  # a copy of the token for each of its experts
             undivided += mixtures * 2 * h * shape.experts_per_token
-        if shape.shared_intermediate:  # the output of the shared expert, which a gate multiplies
+        if shape.shared_gate:  # the output of the shared expert
             undivided += mixtures * 2 * h
     if layout.keeps_scores or layout.dropout:
         undivided += 2 * h  # masks

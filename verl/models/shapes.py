@@ -111,6 +111,7 @@ class ModelShape:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     shared_intermediate: int = 0  # of the experts that every token passes
+    shared_gate: bool = False  # weighs their output
     dense_layers: int = 0
     kv_lora_rank: int = 0
     q_lora_rank: int = 0
@@ -275,12 +276,13 @@ def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     if not experts:
         return {}
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    gated = config.get("shared_expert_intermediate_size")
     return {
         "num_experts": experts,
         "experts_per_token": config.get("num_experts_per_tok") or 1,
         "expert_intermediate": inner,
-        "shared_intermediate": config.get("shared_expert_intermediate_size")
-        or inner * (config.get("n_shared_experts") or 0),
+        "shared_intermediate": gated or inner * (config.get("n_shared_experts") or 0),
+        "shared_gate": bool(gated),
         "dense_layers": config.get("first_k_dense_replace") or 0,
     }
 

@@ -190,7 +190,11 @@ class TrainingPass(TapedPass):
         if halves == "attention":
             return out, Saved(attention, None)
         middle, *inner = tape
-        return out, Saved(attention, SavedFeed(middle, *inner if weights.mixture is None else [SavedMixture(*inner)]))
+        if (mixture := weights.mixture) is not None:
+            if mixture.shared is not None and mixture.shared.gate is None:
+                inner = inner[:4]  # its output was only added
+            inner = [SavedMixture(*inner)]
+        return out, Saved(attention, SavedFeed(middle, *inner))
 
     def feed_forward(self, weights: DenseLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Sum:
         """See DecoderPass; in chunks if the layout says so. Mixtures stay undivided."""
