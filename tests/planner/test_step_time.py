@@ -7,8 +7,9 @@ import pytest
 from tests.models.test_memory import MEGATRON, megatron
 from verl.models.memory import kept_activations
 from verl.planner import Cluster, ModelShape, ParallelLayout, SequenceBatch, known_shape, time_forward, time_train
+from verl.planner.generation import decode_step
 from verl.planner.overrides import _checkpointing
-from verl.planner.step_time import layer_matmuls, mlp_matmuls
+from verl.planner.step_time import layer_matmuls, linear_matmuls, mlp_matmuls
 
 # iteration in seconds on A100s, measured (arXiv:2205.05198, table 5): full recomputation; sequence parallel and selective
 ITERATION = {"22B": (1.42, 1.10), "175B": (18.13, 13.75), "530B": (49.05, 37.83), "1T": (94.42, 71.49)}
@@ -33,22 +34,48 @@ def test_megatron_iterations_within_a_tenth(name):
     assert seconds == pytest.approx(ITERATION[name], rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "Moonlight-16B-A3B"])
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "Moonlight-16B-A3B", "Qwen3.5-35B-A3B"])
 def test_operations_of_a_sequence_are_the_sum_of_its_kernels(name):
     """The balancer counts the operations that the cost model multiplies."""
     shape = known_shape(name)
     linear, quadratic = shape.flops
     mixtures = shape.num_mixture_layers
-    sizes = [(layer_matmuls(shape, 1), shape.num_layers), ([(shape.vocab, shape.hidden)], 1)]
+    cached, recurrence = shape.num_cached_layers, 0
+    sizes = [(layer_matmuls(shape, 1), cached), ([(shape.vocab, shape.hidden)], 1)]
+    if shape.linear:
+        sizes.append((linear_matmuls(shape.linear, shape.hidden, 1), shape.linear.num_layers))
+        recurrence = 6 * shape.linear.state_elements
     sizes += [(mlp_matmuls(shape, shape.intermediate, 1), shape.num_layers - mixtures)]
     sizes += [
         (mlp_matmuls(shape, shape.shared_intermediate, 1), mixtures),
         ([(shape.num_experts, shape.hidden)], mixtures),
     ]
     sizes += [(mlp_matmuls(shape, shape.expert_intermediate, 1), mixtures * shape.experts_per_token)]
-    assert linear == sum(2 * n * k * count for matmuls, count in sizes for n, k in matmuls)
+    assert linear == recurrence + sum(2 * n * k * count for matmuls, count in sizes for n, k in matmuls)
     values = shape.value_head_dim or shape.head_dim
-    assert quadratic == shape.num_layers * shape.heads * (shape.head_dim + values)  # half of 2 T^2 each, causal
+    assert quadratic == cached * shape.heads * (shape.head_dim + values)  # half of 2 T^2 each, causal
+
+
+def test_linear_attention_grows_with_the_tokens_alone():
+    """Rows four times as long take the same time for as many tokens, but for a quarter of the layers, and a decode step reads
+    matrices that do not grow."""
+    shape, cluster = known_shape("Qwen3.5-35B-A3B"), Cluster.of("h100_sxm", 8)
+    usual = replace(shape, linear=None)
+
+    def seconds(model, length):
+        batch = SequenceBatch.equal((1 << 20) // length, length)
+        layout = ParallelLayout(data=8, zero=3, expert=8, micro_batch=1 << 16)
+        return time_train(model, layout, cluster, batch).parts["attention"]
+
+    def grows(model, time):
+        return time(model, 1 << 16) - time(model, 1 << 14)
+
+    def step(model, length):
+        return decode_step(model, 1, cluster, 32.0, length).parts["kv cache"]
+
+    for time in (seconds, step):
+        assert grows(shape, time) == pytest.approx(grows(usual, time) / 4, rel=0.05)
+    assert step(shape, 0) > step(usual, 0)
 
 
 def test_order_of_nanotron_layouts():

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.config.keys import read_yaml
 from verl.errors import ConfigError, nearest
@@ -69,6 +69,7 @@ class LinearAttention:
     """Layers with a matrix of key_dim x value_dim for each of `heads` in place of keys and values (verl/models/delta_net.py).
     `keys` and `values` are the elements of all heads of a token."""
 
+    CHUNK: ClassVar[int] = 64  # tokens
     num_layers: int
     heads: int
     key_dim: int
@@ -83,8 +84,13 @@ class LinearAttention:
     def kept_bytes(self) -> float:
         """Bytes that a layer keeps of a token for its backward pass, in float32 behind its convolution."""
         keys, channels = self.heads * self.key_dim, 2 * self.keys + self.values
-        chunk = 5 * 64 * self.heads + 2 * self.key_dim * self.values / 64
+        chunk = 5 * self.CHUNK * self.heads + 2 * self.key_dim * self.values / self.CHUNK
         return 4 * (channels + 6 * (keys + self.values) + chunk) + 2 * (2 * channels + 4 * self.values)
+
+    @property
+    def operations(self) -> float:
+        """Operations of a layer for a token, but for its projections: with the matrices, and with the tokens of its chunk."""
+        return 6 * self.key_dim * self.values + self.CHUNK * (5 * self.key_dim * self.heads + 3 * self.values)
 
     @property
     def state_elements(self) -> int:

@@ -30,7 +30,7 @@ from verl.models.memory import (
 from verl.models.shapes import ModelShape
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
-from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_pass
+from verl.planner.step_time import Time, layer_matmuls, linear_matmuls, mlp_matmuls, time_pass
 from verl.planner.workload import SequenceBatch, Workload
 
 _SMALL_KERNELS = 5  # of a layer in the graph: norms, rotation, cache, activation
@@ -82,7 +82,11 @@ def decode_step(shape: ModelShape, tensor: int, cluster: Cluster, active: float,
     device, t = cluster.device, tensor
     attention = _decode_attention(shape, t, cluster, rows, context)
     dense = shape.num_layers - shape.num_mixture_layers
-    matmul = shape.num_layers * _read(cluster, rows, layer_matmuls(shape, t))
+    matmul = shape.num_cached_layers * _read(cluster, rows, layer_matmuls(shape, t))
+    if shape.linear:
+        sizes = linear_matmuls(shape.linear, shape.hidden, t)
+        matmul += shape.linear.num_layers * _read(cluster, rows, sizes)
+        attention += float(kernels.elementwise_time(device, 2 * rows * state_bytes(shape) / t))  # read and written
     matmul += dense * _read(cluster, rows, mlp_matmuls(shape, shape.intermediate, t))
     matmul += shape.num_mixture_layers * _read(cluster, rows, mlp_matmuls(shape, shape.shared_intermediate, t))
     matmul += _read(cluster, rows, [(shape.vocab / t, shape.hidden)])

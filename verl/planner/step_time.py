@@ -17,8 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from verl.models.memory import GRAD, WEIGHT, ParallelLayout, activation_bytes_of_layer, parameters_per_device
-from verl.models.shapes import ModelShape, Tower
+from verl.models.memory import (
+    FLOAT32,
+    GRAD,
+    WEIGHT,
+    ParallelLayout,
+    activation_bytes_of_layer,
+    parameters_per_device,
+)
+from verl.models.shapes import LinearAttention, ModelShape, Tower
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
 from verl.planner.workload import SequenceBatch
@@ -27,6 +34,7 @@ _ATTENTION_BACKWARD = 3.0  # 2.5 times the operations, at a lower rate
 _SCORE_BYTES = 13  # moved per score of attention that is not fused: product, softmax, dropout with its mask
 _KERNELS = 24  # that the host launches for the forward pass of a dense layer
 _MIXTURE_KERNELS = 20  # more for a router, its permutation and its experts
+_LINEAR_KERNELS, _LEVEL_KERNELS = 40, 9  # more for linear attention, and for a chunk of the longest row
 # moved per parameter by AdamW, by the width of a weight: with float32 masters, and in float32 with the norm of the gradients
 _OPTIMIZER_BYTES = {2: 30, 4: 36}
 
@@ -59,17 +67,24 @@ ZERO = Time(0.0)
 
 
 def layer_matmuls(shape: ModelShape, tensor: int) -> list[tuple[float, float]]:
-    """(columns, inner size) of the matmuls of a dense layer's attention on one tensor parallel rank."""
+    """(columns, inner size) of the matmuls of a layer's attention to keys on one tensor parallel rank."""
     h, t = shape.hidden, tensor
     out = (h, shape.output_size / t)
     if not shape.is_latent:
         kv = max(shape.kv_heads / t, 1) * shape.head_dim
-        return [(shape.query_size / t + 2 * kv, h), out]
+        queries = shape.query_size * (2 if shape.linear else 1)  # and their gate
+        return [(queries / t + 2 * kv, h), out]
     rank, nope = shape.kv_lora_rank, shape.head_dim - shape.rope_head_dim
     keys = [(rank + shape.rope_head_dim, h), (shape.heads * (nope + shape.value_head_dim) / t, rank)]
     if not shape.q_lora_rank:
         return [(shape.query_size / t, h), *keys, out]
     return [(shape.q_lora_rank, h), (shape.query_size / t, shape.q_lora_rank), *keys, out]
+
+
+def linear_matmuls(linear: LinearAttention, hidden: int, tensor: int) -> list[tuple[float, float]]:
+    """The same of a layer with linear attention."""
+    inputs = 2 * linear.keys + 2 * linear.values + 2 * linear.heads
+    return [(inputs / tensor, hidden), (hidden, linear.values / tensor)]
 
 
 def mlp_matmuls(shape: ModelShape, inner: float, tensor: int) -> list[tuple[float, float]]:
@@ -96,22 +111,28 @@ def _layer(
     tokens: float,
     length: float,
     mixture: bool,
+    linear: LinearAttention | None,
     backward: bool,
 ) -> Time:
-    """One layer over `tokens` tokens of a context rank."""
+    """One layer over `tokens` tokens of a context rank, with `linear` attention or to keys."""
     t = layout.tensor
-    sizes = layer_matmuls(shape, t)
+    sizes = linear_matmuls(linear, shape.hidden, t) if linear else layer_matmuls(shape, t)
     sizes += mlp_matmuls(shape, shape.shared_intermediate if mixture else shape.intermediate, t)
     matmul = _matmuls(cluster, tokens, sizes, backward=backward)
     experts = _experts(shape, layout, cluster, tokens, backward) if mixture else ZERO
-    attention = _attention(shape, layout, cluster, tokens, length, backward)
+    launched = _KERNELS + (_MIXTURE_KERNELS if mixture else 0)
+    if linear:
+        attention = _recurrence(linear, cluster, tokens / t) * (2 if backward else 1)
+        launched += _LINEAR_KERNELS + _LEVEL_KERNELS * math.ceil(length / linear.CHUNK)
+    else:
+        attention = _attention(shape, layout, cluster, tokens, length, backward)
     passes = 1 if not backward else 3 if layout.recompute == "selective" else 2
     moved = _moved_bytes(shape, layout, mixture) * tokens * passes * cluster.device.width / kernels.BF16
     elementwise = float(kernels.elementwise_time(cluster.device, moved))
     messages = _tensor_messages(shape, layout, cluster, tokens, backward)
     messages += _context_messages(shape, layout, cluster, tokens)
     computed = matmul + attention + elementwise + experts.seconds
-    launched = (_KERNELS + (_MIXTURE_KERNELS if mixture else 0)) * (2 if backward else 1)
+    launched *= 2 if backward else 1
     waiting = max(0.0, launched * cluster.device.kernels.launch_us * 1e-6 - computed)
     dense = Time.of(
         matmul=matmul, attention=attention, elementwise=elementwise, launches=waiting, tensor_parallel=messages
@@ -134,6 +155,14 @@ def _attention(
     once += float(kernels.elementwise_time(cluster.device, _SCORE_BYTES * tokens * length * heads))
     again = once if layout.recompute == "scores" else 0.0
     return 2 * once + again if backward else once
+
+
+def _recurrence(linear: LinearAttention, cluster: Cluster, tokens: float) -> float:
+    """Seconds of the gated delta rule in chunks, forward, by torch in float32: its products and solves, and each tensor that a
+    backward pass keeps is written and read."""
+    wide = cluster if cluster.device.width == FLOAT32 else cluster.in_float32()
+    products = linear.operations * tokens / (wide.device.peak * wide.device.kernels.matmul.compute)
+    return products + float(kernels.elementwise_time(cluster.device, 2 * linear.kept_bytes * tokens))
 
 
 def _moved_bytes(shape: ModelShape, layout: ParallelLayout, mixture: bool) -> float:
@@ -208,13 +237,17 @@ def _stage(
     stage = math.ceil(shape.num_layers / layout.pipeline) / shape.num_layers
     arguments = (shape, layout, cluster, tokens, length)
     dense, mixture = shape.num_layers - shape.num_mixture_layers, shape.num_mixture_layers
+    cached = shape.num_cached_layers / shape.num_layers
     total = _head(shape, layout, cluster, tokens, backward)
-    for count, is_mixture in ((dense, False), (mixture, True)):
+    for count, *kind in (
+        (dense * cached, False, None), (mixture * cached, True, None),
+        (dense * (1 - cached), False, shape.linear), (mixture * (1 - cached), True, shape.linear),
+    ):  # fmt: skip
         if not count:
             continue
-        layer = _layer(*arguments, is_mixture, backward)
+        layer = _layer(*arguments, *kind, backward)
         if backward and layout.recomputes_layers:
-            layer = layer + _layer(*arguments, is_mixture, False)
+            layer = layer + _layer(*arguments, *kind, False)
         if layout.recompute == "host":
             moving = cluster.to_host(tokens * activation_bytes_of_layer(shape, layout, length))
             layer = layer + Time.of(offload=max(0.0, moving - layer.seconds))
