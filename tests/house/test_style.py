@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_059,
-    "compat": 9_055,
+    "core": 72_067,
+    "compat": 9_088,
     "page": 4_075,
-    "planner": 2_793,
+    "planner": 2_830,
     "tinker": 5_075,
     "clusters": 7_582,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 90_304,
+    "tests": 90_386,
     "benchmarks": 5_996,
 }
 MAX_MEAN_FUNCTION_LINES = 12
