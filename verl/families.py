@@ -197,7 +197,7 @@ ROLLOUT_ENGINES = Registry(
             "verl.rollout.native.engine:NativeRollout",
             "divides_model scales reads_images verifies_invariance keeps_partial_kv pauses reuses_activations "
             "samples_adapters records_experts records_stopped_experts pages_by_key drafts drafts_history drafts_mixed "
-            "quantizes_int8 quantizes_fp8 limits_requests",
+            "drafts_mtp quantizes_int8 quantizes_fp8 limits_requests",
         ),
         "hf": _row("verl.rollout.hf:HFRollout", "scales reads_images"),
         "vllm": _row(

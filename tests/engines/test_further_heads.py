@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.engines.test_contract import make_batch, policy_loss
-from tests.engines.tiny import make_engine
+from tests.engines.tiny import HEADS, make_engine, make_model_with_head
 from verl.checkpoint.export import export
 from verl.checkpoint.role import ALL_CONTENTS, read_role
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
@@ -16,45 +16,15 @@ from verl.engines.api import MicroBatching, whole
 from verl.errors import ConfigError, ModelError
 from verl.models.further_heads import FurtherHead
 from verl.models.load import load_causal_lm
-from verl.models.tiny import make_tiny_model
 
 FILE = "model.safetensors"
 OUTPUTS, MICRO = ("log_probs", "entropy"), MicroBatching(max_tokens=24)
-# family -> (names of the head's own tensors, and what stands before a tensor of its layer)
-NAMES = {
-    "deepseek_v3": (("model.layers.2.enorm", "model.layers.2.hnorm", "model.layers.2.eh_proj",
-                     "model.layers.2.shared_head.norm"), "model.layers.2."),
-    "qwen2": (("model.mtp_layers.0.token_layernorm", "model.mtp_layers.0.hidden_layernorm",
-               "model.mtp_layers.0.input_proj", "model.mtp_layers.0.final_layernorm"), "model.mtp_layers.0."),
-    "qwen3": (("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), "mtp.layers.0."),
-}  # fmt: skip
 
 
-@pytest.fixture(params=list(NAMES))
+@pytest.fixture(params=list(HEADS))
 def folder(request, tmp_path):
     """A model of two layers with a head as its family's checkpoints have it."""
-    family = request.param
-    more = {"num_nextn_predict_layers": 1, "tie_word_embeddings": False} if family == "deepseek_v3" else {}
-    path = make_tiny_model(tmp_path / "model", family, **more)
-    parts, layer = NAMES[family]
-    tensors, draw = load_file(path / FILE), torch.Generator().manual_seed(3)
-    shapes = [(64,), (64,), (64, 128), (64,)]
-    head = {
-        f"{n}.weight": torch.randn(s, generator=draw) * 0.1 + (len(s) == 1) for n, s in zip(parts, shapes, strict=True)
-    }
-    below = "model.layers.1."
-    head |= {
-        layer + n.removeprefix(below): t + 0.05 * torch.randn(t.shape, generator=draw)
-        for n, t in tensors.items()
-        if n.startswith(below)
-    }
-    if family == "deepseek_v3":
-        head["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-        head["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
-    save_file(
-        {**tensors, **{n: t.contiguous().clone() for n, t in head.items()}}, path / FILE, metadata={"format": "pt"}
-    )
-    return path
+    return make_model_with_head(tmp_path / "model", request.param)
 
 
 def engine_of(folder, trains=True, **settings):

@@ -1,6 +1,7 @@
 """Drafts change the number of steps and no bit of a sample."""
 
 import copy
+import functools
 import random
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engines.tiny import make_model_with_head
 from tests.rollout import test_trainer_bits
 from tests.rollout.conftest import make_prompts
 from tests.rollout.simulated import weight_transfer
@@ -20,6 +22,7 @@ from verl.config.sections.rollout import KVCacheConfig, SpeculativeConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams, TurnRequest
 from verl.errors import ConfigError
 from verl.models.decoder.weights import DenseDecoder
+from verl.models.further_heads import FurtherHead
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native import drafts
 from verl.rollout.native.batch import BatchRows
@@ -58,12 +61,19 @@ def draft_folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("draft") / "model")
 
 
-@pytest.fixture(params=["texts", "model", "both"])
-def tries_all(request, monkeypatch, draft_folder):
+@pytest.fixture(scope="session")
+def head_folder(tmp_path_factory):
+    """head_folder(family) -> a tiny model with a head for further tokens."""
+    folder = tmp_path_factory.mktemp("heads")
+    return functools.cache(lambda family: str(make_model_with_head(folder / family, family)))
+
+
+@pytest.fixture(params=["texts", "model", "both", "head"])
+def tries_all(request, monkeypatch, draft_folder, head_folder):
     """Drafts that are tried whatever they cost: some are the sample's tokens, some are not."""
     draw, truth = random.Random(0), Tries()
     if request.param != "texts":
-        methods = ["model"] if request.param == "model" else ["ngram", "model"]
+        methods = ["model"] if request.param == "model" else ["ngram", "mtp" if request.param == "head" else "model"]
         truth.speculative = SpeculativeConfig(methods=methods, model_path=str(draft_folder))
         monkeypatch.setattr(drafts.Drafter, "_depth", lambda self, num_drafted, num_missing, now: draw.randrange(4))
 
@@ -75,6 +85,11 @@ def tries_all(request, monkeypatch, draft_folder):
         is_right = at < len(text) and draw.random() < 0.8
         return Guess(text[at] if is_right else draw.randrange(250), 4, 1.0)
 
+    def head_of(module, setting):
+        head = FurtherHead(module, head_folder(module.config.model_type))
+        return head.requires_grad_(False)
+
+    monkeypatch.setattr(FurtherHead, "of", head_of)
     monkeypatch.setattr(TextIndex, "guess", guess)
     monkeypatch.setattr(drafts.Drafter, "_best_count", lambda self, certainties, now: len(certainties))
     monkeypatch.setattr(drafts, "_MOST_LEAST", 1e9)
@@ -358,10 +373,6 @@ def test_vllm_gets_its_own_settings(method, expected, load, tmp_path):
         (
             ["rollout.name=vllm", "rollout.speculative.methods=[ngram,mtp]"],
             "needs a rollout engine that drafts in several ways at once: native",
-        ),
-        (
-            ["rollout.speculative.methods=[mtp]"],
-            "needs a rollout engine that drafts with the model's own heads for further tokens: vllm",
         ),
         (["rollout.speculative.methods=[model]"], "model.* needs .*model_path, a folder or hub name of a model with"),
         (["rollout.speculative.methods=[ngram,eagle]"], "methods=.*eagle.* is not one of ngram, history"),

@@ -13,6 +13,7 @@ import copy
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from verl.models.forward import decoder_states, head_transform
 from verl.models.heads import is_further_head
 from verl.models.hf_module import HFModule
 from verl.models.log_probs import token_log_probs
+from verl.models.lora import lora_layers
 from verl.models.packing import PackedBatch, pack_rows
 from verl.models.padded import forward_kind
 from verl.models.vision import is_vision_model
@@ -50,27 +52,29 @@ _FAMILIES = (
            hidden_first=True, reads_normed=False),  # MiMo
     _Names(r"(.*\.)?mtp\.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.0."),  # Qwen3-Next
 )  # fmt: skip
+_heads: WeakKeyDictionary[nn.Module, FurtherHead] = WeakKeyDictionary()
 _COPIES = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
 
 
 class FurtherHead(nn.Module):
     """The head of `module` in the folder or hub name `source`, in the dtype of `module`. `copies` has the parameter of `module`
-    by the name of a tensor that repeats it. Raises ModelError for a folder without exactly one head."""
+    by the name of a tensor that repeats it. Raises ModelError for a folder without exactly one head, and says what `setting`,
+    which needs one, should be."""
 
-    def __init__(self, module: HFModule, source: str):
+    def __init__(self, module: HFModule, source: str, setting: str = "model.mtp.enable_train=False"):
         super().__init__()
         folder = fetch(source, weights=True)
         headers = {n: h for n, h in read_headers(folder).items() if is_further_head(n, module.config)}
         names = {n: family for n in headers for family in _FAMILIES if re.match(family.prefix + family.join, n)}
         if forward_kind(module) != "packed" or is_vision_model(module):
             raise ModelError(
-                f"model.mtp.enable_train needs packed rows of text, which {type(module).__name__} does not compute. Set it to "
-                "False."
+                f"A head for further tokens needs packed rows of text, which {type(module).__name__} does not compute. Set "
+                f"{setting}."
             )
         if len(names) != 1:
             raise ModelError(
-                f"{source} has {len(names) or 'no'} heads that predict further tokens, and model.mtp.enable_train trains one. "
-                "Set model.mtp.enable_train=False, or choose a checkpoint with one."
+                f"{source} has {len(names) or 'no'} heads that predict further tokens, and one is needed. Set {setting}, or "
+                "choose a checkpoint with one."
             )
         self.names = next(iter(names.values()))
         decoder = module.get_decoder()
@@ -78,6 +82,9 @@ class FurtherHead(nn.Module):
         self.join = nn.Linear(2 * size, size, bias=False, dtype=weight.dtype, device=weight.device)
         self.token_norm, self.hidden_norm, self.norm = (copy.deepcopy(decoder.norm) for _ in range(3))
         self.layer = copy.deepcopy(decoder.layers[-1])
+        for name, part in lora_layers(self.layer).items():  # adapters are the policy's
+            plain = nn.Linear(part.in_features, part.out_features, part.bias is not None, weight.device, weight.dtype)
+            self.layer.set_submodule(name, plain)
         self.layer.gradient_checkpointing = False
         self.requires_grad_(True)
         self._prefix = next(cast("re.Match[str]", re.match(self.names.prefix, name))[0] for name in names)
@@ -88,11 +95,18 @@ class FurtherHead(nn.Module):
         if differing := views.keys() ^ (headers.keys() - self.copies.keys()):
             raise ModelError(
                 f"The head in {source} has other tensors than a layer of its model: {len(differing)} differ, such as "
-                f"{min(differing)}. Set model.mtp.enable_train=False."
+                f"{min(differing)}. Set {setting}."
             )
         for name, view in views.items():
             with opened(folder / headers[name].file) as file, torch.no_grad():
                 view.copy_(file.get_tensor(name))
+        _heads[module] = self
+
+    @classmethod
+    def of(cls, module: Any, setting: str) -> FurtherHead:
+        """The head that was made of `module`, which may train, or the head in its folder; see FurtherHead."""
+        held = _heads.get(module)
+        return cls(module, module.config._name_or_path, setting).requires_grad_(False) if held is None else held
 
     def forward(self, module: Any, packed: PackedBatch) -> torch.Tensor:
         """States of the head, [tokens, hidden_size], for the tokens of `packed`; a token's state predicts the token after the
@@ -105,12 +119,16 @@ class FurtherHead(nn.Module):
             hidden = hidden if names.reads_normed else before[0][0]
             # a row's last token predicts nothing
             tokens = F.embedding(ids.roll(-1), module.get_input_embeddings().weight)
-        parts = self.token_norm(tokens), self.hidden_norm(hidden)
-        x = self.join(torch.cat(parts[::-1] if names.hidden_first else parts, -1)).unsqueeze(0)
+        x = self.join(self.joined(tokens, hidden)).unsqueeze(0)
         turns = decoder.rotary_emb(x, packed.position_ids)
         settings = {"position_embeddings": turns, "position_ids": packed.position_ids, "layout": packed.layout}
         out = self.layer(x, attention_mask=None, use_cache=False, **settings)
         return cast("torch.Tensor", self.norm(out[0] if isinstance(out, tuple) else out)[0])
+
+    def joined(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The input of `join`, [tokens, 2 * hidden_size], of embeddings and of the states of the tokens before."""
+        parts = self.token_norm(tokens), self.hidden_norm(hidden)
+        return torch.cat(parts[::-1] if self.names.hidden_first else parts, -1)
 
     def loss(self, module: Any, batch: DataProto, num_tokens: int) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The cross-entropy of trained response tokens, their sum divided by `num_tokens`, and metrics. Each row is computed by

@@ -307,6 +307,10 @@ def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         yield error(
             path, f"{methods}={drafts} needs {path}, a folder or hub name of a model with the policy's tokenizer."
         )
+    elif {"model", "mtp"} <= set(drafts):
+        yield error(
+            methods, f"{methods}={drafts}: a draft model and the policy's head guess at the same places. Choose one."
+        )
     elif drafts and not facts.verifies_invariance:
         yield warning(
             methods,

@@ -199,7 +199,7 @@ class SpeculativeConfig(Section):
     methods: list[str] = used(
         [],
         "where drafts come from: ngram, the sample itself with its prompt; history, earlier responses to the prompt; model, a "
-        "draft model; mtp, the policy's own heads (vLLM). []: no drafts. The native engine's drafts change no sample",
+        "draft model; mtp, the policy's head for further tokens. []: no drafts. The native engine's drafts change no sample",
         choices=("ngram", "history", "model", "mtp"),
         sizing=True,
     )

@@ -14,7 +14,7 @@ If a module is sharded, each layer is a unit (`LayerUnit`), whose weights are wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -114,6 +114,11 @@ class DenseDecoder:
         if read is None or not all(p.is_joined and parts.issuperset(p.parts) for p in read.projections()):
             read = _known[decoder] = _read(decoder, _layers(decoder))
         return read
+
+    def with_layer(self, module: Any, layer: nn.Module, norm: nn.Module) -> DenseDecoder:
+        """The decoder of one further `layer` of the class of `module`'s, and a final `norm`; joined projections are copies."""
+        row = _row_of(language_model_of(module))
+        return replace(self, layers=(_layer(layer, row, in_a_copy),), final_norm=_norm(norm, row))
 
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:

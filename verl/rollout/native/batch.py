@@ -52,6 +52,7 @@ class Group:
     )  # [vocab], after the last token, while samples are pending
     experts: list[np.ndarray] = field(default_factory=list, repr=False)  # of its tokens, see ExpertRecords
     slots: list[np.ndarray] = field(default_factory=list, repr=False)  # of its tokens, see SlotRecords
+    states: torch.Tensor | None = field(default=None, repr=False)  # of its newest computed tokens, see DraftHead
     shift: int = 0  # of positions behind its images, against the count of tokens
 
     @property

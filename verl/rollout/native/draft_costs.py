@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verl.config.sections.rollout import SpeculativeConfig
-from verl.rollout.native.draft_model import DraftModel
+from verl.rollout.native.draft_model import Follower
 from verl.rollout.native.draft_texts import MOST_MATCHED, OF_MODEL, Guess, History
 
 _BOUND_ROWS = 8  # rows up to which a step on a CPU takes the time of reading the weights
@@ -104,7 +104,7 @@ class DraftMemory:
     """
 
     config: SpeculativeConfig
-    model: DraftModel | None = None
+    model: Follower | None = None
     costs: StepCosts = field(default_factory=StepCosts)
     model_costs: StepCosts = field(default_factory=StepCosts)  # of a forward of the draft model
     acceptance: dict[float, Acceptance] = field(default_factory=dict)

@@ -18,6 +18,7 @@ import torch
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
+from verl.models.decoder.forward import embedded
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.hf_module import HFModule
 from verl.models.load import load_causal_lm, load_tokenizer, num_parameters
@@ -31,12 +32,12 @@ from verl.rollout.requests import vocab_size
 _PATH = full_key("rollout.speculative.model_path")
 MOST_SAMPLES = 32  # with stored keys; the sample that was used longest ago goes first
 _MORE_SLOTS = 8
-_MOST_CONTEXT = 256  # newest tokens of a sample that are read when it is first followed
+MOST_CONTEXT = 256  # newest tokens of a sample that are read when it is first followed
 _NOBODY = np.zeros(0, dtype=np.int64)
 
 
 @dataclass
-class _Followed:
+class Followed:
     """A sample: its tokens from number `first` on, with guesses behind them."""
 
     slot: int
@@ -62,36 +63,28 @@ def draft_model(policy: HFModule, tokenizer: Tokenizer | None, config: RolloutCo
     return DraftModel(module, vocab_size(policy), num_parameters(module) / num_parameters(policy))
 
 
-class DraftModel:
+class Follower:
     """Follows samples by name. `vocab_size` bounds its guesses, and it has a `share` of the policy's parameters."""
 
-    def __init__(self, module: HFModule, vocab_size: int, share: float):
-        decoder = DenseDecoder.of(module)
-        quantization = None if decoder is None or decoder.has_experts else "int8"
-        forward = DenseForward.of(module, prepack=True, quantization=quantization)
-        if not isinstance(forward, CpuForward):
-            raise ConfigError(
-                f"{_PATH} names a {type(module).__name__}, which the decoding kernels of a CPU do not compute. Choose a dense "
-                "model of another family, such as llama or qwen3."
-            )
-        self._forward, self._vocab_size, self.share = forward, vocab_size, share
-        self._num_embeddings = int(module.get_input_embeddings().weight.shape[0])
-        self._samples: OrderedDict[Hashable, _Followed] = OrderedDict()
-        self._store = BlockStore(forward.store_shape)
+    _forward: CpuForward
+    _store: BlockStore
+
+    def __init__(self, vocab_size: int, share: float):
+        self._vocab_size, self.share = vocab_size, share
+        self._samples: OrderedDict[Hashable, Followed] = OrderedDict()
+
+    def open(self, policy: CpuForward) -> None:
+        """A generation of `policy` begins: names of samples begin again."""
+        self.clear()
+
+    def can_follow(self, name: Hashable) -> bool:
+        """Whether it can guess behind a running sample."""
+        return True
 
     def follow(self, name: Hashable, num_tokens: int, tokens_from: Callable[[int], Sequence[int]]) -> int:
         """The sample `name` has `num_tokens` tokens, with its prompt; `tokens_from(start)` gives the tokens from number `start`
         on. Guesses that were wrong are dropped. Returns the tokens to compute before the next guess."""
-        sample = self._samples.get(name) or self._placed(name, max(0, num_tokens - _MOST_CONTEXT))
-        self._samples.move_to_end(name)
-        newer, guessed = tokens_from(sample.first + sample.num_sure), sample.text[sample.num_sure :]
-        num_right = 0
-        while num_right < min(len(newer), len(guessed)) and newer[num_right] == guessed[num_right]:
-            num_right += 1
-        sample.text[sample.num_sure :] = newer
-        sample.num_stored = min(sample.num_stored, sample.num_sure + num_right, len(sample.text) - 1)
-        sample.num_sure = len(sample.text)
-        return sample.num_sure - sample.num_stored
+        raise NotImplementedError
 
     def push(self, name: Hashable, token: int) -> None:
         """A guess behind the text of a sample."""
@@ -102,15 +95,16 @@ class DraftModel:
         samples = [self._samples[name] for name in names]
         chunks = [Chunk(sample.slot, sample.num_stored, len(sample.text)) for sample in samples]
         # tokens that only the policy has are read as some other token
-        ids = np.concatenate([sample.text[sample.num_stored :] for sample in samples])
-        tokens = torch.from_numpy(np.minimum(ids, self._num_embeddings - 1).astype(np.int64))
+        embed = self._forward.decoder.embed
+        ids = np.minimum(np.concatenate([sample.text[sample.num_stored :] for sample in samples]), len(embed) - 1)
+        x = self._inputs(samples, embedded(self._forward.decoder, torch.from_numpy(ids.astype(np.int64))).detach())
         positions = torch.from_numpy(np.concatenate([np.arange(c.start, c.end) for c in chunks]))
         keep = torch.from_numpy(np.cumsum([c.end - c.start for c in chunks]) - 1)
         longest, store, forward = max(c.end for c in chunks), self._store, self._forward
         store.reserve(-(-len(self._samples) // _MORE_SLOTS) * _MORE_SLOTS, longest, 2 * longest)
         nobody = forward.tiles(_NOBODY, None, None)
         layout = StepTokens.of((store, store), nobody, _NOBODY, _NOBODY, chunks, forward.max_tile)
-        logits = forward.logits(tokens, positions, keep, layout)
+        logits = forward.logits_behind(x, positions, keep, layout)
         for sample in samples:
             sample.num_stored = len(sample.text)
         return logits[:, : self._vocab_size]
@@ -120,10 +114,43 @@ class DraftModel:
         self._samples.clear()
         self._store.clear()
 
-    def _placed(self, name: Hashable, first: int) -> _Followed:
+    def _inputs(self, samples: Sequence[Followed], embeddings: torch.Tensor) -> torch.Tensor:
+        """The input of the first layer, of the `embeddings` of the tokens without stored keys."""
+        return embeddings
+
+    def _placed(self, name: Hashable, first: int) -> Followed:
         """A new sample, in a free slot or in the oldest sample's."""
         slot = len(self._samples)
         if slot >= MOST_SAMPLES:
             slot = self._samples.popitem(last=False)[1].slot
-        self._samples[name] = _Followed(slot, first)
+        self._samples[name] = Followed(slot, first)
         return self._samples[name]
+
+
+class DraftModel(Follower):
+    """A smaller model."""
+
+    def __init__(self, module: HFModule, vocab_size: int, share: float):
+        decoder = DenseDecoder.of(module)
+        quantization = None if decoder is None or decoder.has_experts else "int8"
+        forward = DenseForward.of(module, prepack=True, quantization=quantization)
+        if not isinstance(forward, CpuForward):
+            raise ConfigError(
+                f"{_PATH} names a {type(module).__name__}, which the decoding kernels of a CPU do not compute. Choose a dense "
+                "model of another family, such as llama or qwen3."
+            )
+        super().__init__(vocab_size, share)
+        self._forward, self._store = forward, BlockStore(forward.store_shape)
+
+    def follow(self, name: Hashable, num_tokens: int, tokens_from: Callable[[int], Sequence[int]]) -> int:
+        """See Follower. A new sample is read from its newest tokens on."""
+        sample = self._samples.get(name) or self._placed(name, max(0, num_tokens - MOST_CONTEXT))
+        self._samples.move_to_end(name)
+        newer, guessed = tokens_from(sample.first + sample.num_sure), sample.text[sample.num_sure :]
+        num_right = 0
+        while num_right < min(len(newer), len(guessed)) and newer[num_right] == guessed[num_right]:
+            num_right += 1
+        sample.text[sample.num_sure :] = newer
+        sample.num_stored = min(sample.num_stored, sample.num_sure + num_right, len(sample.text) - 1)
+        sample.num_sure = len(sample.text)
+        return sample.num_sure - sample.num_stored

@@ -20,9 +20,11 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import SamplingParams
-from verl.rollout.native.batch import BatchRows, Group
+from verl.rollout.layout import Chunk
+from verl.rollout.native.batch import BatchRows, Group, StepInputs
 from verl.rollout.native.draft_costs import Acceptance, DraftMemory
-from verl.rollout.native.draft_model import MOST_SAMPLES, DraftModel
+from verl.rollout.native.draft_head import DraftHead
+from verl.rollout.native.draft_model import MOST_CONTEXT, MOST_SAMPLES, Follower
 from verl.rollout.native.draft_texts import OF_MODEL, Guess, TextIndex
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
@@ -72,8 +74,10 @@ class Drafter:
 
     def __init__(self, memory: DraftMemory, rows: BatchRows, params: SamplingParams):
         self._memory, self._rows, self._params = memory, rows, params
-        if memory.model is not None:
-            memory.model.clear()  # names of samples begin again
+        self._head = memory.model if isinstance(memory.model, DraftHead) else None
+        self._seen: list[
+            tuple[int, tuple[int, int], int, torch.Tensor]
+        ] = []  # (row, name, position, states) of this step
         self._config, self._costs = memory.config, memory.costs
         self._acceptance = memory.acceptance.setdefault(params.temperature, Acceptance())
         self._running: dict[tuple[Group, int], _Row] = {}
@@ -106,6 +110,30 @@ class Drafter:
         for drafted, count in zip(self._drafted, counts.tolist(), strict=True):
             rows.draft(drafted.number, [guess.token for guess in drafted.guesses[:count]])
 
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Samples have started in these rows."""
+        for number in numbers:
+            group = self._rows.groups[number]
+            if group is not None and group.states is not None and self._head is not None:
+                name = _name(group, int(self._rows.sample[number]))
+                self._head.see(name, group.num_tokens - len(group.states), group.states)
+
+    def see(self, states: torch.Tensor, inputs: StepInputs, chunks: Sequence[tuple[Group, Chunk]]) -> None:
+        """The states of a step's tokens: of `inputs`, then of `chunks`. Their use is noted in `note`."""
+        if self._head is None:
+            return
+        rows, ends = self._rows, np.append(np.flatnonzero(inputs.ahead == 0), len(inputs.rows)).tolist()
+        positions = rows.positions().tolist()
+        self._seen = [
+            (number, _name(group, int(rows.sample[number])), positions[number], states[ends[number] : ends[number + 1]])
+            for number, group in enumerate(rows.groups[: rows.end])
+            if group is not None
+        ]
+        parts = states[len(inputs.rows) :].split([chunk.end - chunk.start for _, chunk in chunks])
+        for (group, chunk), part in zip(chunks, parts, strict=True):
+            earlier = () if group.states is None or chunk.start == group.saved.num_tokens else (group.states,)
+            group.states = torch.cat([*earlier, part])[-MOST_CONTEXT:].clone()
+
     def note(self, before: np.ndarray, num_tokens: int, seconds: float | None) -> None:
         """A step of `num_tokens` has ended, and the rows have its tokens behind `before`, int64 [rows]. `seconds` is None if
         prompts were computed too."""
@@ -124,6 +152,9 @@ class Drafter:
                 if guess.token != token:
                     break
         self._drafted = []
+        for number, name, start, states in self._seen if self._head is not None else ():
+            self._head.see(name, start, states[: rows.length[number] - before[number]])
+        self._seen = []
 
     def end(self, number: int, *, has_ended: bool) -> None:
         """The sample of a row leaves it; a sample that `has_ended` is a text for later ones."""
@@ -162,11 +193,13 @@ class Drafter:
                 best, best_rate = count, expected / cost
         return best
 
-    def _ask_model(self, model: DraftModel, least: float, now: float) -> None:
+    def _ask_model(self, model: Follower, least: float, now: float) -> None:
         """Guesses of the draft model for the rows without any."""
         self._memory.num_without_model += 1
         rows = self._rows
-        running = [d for d in self._drafted if not d.guesses and d.limit > 0][:MOST_SAMPLES]
+        running = [d for d in self._drafted if not d.guesses and d.limit > 0 and model.can_follow(d.row.name)][
+            :MOST_SAMPLES
+        ]
         num_missing = sum(self._follow_text(model, drafted) for drafted in running)
         for ahead in range(self._depth(len(running), num_missing, now)):
             running = [d for d in running if len(d.certainties) == ahead < d.limit]
@@ -189,7 +222,7 @@ class Drafter:
             self._model_s += spent_s
             self._memory.num_without_model = 0
 
-    def _follow_text(self, model: DraftModel, drafted: _Drafted) -> int:
+    def _follow_text(self, model: Follower, drafted: _Drafted) -> int:
         """The draft model reads the tokens of a row; returns the number that it has yet to compute."""
         index, name = drafted.row.index, drafted.row.name
         return model.follow(name, index.num_tokens(name), lambda start: index.tokens(name, start))

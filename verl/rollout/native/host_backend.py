@@ -132,6 +132,10 @@ class HostBackend:
         records = self.scheduler.slots
         recorded = None if records is None else (records.store, records.assign(self.rows, inputs, chunks))
         logits = self._logits(ids, places, completed, layout, media, self._token_adapters(rows, chunks), recorded)
+        if self.scheduler.drafter is not None and isinstance(self.dense, CpuForward) and self.dense.states is not None:
+            states, place = self.dense.states, np.arange(len(self.dense.states))
+            place[:num_inputs] = np.argsort(order)
+            self.scheduler.drafter.see(states[torch.from_numpy(place)], inputs, chunks)
         if recorder is not None and layout.routing is not None:
             recorder.add(layout.routing, self.rows, chunks)
         self.num_computed += sum(c.end - c.start for _, c in chunks)

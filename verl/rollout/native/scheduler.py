@@ -269,6 +269,8 @@ class Scheduler:
             self.rows.place(group, number, key, 0 if self.shared else group.num_tokens)
             for (group, number), key in zip(started, keys, strict=True)
         ]
+        if self.drafter is not None:
+            self.drafter.begin(rows)
         self.max_running = max(self.max_running, self.rows.num_running)
         self.backend.rows_changed()
         return np.array(rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -92,10 +92,20 @@ class CpuForward:
     """Holds a packed copy of the weights, so it serves while the weights stay as they are."""
 
     def __init__(
-        self, kernels: Kernels, module: torch.nn.Module, decoder: DenseDecoder, head: Projection, *, int8: bool = False
+        self,
+        kernels: Kernels,
+        module: torch.nn.Module,
+        decoder: DenseDecoder,
+        head: Projection,
+        *,
+        int8: bool = False,
+        shares: CpuForward | None = None,
     ):
-        """With `int8`, layers multiply in int8, and the head as without."""
+        """With `int8`, layers multiply in int8, and the head as without. `shares` has the packed copy of `head` that
+        is read, and must live as long."""
         self._int8 = int8
+        self.states: torch.Tensor | None = None  # [tokens, hidden] of the last forward, before the final norm
+        self.keeps_states = False
         self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], partial(PackedAdapter, kernels))
         self.decoder, self._kernels = decoder, kernels
         self.dtype = decoder.embed.dtype
@@ -124,7 +134,7 @@ class CpuForward:
             layer=ctypes.addressof(self._layers),
             final_norm=self._vector(decoder.final_norm.weight),
             head_bias=self._bias(head.bias),
-            head=self._keep(kernels.pack(head.weight)),
+            head=self._keep(kernels.pack(head.weight)) if shares is None else shares._model.head,
         )
         self._logits = torch.empty(0, kernels.padded(vocab))
         self._x_bytes = 4 * kernels.padded(hidden)  # of a token's hidden states
@@ -168,9 +178,22 @@ class CpuForward:
         `adapters` should be neighbours. `recorded` is a store of activations with a slot of each token, int64 [tokens], -1
         for none. It has no effect with `images`."""
         x = embedded(self.decoder, ids, images).detach()
+        return self.logits_behind(x, positions, keep, tokens, adapters, images, recorded)
+
+    def logits_behind(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        tokens: StepTokens,
+        adapters: TokenAdapters | None = None,
+        images: ImageFeatures | None = None,
+        recorded: tuple[ActivationStore, np.ndarray] | None = None,
+    ) -> torch.Tensor:
+        """See `logits`; `x` is the input of the first layer, [tokens, hidden]."""
         cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2)))
-        everything = torch.arange(len(ids))
-        keep = everything if keep is None else keep
+        everything = torch.arange(len(x))
+        outputs = keep = everything if keep is None else keep
         arrays = [
             np.ascontiguousarray(getattr(tokens, name), dtype=np.int64)
             for name in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")
@@ -183,9 +206,7 @@ class CpuForward:
                 continue
             self._run(call, x, first, number + 1)
             first = number + 1
-            # the first buffer of the workspace, see lay_out() in decoder.c; its values are of the model's dtype
-            states = self._work[: len(x) * self._x_bytes].view(torch.float32).view(len(x), -1)
-            x = states[:, : x.shape[1]].to(x.dtype)
+            x = self._states(len(x))
             # else experts of all tokens are recorded, or features of images added to them
             if first == len(self._layers) and tokens.routing is None and not is_deep:
                 x, keep = x[keep], everything[: len(keep)]
@@ -193,22 +214,43 @@ class CpuForward:
                 x, _ = experts.feed_forward(layer, x, None)
             if images is not None and is_deep:
                 x = images.deepened(number, x)
+        if self.keeps_states and len(keep) < len(x) and first < len(self._layers):  # else only those of `keep` exist
+            self._run(call, x, first, len(self._layers))
+            first, call = len(self._layers), replace(call, record=None)
+            self.states = x = self._states(len(x))
         if first == len(self._layers) and len(keep) < len(x):
             x, keep = x[keep], everything[: len(keep)]
-        self._run(call, x, first, len(self._layers), keep)
+        self._run(call, x, first, len(self._layers), keep, outputs)
+        if self.keeps_states and len(outputs) == len(everything):
+            self.states = self._states(len(x))
         if recorded is not None:
-            recorded[0].note(torch.from_numpy(recorded[1]), keep)
+            recorded[0].note(torch.from_numpy(recorded[1]), outputs)
         return self._logits[: len(keep), : self._model.vocab]
 
-    def _run(self, call: _Call, x: torch.Tensor, first: int, end: int, keep: torch.Tensor | None = None) -> None:
-        """Compute layers [first, end) of hidden states `x` [tokens, hidden], and the logits of `keep` if given."""
+    def _states(self, count: int) -> torch.Tensor:
+        """A copy of the states of the first tokens in the workspace, see lay_out() in decoder.c. Their values there are of the
+        model's dtype."""
+        states = self._work[: count * self._x_bytes].view(torch.float32).view(count, -1)
+        return states[:, : self._model.hidden].to(self.dtype, copy=True)
+
+    def _run(
+        self,
+        call: _Call,
+        x: torch.Tensor,
+        first: int,
+        end: int,
+        keep: torch.Tensor | None = None,
+        outputs: torch.Tensor | None = None,
+    ) -> None:
+        """Compute layers [first, end) of hidden states `x` [tokens, hidden], and the logits of `keep` if given. `outputs` are
+        the indices of these tokens in the step."""
         model, tokens = Model.from_buffer_copy(self._model), call.tokens
         model.layers, model.layer = end - first, ctypes.addressof(self._layers) + first * ctypes.sizeof(Layer)
         if keep is None:
             model.vocab, keep = 0, torch.arange(len(x))
         elif self._logits.shape[0] < len(keep):
             self._logits = torch.empty(len(keep), self._logits.shape[1])
-        runs = AdapterRuns(call.adapters, self._adapters, keep.numpy(), first)
+        runs = AdapterRuns(call.adapters, self._adapters, (keep if outputs is None else outputs).numpy(), first)
         step = Step(
             len(x), len(tokens.tiles) - 1, self.max_tile, int(tokens.position.max()) + 1, len(keep),
             torch.get_num_threads(), len(runs.ends), runs.max_rank, x.data_ptr(), call.cos.data_ptr(),
