@@ -49,7 +49,7 @@ class HuggingFace:
 
 
 class Vllm:
-    def __init__(self, work: Workload):
+    def __init__(self, work: Workload, settings: dict[str, Any]):
         import vllm
 
         self.work, self.vllm = work, vllm
@@ -60,6 +60,7 @@ class Vllm:
             max_model_len=work.prompt_tokens + work.response_tokens + 1,
             max_num_seqs=max(work.num_sequences, 8),
             seed=work.seed,
+            **settings,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(work.model)
         self.prompts = tokenizer(list(work.prompts), add_special_tokens=False)["input_ids"]
@@ -87,8 +88,9 @@ class Vllm:
 class Child:
     """Commands of the parent, by name."""
 
-    def build(self, engine: str, work: dict[str, Any]) -> dict[str, Any]:
-        self.side: Any = {"generate": HuggingFace, "vllm": Vllm}[engine](Workload.from_json(work))
+    def build(self, engine: str, work: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+        workload = Workload.from_json(work)
+        self.side: Any = Vllm(workload, settings) if engine == "vllm" else HuggingFace(workload)
         return self.side.facts
 
     def generate(self, step: int) -> dict[str, Any]:

@@ -3,6 +3,8 @@
     python benchmarks/peers/rollout_cpu.py                       # 8 prompts x 8 samples, 64 + 128 tokens, against generate
     python benchmarks/peers/rollout_cpu.py --vllm --dtype bfloat16 --json results.json
     python benchmarks/peers/rollout_cpu.py --dtype bfloat16 --forms float32 int8 --prompts 1    # our engine in other numbers
+    python benchmarks/peers/rollout_cpu.py --temperature 0.3 --vllm-set 'speculative_config={"method": "ngram", \
+        "num_speculative_tokens": 5, "prompt_lookup_max": 4}' --ours actor_rollout_ref.rollout.speculative.methods=[ngram]
 
 Rounds are as in peers_cpu.py; every sample has the full length. A further result is the distance of sampled log-probs from
 the training forward.
@@ -21,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer, in_turns
 from peer_env import ensure
-from peers_cpu import OURS, Unequal, add_workload_options, describe, make_workload, shares, start_verl
+from peers_cpu import OURS, Unequal, add_workload_options, describe, make_workload, shares, start_verl, typed
 from report import Report, number, ratio, series_of
 from workload import Workload
 
@@ -42,11 +44,12 @@ def start(stack: ExitStack, options: argparse.Namespace, work: Workload, logs: P
     engines: dict[str, dict[str, Any]] = (
         {"generate": {"environment": {"HF_HUB_OFFLINE": "1"}}} if not options.forms else {}
     )
-    if options.vllm or options.vllm_env:
+    settings_of_vllm = dict(typed(text) for text in options.vllm_set)
+    if options.vllm or options.vllm_env or settings_of_vllm:
         engines["vllm"] = {"python": ensure("vllm", options.vllm_env), "environment": vllm_environment()}
     for name, settings in engines.items():
         peer = stack.enter_context(Peer(name, "child_generate.py", log=logs / f"{name}.log", **settings))
-        peer.build(options.limit_s, engine=name, work=work.to_json())
+        peer.build(options.limit_s, engine=name, work=work.to_json(), settings=settings_of_vllm)
         peers.append(peer)
     return peers
 
@@ -85,8 +88,10 @@ def main(argv: list[str] | None = None) -> Report:
         "--forms", nargs="*", default=[], help="our engine with these numbers, in place of other engines"
     )
     parser.add_argument("--vllm-env", type=Path, help="vLLM's environment; implies --vllm")
+    parser.add_argument("--vllm-set", nargs="*", default=[], metavar="NAME=VALUE", help="arguments of vLLM; implies it")
+    parser.add_argument("--temperature", type=float, default=1.0)
     options = parser.parse_args(argv)
-    work = make_workload(options, num_steps=options.rounds + 1)
+    work = replace(make_workload(options, num_steps=options.rounds + 1), temperature=options.temperature)
     report = Report("Rollout on identical work")
     with ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-")))
