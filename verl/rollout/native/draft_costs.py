@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.config.sections.rollout import SpeculativeConfig
-from verl.rollout.native.draft_model import Follower
+from verl.config.sections.rollout import RolloutConfig, SpeculativeConfig
+from verl.data_proto.tokenizer import Tokenizer
+from verl.models.hf_module import HFModule
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.draft_head import DraftHead
+from verl.rollout.native.draft_model import Follower, draft_model
 from verl.rollout.native.draft_texts import MOST_MATCHED, OF_MODEL, Guess, History
 
 _BOUND_ROWS = 8  # rows up to which a step on a CPU takes the time of reading the weights
@@ -111,6 +115,17 @@ class DraftMemory:
     budget_s: float | None = None
     num_without_model: int = 0  # steps since its last guess
     history: History = field(init=False)
+
+    @classmethod
+    def of(cls, policy: HFModule, tokenizer: Tokenizer | None, config: RolloutConfig) -> DraftMemory:
+        """The memory for drafts of `policy` by these keys, with what guesses; see DraftHead and draft_model for errors."""
+        is_head = "mtp" in config.speculative.methods
+        return cls(config.speculative, DraftHead(policy) if is_head else draft_model(policy, tokenizer, config))
+
+    def open(self, policy: CpuForward) -> None:
+        """A generation of `policy` begins."""
+        if self.model is not None:
+            self.model.open(policy)
 
     def __post_init__(self) -> None:
         self.history = History(self.config.history_mb << 20 if "history" in self.config.methods else 0)

@@ -39,8 +39,6 @@ from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
 from verl.rollout.native.cuda.backend import DeviceBackend
 from verl.rollout.native.draft_costs import DraftMemory
-from verl.rollout.native.draft_head import DraftHead
-from verl.rollout.native.draft_model import draft_model
 from verl.rollout.native.drafts import Drafter
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.host_backend import HostBackend
@@ -102,9 +100,7 @@ class NativeRollout(RolloutEngine):
         if self.config.batch_invariant == "require" or self.config.speculative.methods:
             self.invariance()
         if self.config.speculative.methods:
-            is_head = "mtp" in self.config.speculative.methods
-            model = DraftHead(self.module) if is_head else draft_model(self.module, self.tokenizer, self.config)
-            self._drafts = DraftMemory(self.config.speculative, model)
+            self._drafts = DraftMemory.of(self.module, self.tokenizer, self.config)
 
     def invariance(self) -> Invariance:
         """Whether a sample's bits depend on the other samples of its batch; determined at the first call."""
@@ -329,8 +325,7 @@ class NativeGeneration:
             if engine.trains and is_plain:
                 self.scheduler.slots = open_records(engine.module, engine.config, self.scheduler.step_number)
             if engine._drafts is not None and isinstance(dense, CpuForward) and self.scheduler.grammars is None:
-                if engine._drafts.model is not None:
-                    engine._drafts.model.open(dense)
+                engine._drafts.open(dense)
                 self.scheduler.drafter = Drafter(engine._drafts, self.scheduler.rows, self.params)
             self._backend = HostBackend(
                 self.scheduler, engine.module, dense, stores, paging=paging,
