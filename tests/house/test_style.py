@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_067,
+    "core": 72_359,
     "compat": 9_088,
     "page": 4_075,
     "planner": 2_830,
@@ -21,8 +21,8 @@ MAX_LINES = {
     "clusters": 7_582,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 90_386,
-    "benchmarks": 5_996,
+    "tests": 90_571,
+    "benchmarks": 6_170,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
