@@ -1,4 +1,4 @@
-"""What engines of other projects share: a copy of the weights, and requests with the images as files."""
+"""Engines of other projects: their copy of the weights, and requests with images as files."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
