@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
-from verl.data_proto.samples import SamplingParams  # noqa: E402
+from verl.data_proto.samples import PromptRequest, SamplingParams  # noqa: E402
 from verl.models.adapter_weights import ALPHA  # noqa: E402
 from verl.models.optim import AdamStep  # noqa: E402
 from verl.tinker.records import Datum, SamplingRequest, TrainingRequest  # noqa: E402
@@ -166,6 +166,39 @@ def test_requests_join_an_open_lane_and_have_the_samples_of_lanes_for_themselves
     while not lane.is_empty:
         outputs |= bench.advance(lane, 64)
     assert [drawn(outputs[number]) for number in range(4)] == alone
+
+
+def test_equal_prompts_of_requests_are_computed_once(bench):
+    """For each adapter, also if one of them ends before the others begin."""
+    weights = new_adapter(bench, 1).snapshot()
+    asks = [SamplingRequest((1, 2, 3, 4, 5), n % 2 + 1, 2 + n, SamplingParams(), n) for n in range(6)]
+    pairs = [(None if number < 4 else weights, ask) for number, ask in enumerate(asks)]
+    alone = [drawn(sampled(bench, [pair])[0]) for pair in pairs]
+    lane, outputs = bench.open_lane(SamplingParams(), 256), {}
+    for number, pair in enumerate(pairs):
+        lane.add(number, *pair)
+    while not lane.is_empty:
+        outputs |= bench.advance(lane, 1)
+        assert lane._generation._backend is None or lane._generation._backend.num_computed == 10
+    assert [drawn(outputs[number]) for number in range(6)] == alone
+
+
+def test_a_prompt_whose_first_request_is_dropped_is_computed_for_the_next_one(bench):
+    engine = bench._rollout
+    prompt, params = tuple(range(1, 12)), SamplingParams(max_new_tokens=4)
+    generation = engine.open(params, step=0)
+    generation.scheduler.max_num_batched_tokens = 4  # the prompt takes several steps
+    for ordinal in range(3):
+        generation.add(PromptRequest(ordinal, prompt))
+    assert generation.poll(0) == []
+    generation.abort([(0, 0), (2, 0)])
+    (done,) = generation.poll()
+    generation.close()
+    other = engine.open(params, step=0)
+    other.add(PromptRequest(1, prompt))
+    (alone,) = other.poll()
+    other.close()
+    assert (done.ordinal, done.token_ids, done.log_probs) == (1, alone.token_ids, alone.log_probs)
 
 
 @pytest.mark.parametrize("mode", ["vanilla", "gspo"])

@@ -54,10 +54,19 @@ class Group:
     slots: list[np.ndarray] = field(default_factory=list, repr=False)  # of its tokens, see SlotRecords
     states: torch.Tensor | None = field(default=None, repr=False)  # of its newest computed tokens, see DraftHead
     shift: int = 0  # of positions behind its images, against the count of tokens
+    twins: list[Group] = field(default_factory=list, repr=False)  # with the same prompt, which wait for its end
 
     @property
     def num_tokens(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def prompt(self) -> tuple[object, ...] | None:
+        """What is equal for groups whose prompts are computed once; None if it is computed by itself."""
+        request = self.request
+        if request.num_drawn or request.placed or self.saved.num_tokens or self.drawn is not None:
+            return None
+        return request.adapter, request.token_ids
 
     def __post_init__(self) -> None:
         self.num_computed = self.saved.num_tokens
@@ -79,6 +88,11 @@ class Prompts:
         """Whether no sample has yet to start."""
         return not (self.waiting or self.prefilling or self.ready)
 
+    def groups(self) -> list[Group]:
+        """The groups with samples that have yet to start."""
+        twins = [twin for group in self.prefilling for twin in group.twins]
+        return [*self.waiting, *twins, *self.prefilling, *self.ready]
+
     def sort(self) -> None:
         """Sort the waiting groups, after additions."""
         order = [(g.request.num_drawn == 0, -g.request.expected_tokens, -g.num_tokens) for g in self.waiting]
@@ -90,18 +104,24 @@ class Prompts:
         budget: int,
         admits: Callable[[Group], bool] = lambda group: True,
         ahead: int = 0,
+        joins: bool = False,
     ) -> list[tuple[Group, Chunk]]:
         """Prompt tokens to compute next: at most `budget` tokens, of prompts with samples that fit the free rows, and `ahead`
         more as soon as half of these have started. A prompt with images is one chunk. As the first chunk it may exceed the
-        budget."""
+        budget. If it `joins`, a group whose prompt is being computed waits for it."""
         begun = sum(len(g.pending) for g in (*self.ready, *self.prefilling))
+        begun += sum(len(twin.pending) for g in self.prefilling for twin in g.twins)
         limit = num_free_rows + ahead if begun < num_free_rows + (ahead + 1) // 2 else 0
+        computing = {g.prompt: g for g in self.prefilling if g.prompt is not None} if joins else {}
         while self.waiting and begun < limit and admits(self.waiting[0]):
             group = self.waiting.popleft()
-            group.slot = len(self.by_slot)
-            self.by_slot.append(group)
-            self.prefilling.append(group)
             begun += len(group.pending)
+            if joins and (prompt := group.prompt) is not None:
+                if computing.setdefault(prompt, group) is not group:
+                    computing[prompt].twins.append(group)
+                    continue
+            self._hold(group)
+            self.prefilling.append(group)
         chunks: list[tuple[Group, Chunk]] = []
         while self.prefilling and budget > 0:
             group = self.prefilling[0]
@@ -117,6 +137,20 @@ class Prompts:
                 self.ready.append(self.prefilling.popleft())
         return chunks
 
+    def join(self, group: Group) -> list[Group]:
+        """The groups that have waited for the prompt of `group`, which are ready now, each with a slot of its own."""
+        twins, group.twins = group.twins, []
+        for twin in twins:
+            twin.num_computed, twin.logits = group.num_computed, group.logits
+            self._hold(twin)
+            self.ready.append(twin)
+        return twins
+
+    def _hold(self, group: Group) -> None:
+        """Give a group a prefix slot."""
+        group.slot = len(self.by_slot)
+        self.by_slot.append(group)
+
     def start(self, num_free_rows: int) -> list[tuple[Group, int]]:
         """(group, sample) of the samples that start now, at most `num_free_rows`."""
         started: list[tuple[Group, int]] = []
@@ -128,10 +162,12 @@ class Prompts:
         return started
 
     def drop(self, group: Group) -> None:
-        """Take a group out of the queues."""
-        for queue in (self.waiting, self.prefilling, self.ready):
+        """Take a group out of the queues. Those that wait for its prompt wait for a slot again."""
+        for queue in (self.waiting, self.prefilling, self.ready, *(g.twins for g in self.prefilling)):
             if group in queue:
                 queue.remove(group)
+        self.waiting.extendleft(reversed(group.twins))
+        group.twins = []
 
     def leave_slot(self, group: Group) -> Group | None:
         """Give back the group's prefix slot. Returns the group that takes it over, if one must move to keep slots dense;

@@ -82,6 +82,15 @@ class HostBackend:
     def admits(self, group: Group) -> bool:
         return self.paging is None or self.paging.admits(group)
 
+    @property
+    def joins_prompts(self) -> bool:
+        """See Backend: pages of a slot are not copied."""
+        return self.paging is None
+
+    def copy_prompt(self, source: int, target: int, length: int) -> None:
+        self._reserve_prefix()
+        self.prefix.put(target, self.prefix.take(source, length))
+
     def room(self) -> int:
         return self.rows.num_rows if self.paging is None else self.paging.room()
 

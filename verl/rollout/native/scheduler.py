@@ -36,8 +36,9 @@ class Sampled(Protocol):
 class Backend(Protocol):
     """Computes the steps of a scheduler, and reads its `rows` and `prompts`. `lag` is the number of unfinished steps at the
     launch of the next step: 0, or 1 if the device keeps the newest tokens itself. Prompts of `ahead` samples are computed
-    before rows are free, in batches: 0 if the launches of a forward cost nothing."""
+    before rows are free, in batches: 0 if the launches of a forward cost nothing. `joins_prompts`: equal ones once."""
 
+    joins_prompts: bool
     lag: int
     num_computed: int  # prompt tokens
 
@@ -68,6 +69,9 @@ class Backend(Protocol):
 
     def move_prompt(self, source: int, target: int, length: int) -> None:
         """Move a prompt to another prefix slot."""
+
+    def copy_prompt(self, source: int, target: int, length: int) -> None:
+        """Copy a prompt to a new prefix slot."""
 
     def room(self) -> int:
         """Number of samples that can start now; negative when blocks are missing for the next tokens of the running samples."""
@@ -160,7 +164,7 @@ class Scheduler:
         for row, group in enumerate(self.rows.groups[: self.rows.end]):
             if group is not None and self._key(group, int(self.rows.sample[row])) in dropped:
                 self._remove(row)
-        for group in [*self.prompts.waiting, *self.prompts.prefilling, *self.prompts.ready]:
+        for group in self.prompts.groups():
             pending = deque(number for number in group.pending if self._key(group, number) not in dropped)
             group.num_live -= len(group.pending) - len(pending)
             group.pending = pending
@@ -178,7 +182,8 @@ class Scheduler:
         budget = max(self.max_num_batched_tokens - self.rows.num_running, 0)
         if self.rows.num_running == 0:
             budget = max(budget, 1)
-        chunks = self.prompts.take_chunks(self.rows.num_free, budget, self.backend.admits, self.backend.ahead)
+        joins = self.backend.joins_prompts and self.experts is None and self.slots is None
+        chunks = self.prompts.take_chunks(self.rows.num_free, budget, self.backend.admits, self.backend.ahead, joins)
         self._advance(chunks)
         return self._ended
 
@@ -358,6 +363,8 @@ class Scheduler:
         completed = [group for group, chunk in chunks if chunk.end == group.num_tokens]
         for group, row in zip(completed, logits, strict=True):
             group.logits = row
+            for twin in self.prompts.join(group):
+                self.backend.copy_prompt(group.slot, twin.slot, group.num_tokens)
         if sampled is not None:
             self._flight.append((inputs, sampled))
             self.num_decode_steps += 1

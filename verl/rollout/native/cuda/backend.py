@@ -54,7 +54,7 @@ class DeviceBackend:
     means no graphs.
     """
 
-    lag = 1
+    lag, joins_prompts = 1, False
 
     def __init__(self, module: HFModule, kernel: VarlenKernel = FLASH, *, eager: bool = False):
         self.module, self.kernel, self.eager = module, kernel, eager
@@ -267,6 +267,9 @@ class DeviceBackend:
     def move_prompt(self, source: int, target: int, length: int) -> None:
         if self.stores is not None:
             self.stores.prefix.move(source, target, length)
+
+    def copy_prompt(self, source: int, target: int, length: int) -> None:
+        """See Backend: never called."""
 
     def room(self) -> int:
         """See Backend: without pages, every row has room for its longest sequence."""
