@@ -205,11 +205,14 @@ ROLLOUT_ENGINES = Registry(
             "holds_weights starts_process joins_ranks divides_model restarts reads_images records_experts takes_buckets "
             "prefills_by_key drafts drafts_mtp quantizes_fp8 quantizes_cache",
         ),
-        "http": _row("verl.rollout.http.engine:HTTPRollout", "holds_weights asks_service reads_images takes_buckets"),
+        "http": _row(
+            "verl.rollout.http.engine:HTTPRollout",
+            "holds_weights asks_service reads_images takes_buckets samples_adapters",
+        ),
         "sglang": _row(
             "verl.rollout.http.sglang:SGLangRollout",
             "holds_weights starts_process asks_service divides_model reads_images takes_buckets takes_adapters "
-            "quantizes_cache",
+            "samples_adapters quantizes_cache",
         ),
     },
     base="verl.rollout.api:RolloutEngine",

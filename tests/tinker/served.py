@@ -47,18 +47,17 @@ class Served:
         return self.service.bases.bench().training.adapters[trainer.model_id].weights.tensors
 
 
-def base_of(bench, names, training=None, sampling=None, **settings):
+def base_of(bench, names, training=None, *samplers, **settings):
     """A base model that is `bench` in this process, unless other workers are named."""
     training = training or BenchWorker(bench)
-    sampling = sampling or training
-    workers = Bench(training, sampling, training.facts(), bench.tokenizer, is_apart=sampling is not training)
+    workers = Bench(training, samplers or (training,), training.facts(), bench.tokenizer, is_apart=bool(samplers))
     return BaseModel(names[0], list(names), workers.facts, bench.tokenizer, lambda: nullcontext(workers), **settings)
 
 
 def only(bench, names, *apart):
     """The base models of a service that has one."""
     bases = Bases([base_of(bench, names, *apart)])
-    bases.is_apart = bases.bench().is_apart
+    bases.num_samplers = len(apart[1:])
     return bases
 
 

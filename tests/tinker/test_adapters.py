@@ -1,5 +1,7 @@
 """Many adapters on one base: what each trains to is independent of the others, and equals plain torch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from verl.engines.api import MicroBatching
 from verl.errors import ConfigError
 from verl.models.adapter_weights import ALPHA
 from verl.models.optim import AdamStep
-from verl.tinker.adapters import AdapterEngine
+from verl.tinker.adapters import PARTS, AdapterEngine
 
 MICRO = MicroBatching(max_tokens=64)
 OUTPUTS = ("candidate_log_probs",)
@@ -52,26 +54,32 @@ def loss(outputs, batch, totals):
     return -(outputs["candidate_log_probs"] * batch.batch["weights"]).sum(), {}
 
 
+STEP = AdamStep(learning_rate=1e-2, weight_decay=0.1)
+
+
 def train(engine, adapter, seeds):
     for seed in seeds:
         with engine.using(adapter):
             engine.forward_backward(batch_of(seed), loss, OUTPUTS, MICRO)
-            engine.optim_step(AdamStep(learning_rate=1e-2))
+            engine.optim_step(STEP)
 
 
 def test_adapters_in_turn_get_the_bits_that_each_gets_by_itself(engine):
-    ranks = (2, 4, 8, 4)
-    apart = [engine.new_adapter(rank, seed) for seed, rank in enumerate(ranks)]
+    """Also on other layers: a step decays no weight of another adapter."""
+    parts = (PARTS, ("mlp", "head"), ("attention",), PARTS)
+    shapes = list(zip((2, 4, 8, 4), range(4), parts, strict=True))
+    apart = [engine.new_adapter(*shape) for shape in shapes]
     for number, adapter in enumerate(apart):
         train(engine, adapter, range(number, number + 3))
-    mixed = [engine.new_adapter(rank, seed) for seed, rank in enumerate(ranks)]
+        apart[number] = replace(adapter, weights=adapter.snapshot())
+    mixed = [engine.new_adapter(*shape) for shape in shapes]
     for step in range(3):
         for number, adapter in enumerate(mixed):
             with engine.using(adapter):
                 engine.forward_backward(batch_of(number + step), loss, OUTPUTS, MICRO)
         for adapter in reversed(mixed):
             with engine.using(adapter):
-                engine.optim_step(AdamStep(learning_rate=1e-2))
+                engine.optim_step(STEP)
     for one, other in zip(apart, mixed, strict=True):
         for name, tensor in one.weights.tensors.items():
             assert torch.equal(tensor, other.weights.tensors[name]), name

@@ -29,7 +29,10 @@ from verl.tinker.workbench import Workbench  # noqa: E402
 from verl.tinker.worker import BenchWorker  # noqa: E402
 from verl.tracking.files import read_metrics  # noqa: E402
 
-APART = ["trainer.placement={actor:[0],rollout:[1]}", "ray_kwargs.ray_init.num_cpus=2"]
+APART = {
+    "one_each": ["trainer.placement={actor:[0],rollout:[1]}", "ray_kwargs.ray_init.num_cpus=2"],
+    "two_each": ["trainer.placement={actor:[0,1],rollout:[2,3]}", "ray_kwargs.ray_init.num_cpus=4"],
+}
 FLOAT = "actor_rollout_ref.actor.fsdp_config.dtype=float32"
 
 
@@ -68,6 +71,29 @@ def test_workers_apart_take_the_bits_of_one_process(bench, here, tiny_llama, tmp
     (adapter,) = training.adapters.values()
     assert sum(sent) == adapter.weights.num_bytes(), "the weights of the one sampler travel, once"
     compare(tmp_path, result, here(2))
+
+
+def test_requests_go_to_the_sampler_with_the_fewest_tokens_and_have_the_samples_of_one(bench, tiny_llama, tmp_path):
+    """Two processes that sample, each with its own thread, and a client with many requests at once."""
+    others, calls = [Workbench(serving_config(str(tiny_llama), [FLOAT], rank=8)) for _ in range(2)], [[], []]
+    samplers = [
+        far(BenchWorker(one), lambda method, num_bytes, number=number: calls[number].append(method))
+        for number, one in enumerate(others)
+    ]
+    apart = (far(BenchWorker(bench)), *samplers)
+    prompt = tinker.ModelInput.from_ints([3, 4, 5])
+
+    def samples(served):
+        client = served.client().create_sampling_client(base_model="base").result()
+        ask = [tinker.SamplingParams(max_tokens=8 + 8 * n, seed=n, stop=[]) for n in range(12)]
+        return [[list(s.tokens) for s in one.result().sequences] for one in [client.sample(prompt, 2, a) for a in ask]]
+
+    with running(bench, tmp_path / "apart", apart=apart) as served:
+        assert len(served.service.computers) == 3
+        spread = samples(served)
+    assert all("sample" in one for one in calls)
+    with running(bench, tmp_path / "one") as served:
+        assert samples(served) == spread
 
 
 def test_a_worker_that_is_lost_is_replaced_under_the_clients(bench, here, tiny_llama, tmp_path, monkeypatch):
@@ -109,8 +135,16 @@ def test_a_worker_that_is_lost_is_replaced_under_the_clients(bench, here, tiny_l
 class Service:
     """`verl serve tinker` with a process that trains and one that samples, on Ray."""
 
-    def __init__(self, model, folder):
-        arguments = [f"model={model}", "name=base", f"port={free_port()}", f"folder={folder}", "rank=8", FLOAT, *APART]
+    def __init__(self, model, folder, settings):
+        arguments = [
+            f"model={model}",
+            "name=base",
+            f"port={free_port()}",
+            f"folder={folder}",
+            "rank=8",
+            FLOAT,
+            *settings,
+        ]
         self.command = [sys.executable, "-m", "verl", "serve", "tinker", *arguments]
         self.url = self.start()
 
@@ -131,8 +165,10 @@ class Service:
 
 
 @pytest.mark.slow
-def test_processes_of_ray_take_the_bits_of_one_through_kills(here, tiny_llama, tmp_path):
-    service, results = Service(tiny_llama, tmp_path), []
+@pytest.mark.parametrize("name", APART)
+def test_processes_of_ray_take_the_bits_of_one_through_kills(here, tiny_llama, tmp_path, name):
+    """Two that train together add up in another order, so they repeat their own bits."""
+    service, results = Service(tiny_llama, tmp_path, APART[name]), []
     client = threading.Thread(target=lambda: results.append(run(service.url, 8)), daemon=True)
     try:
         client.start()
@@ -143,9 +179,10 @@ def test_processes_of_ray_take_the_bits_of_one_through_kills(here, tiny_llama, t
             wait_for_steps(tmp_path, steps)
             service.processes("RankProcess")[number].kill()
         client.join(120)
+        undisturbed = here(8) if name == "one_each" else run(service.url, 8)
     finally:
         end_tree(service.process.pid)
-    compare(tmp_path, results[0], here(8))
+    compare(tmp_path, results[0], undisturbed)
 
 
 def wait_for_steps(folder, count):

@@ -21,13 +21,14 @@ from verl.tracking.files import read_metrics  # noqa: E402
 from verl.tracking.progress import read_progress  # noqa: E402
 
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
+RANK = 4
 SAMPLING = types.SamplingParams(max_tokens=5, seed=3, stop=[])
 
 
 def run(url, num_steps, base="base", key="tml-test"):
     """A run that trains, samples from snapshots, saves and loads: its last sample, and the address of its last state."""
     client = tinker.ServiceClient(base_url=url, api_key=key)
-    trainer = client.create_lora_training_client(base_model=base, rank=4, seed=1).result()
+    trainer = client.create_lora_training_client(base_model=base, rank=RANK, seed=1).result()
     prompt = types.ModelInput.from_ints([3, 4, 5, 6])
     first = None
     for step in range(num_steps):
@@ -62,13 +63,13 @@ def steps(folder, path):
     ]
 
 
-def compare(folder, first, second):
+def compare(folder, first, second, weights="adapter_model.safetensors"):
     assert first[0] == second[0]
     first_rows, second_rows = (steps(folder, path) for _, path in (first, second))
     assert first_rows == second_rows
     assert [row["step"] for row in first_rows] == list(range(1, len(first_rows) + 1))
     one, other = (tensors(folder, path) for _, path in (first, second))
-    assert set(one) == {"adapter_model.safetensors", "optimizer.safetensors"}
+    assert set(one) == {weights, "optimizer.safetensors"}
     for file, values in one.items():
         for name, value in values.items():
             assert np.array_equal(value.numpy(), other[file][name].numpy()), (file, name)

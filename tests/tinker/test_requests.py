@@ -251,7 +251,7 @@ def test_a_sample_without_end_holds_up_nobody(bench, tmp_path, around):
         assert len(open_lanes) == 2
         endless.set()
         await ada.result(long)
-        assert not service.bases.bench().sampling._lanes
+        assert not service.bases.bench().samplers[0]._lanes
         assert not any(used.rows for used in service.computers[0]._used.values())
 
     in_process(bench, tmp_path, act)

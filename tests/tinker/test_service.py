@@ -182,8 +182,8 @@ def patient(served, around):
         turns.append(len(lane.weights()))
         return advance(lane, tokens)
 
-    around(service.bases.bench().sampling, "sample", sampled)
-    around(service.bases.bench().sampling.bench, "advance", advanced)
+    around(service.bases.bench().samplers[0], "sample", sampled)
+    around(service.bases.bench().samplers[0].bench, "advance", advanced)
     return turns, expected
 
 

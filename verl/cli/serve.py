@@ -24,7 +24,7 @@ _OPTIONS = {
     "port": "port to listen at (default: any that is free)",
     "folder": "folder for models and checkpoints (default: runs/tinker)",
     "adapters": "folder of folders that peft saved, for all tenants (tinker://imported-NAME/sampler_weights/peft)",
-    "rank": "largest rank of an adapter (default: 64)",
+    "rank": "largest rank of an adapter (default: 64); 0: models train all their weights",
     "models": "most models of all clients together, without keys= (default: 64)",
     "keys": "file with SHA-256 sums of API keys, tenants and limits (default: any key is taken)",
     "tls_cert": "file with the certificate of the server, PEM (default: no TLS)",
@@ -114,7 +114,7 @@ def read_bases(path: str) -> list[dict[str, Any]]:
 def _is_entry(key: object, value: object) -> bool:
     """Whether a row may have this entry."""
     if key == "rank":
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if key == "name":
         return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
     return isinstance(key, str) and key in _ROW and isinstance(value, _ROW[key])

@@ -81,12 +81,13 @@ class FSDPEngine(TrainedEngine):
         self.groups = ProcessGroups(mesh, device.type, engine.expert_parallel_size, timeout_s)
         self.computes_images = self.groups.tensor.size() * self.groups.sequence.size() == 1
         head, narrow, rounding, trains = self.head, self.compute_dtype, self.rounding, self.optim is not None
+        kind = {"trains": trains, "adapts_head": self.adapts_head}
         source = from_first(
-            self.groups, device, lambda: build_module(model, head, torch.device("cpu"), narrow, rounding, trains=trains)
+            self.groups, device, lambda: build_module(model, head, torch.device("cpu"), narrow, rounding, **kind)
         )
         chosen = torch.tensor([0 if source is None else KINDS.index(forward_kind(source))], device=device)
         forward = KINDS[int(self.groups.broadcast_(chosen))]
-        self.module = build_skeleton(model, head, narrow, forward, trains=trains)
+        self.module = build_skeleton(model, head, narrow, forward, **kind)
         if self.groups.tensor.size() * self.groups.sequence.size() * engine.expert_parallel_size > 1:
             keys = "tensor_parallel_size, ulysses_sequence_parallel_size or expert_parallel_size"
             require_packed(self.module, f"fsdp_config.{keys}")

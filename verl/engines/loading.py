@@ -58,11 +58,17 @@ def build_module(
 
 
 def build_skeleton(
-    model: ModelConfig, head: str, compute_dtype: torch.dtype, forward: ForwardKind = "packed", *, trains: bool
+    model: ModelConfig,
+    head: str,
+    compute_dtype: torch.dtype,
+    forward: ForwardKind = "packed",
+    *,
+    trains: bool,
+    adapts_head: bool = False,
 ) -> object:
     """The same module on the meta device, with the `forward` that was chosen for it."""
     load_external(model.external_lib)
-    spec = LoRASpec.of(model) if trains else None
+    spec = LoRASpec.of(model, adapts_head) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
     module = empty_model(model, head, dtype, trains and model.recompute != "none", forward)

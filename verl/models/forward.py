@@ -125,6 +125,11 @@ def computed_by(module: nn.Module, device: torch.device) -> str:
     return f"{forward}; log-probs in chunks of torch matmuls, without whole logits"
 
 
+def weight_of(head: Any) -> torch.Tensor:
+    """The weight of an output projection with its adapter, if it has one, with a graph."""
+    return head.merged_weight() if isinstance(head, LoRALinear) else head.weight
+
+
 def fuses_log_probs(module: object) -> bool:
     """Whether logits of `module` never exist all at once (model.use_fused_kernels)."""
     return bool(getattr(module, "fused_log_probs", True))
@@ -159,7 +164,7 @@ def packed_outputs(
         head = module.get_output_embeddings()
         return token_log_probs(
             hidden,
-            head.merged_weight() if isinstance(head, LoRALinear) else head.weight,
+            weight_of(head),
             packed.targets,
             temperature,
             bias=getattr(head, "bias", None),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from verl.data_proto.samples import SamplingParams
     from verl.engines.api import BatchTotals
     from verl.manifest import FileRecord
+    from verl.parallel.mesh import Mesh
     from verl.parallel.placement import Placement
     from verl.roles.guards import StepGuard
     from verl.roles.updates import MiniBatchSchedule, Updates
@@ -140,12 +141,14 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A role with an object of the program's class as worker: `build(device)` makes it on each of the role's ranks, and
-    `worker_class` registers its calls. Roles with the same `build` share the object on a shared rank."""
+    """A role with an object of the program's class as worker: `build(device, mesh)` makes it on each of the role's ranks, and
+    `worker_class` registers its calls. Roles with the same `build` share the object on a shared rank. If the ranks train
+    together, `engine` is the section of their engine, and `mesh` their arrangement; else it is None."""
 
     name: str
     worker_class: type
-    build: Callable[[torch.device], object]
+    build: Callable[[torch.device, Mesh | None], object]
+    engine: FSDPConfig | None = None
 
 
 def settings_of(section: Any) -> Any:

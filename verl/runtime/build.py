@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl.config import ModelConfig, RewardConfig, RolloutConfig, full_key
+from verl.config import FSDPConfig, ModelConfig, RewardConfig, RolloutConfig, full_key
 from verl.data.conversations.turn_ends import TurnEnds
 from verl.data_proto.tokenizer import Tokenizer
 from verl.distributions import load_part
@@ -25,6 +25,7 @@ from verl.models.heads import SequenceScoreModel
 from verl.models.hf_module import HFModule
 from verl.models.load import load_tokenizer
 from verl.models.tokenizer import check_vocabulary, eos_token_ids
+from verl.parallel.mesh import Mesh
 from verl.rewards.managers import build_reward_manager
 from verl.rewards.managers.build import asks_service, serves_judge
 from verl.rewards.scorers.route import find_scorer
@@ -66,7 +67,9 @@ def build_models(context: RankContext) -> dict[str, ModelRole]:
     models: dict[str, ModelRole] = {}
     for spec in context.specs.models:
         if not context.holds(spec.name):
-            _join_groups(context, spec)
+            mesh = context.mesh(spec.name)
+            if mesh is not None and spec.shares is None and spec.settings is None:
+                join_groups(context, mesh, spec.engine)
             continue
         engine = models[spec.shares].engine if spec.shares is not None else _engine(context, spec)
         if spec.router_replay != "disabled":
@@ -87,13 +90,9 @@ def build_models(context: RankContext) -> dict[str, ModelRole]:
     return models
 
 
-def _join_groups(context: RankContext, spec: RoleSpec) -> None:
+def join_groups(context: RankContext, mesh: Mesh, engine: FSDPConfig) -> None:
     """Take part in making the process groups of a role without this rank; all processes of a run make them together."""
-    mesh = context.mesh(spec.name)
-    if mesh is not None and spec.shares is None and spec.settings is None:
-        ProcessGroups(
-            mesh, context.device.type, spec.engine.expert_parallel_size, context.specs.run.collective_timeout_s
-        )
+    ProcessGroups(mesh, context.device.type, engine.expert_parallel_size, context.specs.run.collective_timeout_s)
 
 
 def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:

@@ -22,7 +22,7 @@ from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 from verl.reshard.grouping import interval_engines
 from verl.reshard.layout import MegatronLayout, TrainingLayout, replicas
-from verl.roles.api import RoleSpec, RoleSpecs
+from verl.roles.api import RoleSpec, RoleSpecs, WorkerSpec
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.specs import RolloutSpec
 
@@ -67,6 +67,13 @@ class RankContext:
         spec = self.spec(role)
         if spec.settings is not None:
             return Mesh.grid(ranks, **spec.settings.sizes(len(ranks)))
+        return Mesh.of(ranks, **mesh_sizes(spec.engine, len(ranks)))
+
+    def worker_mesh(self, spec: WorkerSpec) -> Mesh | None:
+        """The arrangement of the ranks of a worker that train together."""
+        ranks = self.ranks(spec.name)
+        if spec.engine is None or len(ranks) == 1:
+            return None
         return Mesh.of(ranks, **mesh_sizes(spec.engine, len(ranks)))
 
     def training_layout(self, role: str) -> TrainingLayout:

@@ -20,7 +20,14 @@ from verl.parallel.torch_settings import run_settings
 from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
 from verl.rollout.api import RolloutEngine
-from verl.runtime.build import build_models, build_reward, build_rollout, rollout_group, set_determinism
+from verl.runtime.build import (
+    build_models,
+    build_reward,
+    build_rollout,
+    join_groups,
+    rollout_group,
+    set_determinism,
+)
 from verl.runtime.rank import POLICY, RankContext, require_packages, set_queues
 from verl.runtime.weight_sync import RankWeightSync
 
@@ -59,8 +66,13 @@ class RankWorkers:
             # before the models: a wrong reward function costs no model load
             self.reward = build_reward(context, specs.reward)
         self.models = build_models(context)
-        worker_of = cache(lambda build: build(context.device))
-        self.program_workers = {spec.name: worker_of(spec.build) for spec in specs.workers if context.holds(spec.name)}
+        worker_of = cache(lambda build, mesh: build(context.device, mesh))
+        for spec in specs.workers:
+            mesh = context.worker_mesh(spec)
+            if context.holds(spec.name):
+                self.program_workers[spec.name] = worker_of(spec.build, mesh)
+            elif mesh is not None:
+                join_groups(context, mesh, spec.engine)
         if specs.rollout is not None:
             policy, group = self.models.get(POLICY), rollout_group(context)
             weights = self.weights = RankWeightSync(context, self.comm, None if policy is None else policy.engine)

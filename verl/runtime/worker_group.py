@@ -42,7 +42,7 @@ class WorkerGroup:
         self.schedule = schedule
         self.cost = cost or TokenCost()
         self.beside_rollout, self.reads_records = beside_rollout, reads_records
-        self._runner = runner
+        self._runner, self._worker_class = runner, worker_class
         for method, declared in registered(worker_class).items():
             if not hasattr(self, method):
                 setattr(self, method, partial(self._call, method, declared))
@@ -56,6 +56,12 @@ class WorkerGroup:
     def set_mesh(self, mesh: Mesh) -> None:
         """The ranks that later calls run on."""
         self.mesh = mesh
+
+    def members(self) -> list[WorkerGroup]:
+        """A group of each rank, for calls on that rank only."""
+        return [
+            WorkerGroup(self.name, self._worker_class, Mesh.flat((rank,)), self._runner) for rank in self.mesh.ranks
+        ]
 
     @property
     def world_size(self) -> int:

@@ -8,7 +8,7 @@ train. Their results do not depend on the other adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from verl.config import ModelConfig
+from verl.engines.base import TrainedEngine
 from verl.engines.local import LocalEngine
 from verl.engines.step_check import PendingGradients
 from verl.errors import ConfigError
 from verl.models.adapter_weights import ALPHA, AdapterWeights
-from verl.models.lora import lora_layers
+from verl.models.lora import LoRALinear, lora_layers
 
 PARTS = ("attention", "mlp", "head")
 
@@ -64,42 +65,31 @@ class AdapterEngine(LocalEngine):
     adapts_head = True
 
     def __init__(self, *, model: ModelConfig, **settings: Any):
-        super().__init__(model=replace(model, target_modules="all-linear", lora_alpha=ALPHA), **settings)
-        if self.compute_dtype == torch.float16:
-            raise ConfigError(
-                "Adapters that take turns have no loss scales, so they do not train in float16. Use bfloat16."
-            )
+        super().__init__(model=with_all_layers(model), **settings)
+        require_turns(self)
         self._layers = lora_layers(self.module)
-        self._head = self.module.get_output_embeddings()
 
     def new_adapter(self, rank: int, seed: int, parts: Collection[str] = PARTS) -> Adapter:
-        """An adapter on the `parts` of each layer; equal seeds give equal weights. Raises ConfigError for a rank beyond the
-        engine's, and without any layer."""
-        assert self.spec is not None
-        if not 1 <= rank <= self.spec.rank:
-            raise ConfigError(
-                f"An adapter of rank {rank} is not between 1 and the largest rank here, {self.spec.rank}."
-            )
-        generator, tensors = torch.Generator().manual_seed(seed), {}
-        for name, layer in self._layers.items():
-            if self._part(name) in parts:
-                down = torch.empty(rank, layer.in_features)
-                nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
-                tensors[f"{name}.lora_A"] = down.to(self.device)
-                tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, rank, device=self.device)
-        if not tensors:
-            raise ConfigError(
-                "An adapter without layers trains nothing. Choose attention, MLP or the output projection."
-            )
-        return Adapter(AdapterWeights(rank, tensors))
+        """See new_adapter."""
+        return new_adapter(self, self._layers, rank, seed, parts)
+
+    def held(self, adapter: Adapter) -> Adapter:
+        """An adapter as this engine trains it."""
+        return adapter.to(self.device)
+
+    def whole(self, held: Adapter) -> Adapter:
+        """The inverse of `held`, not copied."""
+        return held
 
     @contextmanager
     def using(self, adapter: Adapter) -> Iterator[None]:
         """Inside, the module has `adapter`; what a call changes is the adapter's afterwards."""
         assert self.optimizer is not None
-        masters, slots = self.optimizer.masters, self.optimizer.optimizer.state
+        masters, copied, slots = self.optimizer.masters, self.optimizer.copied, self.optimizer.optimizer.state
         present = {name: masters[name] for name in adapter.weights.tensors}
         self.show(adapter.weights)
+        # other parameters show tensors of other adapters, which a step would decay
+        self.optimizer.masters, self.optimizer.copied = present, [name for name in copied if name in present]
         for name, master in present.items():
             master.grad = adapter.gradients.get(name)
             if name in adapter.slots:
@@ -108,6 +98,7 @@ class AdapterEngine(LocalEngine):
         try:
             yield
         finally:
+            self.optimizer.masters, self.optimizer.copied = masters, copied
             adapter.num_steps, adapter.pending, self._pending = self.optimizer.num_steps, self._pending, None
             adapter.gradients = {name: p.grad for name, p in present.items() if p.grad is not None}
             adapter.slots = {name: slots.pop(p) for name, p in present.items() if p in slots}
@@ -134,8 +125,39 @@ class AdapterEngine(LocalEngine):
         if parameter is not master:
             parameter.data = self.rounding.rounded(name, tensor, parameter.dtype)
 
-    def _part(self, name: str) -> str:
-        return part_of_adapter(name, is_head=self._layers[name] is self._head)
+
+def with_all_layers(model: ModelConfig) -> ModelConfig:
+    """A model section with adapters on all linear layers."""
+    return replace(model, target_modules="all-linear", lora_alpha=ALPHA)
+
+
+def require_turns(engine: TrainedEngine) -> None:
+    """Raise ConfigError for a dtype in which models cannot take turns."""
+    if engine.compute_dtype == torch.float16:
+        raise ConfigError(
+            "Adapters that take turns have no loss scales, so they do not train in float16. Use bfloat16."
+        )
+
+
+def new_adapter(
+    engine: TrainedEngine, layers: Mapping[str, LoRALinear], rank: int, seed: int, parts: Collection[str]
+) -> Adapter:
+    """An adapter on the `parts` of each of the `layers`; equal seeds give equal weights. Raises ConfigError for a rank beyond
+    the engine's, and without any layer."""
+    assert engine.spec is not None
+    if not 1 <= rank <= engine.spec.rank:
+        raise ConfigError(f"An adapter of rank {rank} is not between 1 and the largest rank here, {engine.spec.rank}.")
+    generator, tensors, head = torch.Generator().manual_seed(seed), {}, engine.module.get_output_embeddings()
+    kind = {"device": engine.device, "dtype": torch.promote_types(engine.compute_dtype, torch.float32)}
+    for name, layer in layers.items():
+        if part_of_adapter(name, is_head=layer is head) in parts:
+            down = torch.empty(rank, layer.in_features)
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
+            tensors[f"{name}.lora_A"] = down.to(**kind)
+            tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, rank, **kind)
+    if not tensors:
+        raise ConfigError("An adapter without layers trains nothing. Choose attention, MLP or the output projection.")
+    return Adapter(AdapterWeights(rank, tensors))
 
 
 def part_of_adapter(layer: str, *, is_head: bool) -> str:

@@ -71,11 +71,12 @@ class Bases:
     """The base models; a folder belongs to the first. At most `most_bytes` are in memory.
 
     Requests are admitted on the event loop; `bench` loads on a thread that computes. `tenants_of` has the tenants whose
-    requests wait for a base model, `on_leave` and `on_return` get one whose workers go, or have come.
+    requests wait for a base model, `on_leave` and `on_return` get one whose workers go, or have come. `num_samplers`
+    processes only sample.
     """
 
-    def __init__(self, bases: Sequence[BaseModel], most_bytes: float = math.inf, *, is_apart: bool = False):
-        self.bases, self.most_bytes, self.is_apart = list(bases), most_bytes, is_apart
+    def __init__(self, bases: Sequence[BaseModel], most_bytes: float = math.inf, *, num_samplers: int = 0):
+        self.bases, self.most_bytes, self.num_samplers = list(bases), most_bytes, num_samplers
         self.tenants_of: Callable[[BaseModel], set[str]] = lambda base: set()
         self.on_leave: Callable[[BaseModel, Bench], None] = lambda base, bench: None
         self.on_return: Callable[[BaseModel, Bench], None] = lambda base, bench: None
@@ -100,7 +101,8 @@ class Bases:
         opened = cls(bases, most_bytes)
         try:
             if len(bases) == 1:
-                opened.is_apart = opened.bench().is_apart
+                bench = opened.bench()
+                opened.num_samplers = len(bench.samplers) if bench.is_apart else 0
             yield opened
         finally:
             opened.close()

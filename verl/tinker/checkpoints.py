@@ -1,8 +1,8 @@
-"""Saved adapters, named tinker://MODEL/KIND/NAME, in folders that peft reads.
+"""Saved models, named tinker://MODEL/KIND/NAME, in folders that peft reads, or transformers if all weights train.
 
     models/MODEL/{model.json, metrics.jsonl}                    the model as it was created, and its steps: a run folder
     models/MODEL/{weights,sampler_weights,external_weights}/NAME/
-      {adapter_model.safetensors, adapter_config.json}
+      {adapter_model.safetensors, adapter_config.json}          or {model.safetensors, config.json}, with all weights
       optimizer.safetensors                                     of weights
       state.json                                                rank, optimizer steps, times, the request that saved it
       expires                                                   time when it is removed, if it has one; with its digest
@@ -31,8 +31,9 @@ from typing import Any, Literal
 from verl.checkpoint.files import read_document, write_json
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.errors import CheckpointError
-from verl.manifest import MANIFEST, find_damage, new_folder, read_sealed, record_of, sealed
+from verl.manifest import MANIFEST, FileRecord, find_damage, new_folder, read_sealed, record_of, sealed
 from verl.models.adapter_weights import AdapterWeights
+from verl.models.folder import fetch
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
 from verl.regular_files import make_folder, whole_file
 from verl.tinker.adapters import Adapter
@@ -44,6 +45,7 @@ KINDS: dict[str, Literal["training", "sampler", "external"]] = {
 }  # fmt: skip
 log = logging.getLogger(__name__)
 
+MODEL_FILE, MODEL_CONFIG = "model.safetensors", "config.json"
 _EXPIRES, _STATES, _PUBLIC = "expires", "states", "public"
 _FACTS = {"model_id", "base_model", "rank", "parts", "tenant", "created", "user_metadata"}
 _ARE_FACTS = has(
@@ -70,7 +72,12 @@ class SavedAdapter:
 
     @property
     def digest(self) -> str:
-        return str(read_document(self.folder / MANIFEST)["files"][WEIGHTS_FILE]["blake2b"])
+        return str(read_document(self.folder / MANIFEST)["files"][self.weights_file]["blake2b"])
+
+    @property
+    def weights_file(self) -> str:
+        """The name of the file with the weights."""
+        return weights_file(self.folder)
 
     @property
     def expires(self) -> float | None:
@@ -174,13 +181,10 @@ class Checkpoints:
         weights = adapter.weights
         state = {"rank": weights.rank, "num_steps": adapter.num_steps, "time": time.time(), **notes}
         with new_folder(final, replaces=True) as (temporary, records):
-            records |= {
-                WEIGHTS_FILE: write_tensors(temporary / WEIGHTS_FILE, peft_names(weights.tensors)),
-                CONFIG_FILE: write_json(
-                    temporary / CONFIG_FILE, weights.spec.to_json(base, weights.layers), "The adapter"
-                ),
-                "state.json": write_json(temporary / "state.json", state, "The state"),
-            }
+            records |= (
+                write_adapter(temporary, weights, base) if weights.rank else write_model(temporary, weights, base)
+            )
+            records["state.json"] = write_json(temporary / "state.json", state, "The state")
             if optimizer:
                 slots = adapter.optimizer_tensors()
                 records["optimizer.safetensors"] = write_tensors(temporary / "optimizer.safetensors", slots)
@@ -239,7 +243,7 @@ class Checkpoints:
 
     def _adapter(self, folder: Path, *, optimizer: bool) -> Adapter:
         state = read_document(folder / "state.json")
-        adapter = Adapter(AdapterWeights(state["rank"], own_names(read_tensors(folder / WEIGHTS_FILE))))
+        adapter = Adapter(AdapterWeights(state["rank"], own_names(read_tensors(folder / weights_file(folder)))))
         if optimizer:
             adapter.num_steps = state["num_steps"]
             for key, value in read_tensors(folder / "optimizer.safetensors").items():
@@ -320,6 +324,28 @@ class Checkpoints:
                 "or . _ = -."
             )
         return self.run_folder(model_id) / kind / name
+
+
+def write_adapter(folder: Path, weights: AdapterWeights, base: str) -> dict[str, FileRecord]:
+    """Write the files that peft reads: their sizes and digests."""
+    return {
+        WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, peft_names(weights.tensors)),
+        CONFIG_FILE: write_json(folder / CONFIG_FILE, weights.spec.to_json(base, weights.layers), "The adapter"),
+    }
+
+
+def write_model(folder: Path, weights: AdapterWeights, base: str) -> dict[str, FileRecord]:
+    """Write the files of a model that trains all its weights, which transformers reads: their sizes and digests."""
+    config = read_document(fetch(base, weights=False) / MODEL_CONFIG)
+    return {
+        MODEL_FILE: write_tensors(folder / MODEL_FILE, weights.tensors),
+        MODEL_CONFIG: write_json(folder / MODEL_CONFIG, config, "The model's config"),
+    }
+
+
+def weights_file(folder: Path) -> str:
+    """The name of the file with the weights of a checkpoint."""
+    return WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else MODEL_FILE
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -36,7 +36,8 @@ _CLOSE_S = 60.0
 
 class Computer:
     """Computes the jobs of `lanes` until `close`, or until it cannot, as when a process of the workers is gone: `on_lost` gets
-    the reason. `paused` says why answers wait: the disk takes no journal. `seconds` counts by tenant and kind of work."""
+    the reason. `place` is that of the worker that samples. `paused` says why answers wait: the disk takes no journal.
+    `seconds` counts by tenant and kind of work."""
 
     def __init__(
         self,
@@ -47,9 +48,11 @@ class Computer:
         in_work: InWork,
         lanes: Lanes,
         on_lost: Callable[[Exception], None],
+        place: int = 0,
     ):
         self.bases, self.checkpoints, self.journal, self.snapshots = bases, checkpoints, journal, snapshots
         self.lanes, self.paused, self._on_lost, self.in_work = lanes, "", on_lost, in_work
+        self._place = place
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         self._used: dict[tuple[str, bool], _Used] = defaultdict(_Used)
         self._lane_numbers, self._num_begun = dict[SampleLane, int](), 0
@@ -217,7 +220,7 @@ class Computer:
     def _advanced(self, lane: SampleLane, new: list[QueuedJob]) -> dict[int | None, SampleOutput]:
         """The samples that have ended, by the numbers of their jobs; weights go to the sampling process once."""
         worker, digests = (
-            self.bases.bench(lane.base).sampling,
+            self.bases.bench(lane.base).samplers[self._place],
             {job.work.digest for job in new if job.work.digest is not None},
         )
         weights = {digest: self.snapshots.load(digest) for digest in worker.missing(sorted(digests))}

@@ -39,16 +39,19 @@ class ModelRoutes:
     async def create_model(self, call: ClientCall) -> RequestFuture:
         message = call.read(types.CreateModelRequest)
         self.service.touch(call, message.session_id)
-        lora = message.lora_config
-        if lora is None:
-            raise RefusedRequest("Full fine-tuning is not available in this version. Create a LoRA training client.")
-        parts = [
-            part
-            for part, trains in zip(PARTS, (lora.train_attn, lora.train_mlp, lora.train_unembed), strict=True)
-            if trains
-        ]
+        lora = message.lora_config or types.LoraConfig(rank=0)
+        chosen = zip(PARTS, (lora.train_attn, lora.train_mlp, lora.train_unembed), strict=True)
+        parts = [part for part, trains in chosen if trains]
         max_rank = self.service.bases.named(message.base_model).facts.most_rank
-        if not 1 <= lora.rank <= max_rank or not parts:
+        if not max_rank and (lora.rank or len(parts) < len(PARTS)):
+            raise RefusedRequest(
+                "Models of this base model train all their weights. Create a training client with rank=0."
+            )
+        if max_rank and not lora.rank:
+            raise RefusedRequest(
+                "Models of this base model train adapters. Name a rank from 1 on, or start a server with rank=0."
+            )
+        if max_rank and not (1 <= lora.rank <= max_rank and parts):
             raise RefusedRequest(f"A LoRA model has a rank from 1 to {max_rank} and trains at least one kind of layer.")
         model_id = f"{message.session_id}:train:{message.model_seq_id}"
         seed = _seed(model_id) if lora.seed is None else lora.seed
@@ -94,7 +97,7 @@ class ModelRoutes:
         place = model.base.tokenizer_place
         data = types.ModelData(arch=model.base.facts.architecture, model_name=model.base_model, tokenizer_id=place)
         return types.GetInfoResponse(
-            type="get_info", model_data=data, model_id=model.model_id, is_lora=True, lora_rank=model.rank,
+            type="get_info", model_data=data, model_id=model.model_id, is_lora=model.rank > 0, lora_rank=model.rank,
             model_name=model.base_model,
         )  # fmt: skip
 

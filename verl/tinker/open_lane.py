@@ -1,10 +1,11 @@
 """Samples in turns: a generation that stays open, advances by some steps at a time, and takes requests before each of them.
 
-Every lane has an engine with keys and values of its requests. All engines read one copy of the weights.
+Every lane has an engine with keys and values of its requests. All engines read one copy of the weights, or ask a service.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,10 @@ from verl.models.adapter_weights import AdapterWeights
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.torch.forward import DenseForward
+from verl.tinker.outside import OutsideRollout
 from verl.tinker.records import SamplingRequest
 
+_WAIT_S = 0.05  # of a turn for samples of a service
 MOST_STEPS = 8  # of a turn: a step with few samples takes longer than its tokens say
 _MOST_TENANTS = 16  # with rollout.max_num_seqs samples each in a lane
 
@@ -40,6 +43,14 @@ class LaneRollout(NativeRollout):
     def named_adapters(self) -> Any:
         return self.adapters
 
+    def hold(self, name: str, weights: AdapterWeights) -> None:
+        """Let requests name an adapter."""
+        self.named_adapters()[name] = weights
+
+    def let_go(self, name: str) -> None:
+        """Forget an adapter."""
+        del self.named_adapters()[name]
+
 
 @dataclass
 class _RunningRequest:
@@ -56,10 +67,14 @@ class OpenLane:
     """Requests with equal `params` and at most `longest` tokens a sample. Unless the engine mixes adapters, all have equal
     weights, and the module shows them when the lane advances."""
 
-    def __init__(self, main: NativeRollout, params: SamplingParams, longest: int):
-        self._rollout, self._most_rows = LaneRollout.of(main), main.config.max_num_seqs
+    def __init__(
+        self, main: NativeRollout | OutsideRollout, params: SamplingParams, longest: int, *, mixes: bool = True
+    ):
+        self._is_outside = isinstance(main, OutsideRollout)
+        self._rollout = main.lane() if isinstance(main, OutsideRollout) else LaneRollout.of(main)
+        self._most_rows, self._prefix = main.config.max_num_seqs, secrets.token_hex(4)
         self._generation = self._rollout.open(replace(params, max_new_tokens=longest), step=0)
-        self._requests: dict[int, _RunningRequest] = {}
+        self._requests, self._mixes = dict[int, _RunningRequest](), mixes
         self._names: dict[AdapterWeights, str] = {}
 
     @property
@@ -73,9 +88,10 @@ class OpenLane:
     def add(self, number: int, weights: AdapterWeights | None, request: SamplingRequest) -> None:
         """Take a request under a number of its lane; it begins with the next step."""
         name = None
-        if weights is not None and self._rollout.mixes_adapters():
-            name = self._names.setdefault(weights, str(number))
-            self._rollout.named_adapters()[name] = weights
+        if weights is not None and self._mixes:
+            if weights not in self._names:
+                self._rollout.hold(f"{self._prefix}-{number}", weights)
+            name = self._names.setdefault(weights, f"{self._prefix}-{number}")
         prompt = PromptRequest(
             number, request.tokens, max_new_tokens=request.max_tokens, random_ordinal=request.ordinal, adapter=name
         )
@@ -95,9 +111,9 @@ class OpenLane:
     def advance(self, tokens: int) -> Mapping[int, tuple[AdapterWeights | None, SamplingRequest, list[Completion]]]:
         """Take steps of about `tokens` tokens, at least one: the requests that have ended, by their numbers."""
         ended = {}
-        for _ in range(MOST_STEPS):
+        for _ in range(1 if self._is_outside else MOST_STEPS):
             tokens -= max(1, sum(running_request.running for running_request in self._requests.values()))
-            for completion in self._generation.poll(0):
+            for completion in self._generation.poll(_WAIT_S if self._is_outside else 0):
                 running_request = self._requests[completion.ordinal]
                 running_request.done.append(completion)
                 running_request.running -= 1
@@ -116,6 +132,11 @@ class OpenLane:
     def _forget(self) -> None:
         """Forget the adapters that no request has; the last request ends the generation."""
         for weights in [weights for weights in self._names if weights not in self.weights()]:
-            del self._rollout.named_adapters()[self._names.pop(weights)]
+            self._rollout.let_go(self._names.pop(weights))
         if not self._requests:
             self._generation.close()
+
+    def close(self) -> None:
+        """End a lane that has failed, with its requests."""
+        self._requests.clear()
+        self._forget()

@@ -49,6 +49,7 @@ class RequestFuture:
     def __init__(self, request_id: str, digest: str, owner: str, tenant: str, tokens: int):
         self.request_id, self.digest, self.owner, self.tenant, self.tokens = request_id, digest, owner, tenant, tokens
         self.answer: WireAnswer | None = None
+        self.place = -1  # of the process that samples for it
         self.done_at = 0.0
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
 

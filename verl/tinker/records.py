@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +48,12 @@ class TrainingOutput:
 
     log_probs: list[np.ndarray]
     metrics: dict[str, float]
+
+    @classmethod
+    def added(cls, outputs: Sequence[TrainingOutput]) -> TrainingOutput:
+        """The output of ranks that have computed parts of the rows each."""
+        log_probs = [np.add.reduce(parts) for parts in zip(*(o.log_probs for o in outputs), strict=True)]
+        return cls(log_probs, {name: sum(o.metrics[name] for o in outputs) for name in outputs[0].metrics})
 
 
 @record

@@ -13,7 +13,6 @@ import pydantic
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from tinker import types
 
-from verl.models.lora import WEIGHTS_FILE
 from verl.page.pages import Site
 from verl.page.server import HEADERS, gauges
 from verl.tinker.checkpoints import KINDS, SavedAdapter
@@ -90,7 +89,7 @@ class Routes:
         saved = self.service.saved(call, call.read(_WeightsInfoRequest).tinker_path)
         parts = self.service.checkpoints.facts(saved.model_id)["parts"]
         return types.WeightsInfoResponse(
-            base_model=saved.state["base_model"], is_lora=True, lora_rank=saved.state["rank"],
+            base_model=saved.state["base_model"], is_lora=saved.state["rank"] > 0, lora_rank=saved.state["rank"],
             train_attn="attention" in parts, train_mlp="mlp" in parts, train_unembed="head" in parts,
         )  # fmt: skip
 
@@ -134,7 +133,7 @@ class Routes:
         for saved in self.service.checkpoints.listed(model_id):
             newest.setdefault(saved.kind, _checkpoint(saved))
         return types.TrainingRun(
-            training_run_id=model_id, base_model=facts["base_model"], model_owner=facts["tenant"], is_lora=True,
+            training_run_id=model_id, base_model=facts["base_model"], model_owner=facts["tenant"], is_lora=facts["rank"] > 0,
             lora_rank=facts["rank"], last_request_time=_time(live.last_request if live else facts["created"]),
             last_checkpoint=newest.get("weights"), last_sampler_checkpoint=newest.get("sampler_weights"),
             user_metadata=facts["user_metadata"],
@@ -156,7 +155,7 @@ class Routes:
             digest = None if saved is None else saved.digest
             with service.snapshots.lock:
                 if saved is not None:
-                    service.snapshots.link(saved.folder / WEIGHTS_FILE, saved.digest)
+                    service.snapshots.link(saved.folder / saved.weights_file, saved.digest)
                 service.add_sampler(ServedSampler(sampler_id, message.session_id, tenant, str(name), digest, path))
         return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
@@ -301,7 +300,7 @@ def status(service: Service, tenant: Tenant) -> dict[str, Any]:
         "tenants": tenants,
         "models": model_rows,
         "samplers": sampler_rows,
-        "is_apart": service.bases.is_apart,
+        "num_samplers": service.bases.num_samplers,
         "base_models": [
             {"name": base.names[0], "is_loaded": service.bases.loaded(base) is not None, "bytes": base.num_bytes}
             for base in service.bases.bases

@@ -89,10 +89,10 @@ def training_columns(data: Sequence[Datum], rows: Sequence[ComputedRow]) -> Data
 def log_probs_of(
     data: Sequence[Datum], rows: Sequence[ComputedRow], computed: Mapping[int, np.ndarray]
 ) -> list[np.ndarray]:
-    """The log-probs of each datum in the shape of its targets, from [response, K] of each row."""
+    """The log-probs of each datum in the shape of its targets, from [response, K] of each row that was computed here."""
     results = [np.zeros(datum.inputs["target_tokens"].shape, np.float32) for datum in data]
-    for number, row in enumerate(rows):
-        for member in row.members:
-            place = row.part(results[member])  # a view
-            place[:] = computed[number][: place.shape[0], : place.shape[1]]
+    for number, values in computed.items():
+        for member in rows[number].members:
+            place = rows[number].part(results[member])  # a view
+            place[:] = values[: place.shape[0], : place.shape[1]]
     return results

@@ -1,7 +1,8 @@
 """The state of the service: sessions, models, samplers and futures, for requests that come on the event loop.
 
 Requests are checked, entered in the journal and queued. Threads of `Computer` take them: one, or if processes of their own
-train and sample, one for each. After a kill, `recover` takes the requests of the journal as if they came again.
+train and sample, one for those that train and one for each that samples. After a kill, `recover` takes the requests of the
+journal as if they came again.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ class Service:
         self.lost: Exception | None = None
         self.on_lost: Callable[[], object] = lambda: None
         self._lanes = Lanes()
-        self._sample_lanes = Lanes() if bases.is_apart else self._lanes
+        self._sample_lanes = [Lanes() for _ in range(bases.num_samplers)] or [self._lanes]
         self._parked = Parked(self.models, checkpoints, journal)
         bases.tenants_of, bases.on_leave, bases.on_return = self._tenants_of, self._parked.take, self._parked.give
         self.in_work = InWork(checkpoints.root.parent)
         settings = (bases, checkpoints, journal, self.snapshots, self.in_work)
-        lanes = dict.fromkeys((self._lanes, self._sample_lanes))
-        self.computers = [Computer(*settings, each, self._lose) for each in lanes]
+        places = {self._lanes: 0} | {lanes: place for place, lanes in enumerate(self._sample_lanes)}
+        self.computers = [Computer(*settings, lanes, self._lose, place) for lanes, place in places.items()]
 
     def close(self) -> None:
         """End after the slices that are computed now."""
@@ -316,12 +317,21 @@ class Service:
         base = self.bases.named(sampler.base_model)
         self._admit(call, base, tokens)
         future = self._future(call, sampler.sampler_id, sampler.session_id, seq_id, tokens)
+        future.place = self._least_busy()
         job = QueuedJob(future, SampleJob(sampler.digest, request), sampler.tenant.name, tokens)
         lane = SampleLane.of(base, request.params, request.max_tokens)
         if self.in_work.is_suspect(future.request_id):
             lane = lane._replace(alone=future.request_id)
-        self._sample_lanes.put(lane, job)
+        self._sample_lanes[future.place].put(lane, job)
         return future
+
+    def _least_busy(self) -> int:
+        """The place of the process that samples for requests with the fewest tokens."""
+        busy = [0] * len(self._sample_lanes)
+        for future in self.futures.values() if len(busy) > 1 else ():
+            if future.answer is None and future.place >= 0:
+                busy[future.place] += future.tokens
+        return busy.index(min(busy))
 
     def _load_state(self, model: ServedModel, seq_id: int, model_id: str) -> int:
         if self.bases.loaded(model.base) is None:  # it comes with its base model

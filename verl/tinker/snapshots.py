@@ -31,7 +31,8 @@ class Snapshots:
         temporary = self.root / f".{os.getpid()}.tmp"
         temporary.unlink(missing_ok=True)
         try:
-            digest = write_tensors(temporary, peft_names(weights.tensors)).blake2b
+            tensors = peft_names(weights.tensors) if weights.rank else weights.tensors
+            digest = write_tensors(temporary, tensors).blake2b
             put_in_place(temporary, self._file(digest))
         finally:
             temporary.unlink(missing_ok=True)
@@ -58,7 +59,7 @@ class Snapshots:
                 "The weights of this sampler are damaged. Create another from a checkpoint or a model."
             )
         tensors = own_names(read_tensors(file))
-        rank = next(value.shape[0] for name, value in tensors.items() if name.endswith(".lora_A"))
+        rank = next((value.shape[0] for name, value in tensors.items() if name.endswith(".lora_A")), 0)
         return AdapterWeights(rank, tensors)
 
     def remove_unused(self, used: Collection[str]) -> None:

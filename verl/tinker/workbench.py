@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 
 from verl.algorithms.policy_losses import policy_loss
@@ -21,16 +22,21 @@ from verl.data_proto.samples import Completion, SamplingParams
 from verl.data_proto.trajectory import token_columns
 from verl.engines.api import BatchTotals, MicroBatching
 from verl.errors import NumericsError
+from verl.families import engine_facts
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.load import load_tokenizer
 from verl.models.optim import AdamStep
 from verl.models.rope import row_limits
 from verl.models.tokenizer import eos_token_ids
+from verl.parallel.balance import TokenCost, balanced_shares
 from verl.parallel.device import resolve_device
+from verl.parallel.mesh import Mesh
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.requests import vocab_size
 from verl.tinker.adapters import Adapter, AdapterEngine
+from verl.tinker.copied import CopiedModels, FullModels, ShardedModels
 from verl.tinker.open_lane import OpenLane
+from verl.tinker.outside import OutsideRollout
 from verl.tinker.records import SampleOutput, SamplingRequest, TopTokens, TrainingOutput, TrainingRequest
 from verl.tinker.rows import computed_rows, log_probs_of, training_columns
 from verl.tinker.sum_losses import FROM_CONFIG, SUM_LOSSES
@@ -41,7 +47,8 @@ _LOG_PROBS = "candidate_log_probs"
 class Workbench:
     """The base model of `config` (actor_rollout_ref.model.path); `lora_rank` there is the largest rank of an adapter."""
 
-    def __init__(self, config: PPOConfig, device: torch.device | None = None):
+    def __init__(self, config: PPOConfig, device: torch.device | None = None, mesh: Mesh | None = None):
+        """`mesh`: the ranks that train together, each with a part of the model. They do not sample."""
         sections = config.actor_rollout_ref
         settings: dict[str, object] = {
             "engine": sections.actor.fsdp_config,
@@ -49,27 +56,41 @@ class Workbench:
             "device": device or resolve_device(config.trainer.device),
             "total_steps": 1,
         }
-        self.engine = AdapterEngine(model=sections.model, optim=sections.actor.optim, **settings)
-        self._actor = sections.actor
+        settings |= {"model": sections.model, "optim": sections.actor.optim}
+        self.engine: AdapterEngine | ShardedModels | FullModels
+        if mesh is not None:
+            self.engine = ShardedModels(mesh=mesh, timeout_s=sections.nccl_timeout, **settings)
+        else:
+            self.engine = (AdapterEngine if sections.model.lora_rank else FullModels)(**settings)
+        self._mesh, self._actor = mesh, sections.actor
         self._loss_params = {**asdict(sections.actor), **asdict(sections.actor.policy_loss)}
         self.micro = MicroBatching(max_tokens=sections.actor.ppo_max_token_len_per_gpu)
         self.tokenizer = load_tokenizer(sections.model)
         module = self.engine.module
         self.eos_token_ids = eos_token_ids(module, self.tokenizer)
-        self._rollout = NativeRollout(module, self.tokenizer, sections.rollout, eos_token_ids=self.eos_token_ids)
-        self._rollout.adapters = {}
+        if mesh is None:
+            self._rollout = self._make_rollout(config)
         self.vocabulary, self.most_rows = vocab_size(module), sections.rollout.max_num_seqs
         model = module.config.get_text_config()
         self.architecture = str(model.model_type)
         limits = [limit for limit, _ in row_limits(model)]
         self.longest = min([sections.rollout.max_model_len or 1 << 20, *limits])
 
+    def _make_rollout(self, config: PPOConfig) -> NativeRollout | OutsideRollout:
+        rollout, module = config.actor_rollout_ref.rollout, self.engine.module
+        if engine_facts(rollout.name).asks_service:
+            return OutsideRollout(config, module, self.tokenizer, self.eos_token_ids, self.engine.device)
+        native = NativeRollout(module, self.tokenizer, rollout, eos_token_ids=self.eos_token_ids)
+        native.adapters = {}
+        return native
+
     def forward_backward(self, adapter: Adapter, request: TrainingRequest) -> TrainingOutput:
         """The sum of the loss over all rows, and the log-probs of their targets; adds the gradient to the adapter's unless
-        `forward_only`. Raises NumericsError for a loss that is not finite."""
+        `forward_only`. One of several ranks has its share of the sum, and zeros for the log-probs of rows of other ranks.
+        Raises NumericsError for a loss that is not finite."""
         rows = computed_rows(request.data, request.loss)
         batch = training_columns(request.data, rows)
-        collected: dict[int, np.ndarray] = {}
+        collected, share = dict[int, np.ndarray](), self._share(batch)
 
         def loss(
             outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals | None
@@ -84,15 +105,26 @@ class Workbench:
             inputs = {name: columns[name].to(log_probs)[exists] for name in chosen.inputs}
             return chosen.function(log_probs[exists], **inputs, **request.settings), {}
 
+        if isinstance(self.engine, CopiedModels):
+            self.engine.rows = share
         with self.engine.using(adapter):
             if request.forward_only:
                 outputs = self.engine.forward(batch, (_LOG_PROBS,), self.micro)
-                value = loss(outputs, batch, None)[0].item()
+                if share is not None:
+                    batch, outputs = batch.select_idxs(share), {name: value[share] for name, value in outputs.items()}
+                value = loss(outputs, batch, None)[0].item() if len(batch) else 0.0
             else:
                 value = self.engine.forward_backward(batch, loss, (_LOG_PROBS,), self.micro)["loss"].value
         if not np.isfinite(value):
             raise NumericsError(f"The loss is {value}. Look at the log-probs and weights of the data.")
         return TrainingOutput(log_probs_of(request.data, rows, collected), {"loss:sum": value})
+
+    def _share(self, batch: DataProto) -> list[int] | None:
+        """The rows of this rank, by cost; None on one device: all."""
+        if self._mesh is None:
+            return None
+        shares = balanced_shares(batch, self._mesh.dp_size, TokenCost())
+        return list(map(int, shares[self._mesh.dp_rank(self._mesh.ranks.index(dist.get_rank()))]))
 
     def _policy_loss(self, log_probs: torch.Tensor, columns: TensorDict, exists: torch.Tensor) -> torch.Tensor:
         """The policy loss of the config on `log_probs` [rows, response, 1], summed over tokens with an advantage."""
@@ -117,11 +149,13 @@ class Workbench:
 
     def mixes_adapters(self) -> bool:
         """Whether requests of one lane may have different weights."""
-        return self._rollout.mixes_adapters()
+        if isinstance(self._rollout, OutsideRollout):
+            return True
+        return self.engine.spec is not None and self._rollout.mixes_adapters()
 
     def open_lane(self, params: SamplingParams, longest: int) -> OpenLane:
         """A lane for requests with equal `params` and at most `longest` tokens a sample."""
-        return OpenLane(self._rollout, params, longest)
+        return OpenLane(self._rollout, params, longest, mixes=self.mixes_adapters())
 
     def advance(self, lane: OpenLane, tokens: int) -> list[tuple[int, SampleOutput]]:
         """Let a lane take steps of about `tokens` tokens: the requests that have ended, by their numbers."""

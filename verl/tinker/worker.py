@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,19 +13,24 @@ import torch
 
 from verl.config import PPOConfig
 from verl.data_proto.tokenizer import Tokenizer
-from verl.errors import ConfigError, ModelError
+from verl.engines.groups import mesh_sizes
+from verl.errors import ConfigError, DeadlineError, ModelError
 from verl.families import engine_facts, needs_engine
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.load import load_tokenizer
 from verl.models.optim import AdamStep
-from verl.parallel.register import Dispatch, Execute, register
+from verl.parallel.dispatch import CallPlan, GroupShape, MethodCall
+from verl.parallel.mesh import Mesh
+from verl.parallel.register import Registered, register
 from verl.parallel.serialize import record
 from verl.programs.api import ProgramSpecs
 from verl.programs.ppo_roles import ppo_roles
 from verl.roles.api import RoleSpecs, WorkerSpec
 from verl.runtime.api import choose, open_runtime
+from verl.runtime.worker_group import WorkerGroup
 from verl.tinker.adapters import Adapter
 from verl.tinker.open_lane import OpenLane
+from verl.tinker.outside import check_outside
 from verl.tinker.records import SampleOutput, SamplingRequest, TrainingOutput, TrainingRequest
 from verl.tinker.workbench import Workbench
 
@@ -34,7 +39,18 @@ _MOST_HELD = 8  # weights of samplers between two batches
 for _cls in (Adapter, AdapterWeights, AdamStep):
     record(_cls)
 
-_ON_FIRST: dict[str, Any] = {"dispatch_mode": Dispatch.ONE_TO_ALL, "execute_mode": Execute.RANK_ZERO}
+
+def _together(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
+    """All ranks make the call, and the first one answers."""
+    return CallPlan([call] * group.world_size, [0], lambda results: results[0])
+
+
+def _added(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
+    """All ranks make the call, and their outputs are added up."""
+    return CallPlan([call] * group.world_size, group.mesh.collectors(), TrainingOutput.added)
+
+
+_TOGETHER: dict[str, Any] = {"dispatch_mode": _together}
 
 
 @record
@@ -60,63 +76,65 @@ class BenchWorker:
         self._held: OrderedDict[str, AdapterWeights] = OrderedDict()
         self._lanes: dict[tuple[int, str | None], OpenLane] = {}  # with the digest, if adapters do not mix
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def facts(self) -> BenchFacts:
         bench = self.bench
-        assert bench.engine.spec is not None
-        rank, rows, ends = bench.engine.spec.rank, bench.most_rows, tuple(bench.eos_token_ids)
+        rank = 0 if bench.engine.spec is None else bench.engine.spec.rank
+        rows, ends = bench.most_rows, tuple(bench.eos_token_ids)
         return BenchFacts(bench.vocabulary, bench.longest, bench.architecture, rank, rows, ends)
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def create(self, model_id: str, rank: int, seed: int, parts: Collection[str]) -> int:
         """Make a new model; returns its optimizer steps, 0."""
-        self.adapters[model_id] = self.bench.engine.new_adapter(rank, seed, parts)
+        engine = self.bench.engine
+        self.adapters[model_id] = engine.held(engine.new_adapter(rank, seed, parts))
         return 0
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def put(self, model_id: str, adapter: Adapter) -> int:
         """Let a model be `adapter`; returns its optimizer steps."""
-        self.adapters[model_id] = adapter.to(self.bench.engine.device)
+        self.adapters[model_id] = self.bench.engine.held(adapter)
         return adapter.num_steps
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def taken(self, model_id: str) -> Adapter:
         """Forget a model: its adapter on the host, with its gradients."""
-        adapter = self._adapter(model_id)
+        adapter = self.bench.engine.whole(self._adapter(model_id))
         del self.adapters[model_id]
         return adapter.to(torch.device("cpu"))
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def state(self, model_id: str, *, optimizer: bool) -> Adapter:
         """A model without its gradients, to be read before it trains on; `optimizer` says whether with its slots."""
-        adapter = self._adapter(model_id)
-        return Adapter(adapter.weights, adapter.num_steps, adapter.slots if optimizer else {})
+        held = self._adapter(model_id)
+        adapter = self.bench.engine.whole(replace(held, gradients={}, slots=held.slots if optimizer else {}))
+        return Adapter(adapter.weights, adapter.num_steps, adapter.slots)
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def discard(self, model_id: str) -> None:
         """Forget the gradients of a model, if it exists."""
         if model_id in self.adapters:
             self.adapters[model_id].discard()
 
-    @register(**_ON_FIRST, blocking=False)
+    @register(**_TOGETHER, blocking=False)
     def drop(self, model_id: str) -> None:
         """Forget a model, after the call that computes now."""
         self.adapters.pop(model_id, None)
 
-    @register(**_ON_FIRST)
+    @register(dispatch_mode=_added)
     def forward_backward(self, request: TrainingRequest) -> TrainingOutput:
         return self.bench.forward_backward(self._adapter(request.model_id), request)
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def optim_step(self, model_id: str, values: AdamStep) -> dict[str, float]:
         return self.bench.optim_step(self._adapter(model_id), values)
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def missing(self, digests: Sequence[str]) -> list[str]:
         """The digests of weights that `sample` needs to be given."""
         return [digest for digest in digests if digest not in self._held]
 
-    @register(**_ON_FIRST)
+    @register(**_TOGETHER)
     def sample(
         self,
         lane: int,
@@ -140,11 +158,16 @@ class BenchWorker:
                 self._lanes[key].add(number, None if digest is None else self._held[digest], request)
             opened = [self._lanes[key] for key in self._lanes if key[0] == lane]
             ended = [pair for one in opened for pair in self.bench.advance(one, tokens // len(opened))]
-        except BaseException:
+        except BaseException as error:
+            for failed in [self._lanes[key] for key in self._lanes if key[0] == lane]:
+                with suppress(Exception):  # what went wrong first is raised
+                    failed.close()
             self._lanes = {key: one for key, one in self._lanes.items() if key[0] != lane}
+            if isinstance(error, DeadlineError):  # of a server that samples, and not of a process here
+                raise ModelError(str(error)) from error
             raise
         self._lanes = {key: one for key, one in self._lanes.items() if not one.is_empty}
-        while len(self._held) > _MOST_HELD:
+        while len(self._held) > (_MOST_HELD if self.bench.engine.spec is not None else 1):
             self._held.popitem(last=False)
         return ended
 
@@ -159,19 +182,21 @@ class ServiceRoles:
 
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
-        def build(device: torch.device) -> BenchWorker:
-            return BenchWorker(Workbench(config, device))
+        def build(device: torch.device, mesh: Mesh | None) -> BenchWorker:
+            return BenchWorker(Workbench(config, device, mesh))
 
-        workers = tuple(WorkerSpec(name, BenchWorker, build) for name in ("actor", "rollout"))
+        engine = config.actor_rollout_ref.actor.fsdp_config
+        workers = (WorkerSpec("actor", BenchWorker, build, engine), WorkerSpec("rollout", BenchWorker, build))
         return replace(ppo_roles(config, train=False), rollout=None, reward=None, workers=workers)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Handles of the workers that train and that sample (one worker, unless they are `is_apart`), and the tokenizer."""
+    """Handles of the worker that trains, on one or several ranks, and of each one that samples, and the tokenizer. It is one
+    worker, unless they are `is_apart`."""
 
     training: BenchWorker
-    sampling: BenchWorker
+    samplers: Sequence[BenchWorker]
     facts: BenchFacts
     tokenizer: Tokenizer
     is_apart: bool
@@ -182,18 +207,28 @@ def check_service(config: PPOConfig) -> None:
     name, source = config.actor_rollout_ref.rollout.name, ProgramSpecs(ServiceRoles, config)
     if not engine_facts(name).samples_adapters:
         raise ConfigError(f"{needs_engine('The service', 'samples_adapters')}, not {name}. Leave out rollout.name.")
+    if engine_facts(name).asks_service:
+        check_outside(config)
     specs = source.specs()
     if choose(specs) == "spmd":
         raise ConfigError(
             "The service is one process, which starts others by trainer.placement. Run it without torchrun."
         )
-    devices = specs.place(None).devices
-    for role in ("actor", "rollout"):
-        if len(devices[role]) > 1:
-            raise ConfigError(
-                f"The service has one process that trains and one that samples, and {role} is on {len(devices[role])} "
-                "devices. Set trainer.placement={actor:[0],rollout:[1]}, or leave it out."
-            )
+    devices, actor = specs.place(None).devices, config.actor_rollout_ref.actor
+    training, sampling = devices["actor"], devices["rollout"]
+    if len(training) == 1:
+        return
+    if set(training) & set(sampling):
+        raise ConfigError(
+            f"The service trains on {len(training)} devices, each with a part of the model, and samples on devices with all of "
+            "it. Set trainer.placement={actor:[0,1],rollout:[2]}, or leave it out."
+        )
+    sizes = mesh_sizes(actor.fsdp_config, len(training))
+    if actor.strategy not in ("fsdp", "fsdp2") or sizes["sequence_parallel"] * sizes["tensor_parallel"] > 1:
+        raise ConfigError(
+            "The service divides a model that trains by FSDP2. Leave out actor.strategy, and tensor_parallel_size and "
+            "ulysses_sequence_parallel_size of actor.fsdp_config."
+        )
 
 
 @contextmanager
@@ -201,6 +236,7 @@ def open_bench(config: PPOConfig) -> Iterator[Bench]:
     """The workers of a service in their processes; these end on leaving."""
     with open_runtime(ProgramSpecs(ServiceRoles, config)) as runtime:
         roles = runtime.build_roles(total_steps=1, data_sources=[])
-        training, sampling = (cast(BenchWorker, roles.workers[name]) for name in ("actor", "rollout"))
+        training = cast(BenchWorker, roles.workers["actor"])
+        samplers = cast("list[BenchWorker]", cast(WorkerGroup, roles.workers["rollout"]).members())
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        yield Bench(training, sampling, training.facts(), tokenizer, roles.num_devices > 1)
+        yield Bench(training, samplers, training.facts(), tokenizer, roles.num_devices > 1)

@@ -16,6 +16,7 @@ from verl.models.forward import (
     head_transform,
     hidden_states,
     logit_outputs,
+    weight_of,
 )
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.log_probs import TokenStats, token_log_probs
@@ -74,7 +75,7 @@ class ParallelModel(nn.Module):
         }
         if self.tensor is None:
             options |= {"fused": fuses_log_probs(self.model), "gradients": self.gradients}
-            return token_log_probs(hidden, head.weight, part.targets, temperature, **options)
+            return token_log_probs(hidden, weight_of(head), part.targets, temperature, **options)
         first, _ = own_range(num_tokens, self.tensor)
         return parallel_log_probs(hidden, head.weight, part.targets, temperature, self.tensor, first, **options)
 

@@ -38,6 +38,7 @@ class SampleRequest:
     vocab_size: int  # of the model
     name: str = "a sample"  # for errors
     files: ImageFiles = field(default_factory=ImageFiles)  # images, for each a token of the prompt
+    adapter: str | None = None  # the name by which the service holds it
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -108,7 +108,7 @@ class OpenAI:
 
     def _request(self, request: SampleRequest) -> dict[str, object]:
         return {
-            "model": self._model,
+            "model": request.adapter or self._model,
             "prompt": list(request.token_ids),
             "max_tokens": request.params.max_new_tokens,
             "logprobs": 0,
@@ -273,8 +273,8 @@ class SGLang:
             raise ModelError("Videos cannot be sent to SGLang in this version. Leave out rows and tools with videos.")
         if request.files.contents:
             body["image_data"] = [url for _, url in request.urls]
-        if self._adapter is not None:
-            body["lora_path"] = self._adapter
+        if adapter := request.adapter or self._adapter:
+            body["lora_path"] = adapter
         answer = client.post("/generate", body, num_tokens=request.num_tokens)
         num_read = None if request.files.contents else answer.get(int, "meta_info", "prompt_tokens")
         require_prompt(answer, num_read in (None, len(request.token_ids)), request)

@@ -294,7 +294,7 @@ class HTTPGeneration:
             read = with_files(request, self.engine.tokenizer)
             files = ImageFiles() if read.media is None or read.media.files is None else read.media.files
             call = SampleRequest(
-                read.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name, files
+                read.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name, files, request.adapter
             )
             self._asked[request.ordinal, request.first_sample] = request
             self._num_requests += 1

@@ -1,0 +1,23 @@
+"""Models of the service that several ranks train together: the steps of one device."""
+
+import pytest
+
+from tests.engines.ranks import results_once
+
+pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+LIMITS = {"float64": 1e-11, "float32": 2e-4, "bfloat16": 0.1}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, worker_id):
+    return results_once("tests.tinker.rank_checks", 2, tmp_path_factory, worker_id)
+
+
+@pytest.mark.parametrize(
+    "name", ["adapters_float64", "adapters_float32", "adapters_bfloat16", "all_weights_float64", "all_weights_bfloat16"]
+)
+def test_ranks_take_the_steps_of_one_device(results, name):
+    measured, limit = results[f"check_{name}"], LIMITS[name.rpartition("_")[2]]
+    assert measured.pop("log_probs") < max(limit, 1e-6)  # they are given in float32
+    assert max(measured.values()) < limit, measured
