@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import time
 
 import httpx
@@ -17,13 +18,17 @@ from tinker import types  # noqa: E402
 
 from tests.processes import wait_until  # noqa: E402
 from tests.tinker.data import datum  # noqa: E402
+from tests.tinker.served import running  # noqa: E402
+from tests.tinker.test_tenants import PROTOBUF, model_of, post, rows  # noqa: E402
 from verl.cli.main import main  # noqa: E402
+from verl.cli.serve import serving_config  # noqa: E402
 from verl.errors import CheckpointError  # noqa: E402
 from verl.models.adapter_weights import AdapterWeights  # noqa: E402
 from verl.tinker import checkpoints, journal, service  # noqa: E402
 from verl.tinker.journal import COVERED, AcceptedRequest, RequestJournal  # noqa: E402
 from verl.tinker.records import RefusedRequest  # noqa: E402
 from verl.tinker.snapshots import Snapshots  # noqa: E402
+from verl.tinker.workbench import Workbench  # noqa: E402
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 PROMPT = types.ModelInput.from_ints([3, 4, 5, 6])
@@ -51,6 +56,68 @@ def test_a_request_waits_while_the_disk_takes_no_journal(served):
         file.execute("PRAGMA max_page_count = 1073741823")
     assert len(future.result().loss_fn_outputs) == 200
     assert trainer.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
+def test_data_of_a_tenant_outlive_a_full_disk_a_moved_folder_and_a_renamed_model(tiny_llama, tmp_path, monkeypatch):
+    """A model in the middle of a step, its checkpoint and its sampler."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+    def service_of(name, model):
+        keys = ["actor_rollout_ref.actor.fsdp_config.dtype=float32"]
+        return running(Workbench(serving_config(str(tmp_path / model), keys, rank=8)), tmp_path / name)
+
+    def answer(route, body, media="application/json"):
+        posted = post(served, route, body, media=media)
+        assert posted.status_code == 200, posted.text
+        return post(served, "retrieve_future", {"request_id": posted.json()["request_id"]}).content
+
+    def forward(model, seq_id):
+        return answer("forward_backward", rows(model, seq_id, [datum(7)]), PROTOBUF)
+
+    def sample(seq_id):
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+        params = {"max_tokens": 5, "seed": 1, "stop": []}
+        body = {
+            "sampling_session_id": f"{owner}:sample:0",
+            "seq_id": seq_id,
+            "prompt": prompt,
+            "sampling_params": params,
+        }
+        return answer("asample", body)
+
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    with service_of("service", "model") as served:
+        model, owner = model_of(served, "tml-ada")
+        before = forward(model, 1)
+        answer("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-2}})
+        path = json.loads(answer("save_weights", {"model_id": model, "seq_id": 3, "path": "a"}))["path"]
+        answer("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 0})
+        drawn, file = sample(0), served.service.journal._file
+        (pages,) = file.execute("PRAGMA page_count").fetchone()
+        file.execute(f"PRAGMA max_page_count = {pages}")
+        large = rows(model, 5, [datum(n, length=60) for n in range(200)])
+        assert post(served, "forward_backward", large, media=PROTOBUF).status_code == 503
+        file.execute("PRAGMA max_page_count = 1073741823")
+        answer("forward_backward", large, PROTOBUF)
+        assert forward(model, 6) != before
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "service").rename(tmp_path / "elsewhere/service")
+    (tmp_path / "model").rename(tmp_path / "renamed")
+    with service_of("elsewhere/service", "renamed") as served:
+        assert sample(1) == drawn
+        loading = {"session_id": owner, "model_seq_id": 1, "path": path, "optimizer": True}
+        answer("load_weights", loading)
+        loaded = f"{owner}:train:1"
+        assert forward(model, 7) == forward(loaded, 1), "the step before the move counts once"
+        norms = [
+            json.loads(answer("optim_step", {"model_id": one, "seq_id": seq_id, "adam_params": {}}))["metrics"][
+                "grad_norm"
+            ]
+            for one, seq_id in ((model, 8), (loaded, 2))
+        ]
+        assert norms[0] > norms[1], "the gradients before the move count too"
+        listed = post(served, "checkpoints", b"", method="GET").json()["checkpoints"]
+        assert [one["tinker_path"] for one in listed] == [path]
 
 
 def test_a_save_on_a_full_disk_fails_with_a_sentence_and_training_continues(served, monkeypatch):
@@ -81,7 +148,7 @@ def test_a_sampler_outlives_its_checkpoint_and_a_checkpoint_its_time(served, mon
     store.remove_expired()
     assert not list(store.listed(trainer.model_id))
     snapshots = served.service.snapshots
-    served.service.bases.bench().sampling._held.clear()
+    served.service.bases.bench().samplers[0]._held.clear()
     assert sampler.compute_logprobs(PROMPT).result() == before
     assert len(list(snapshots.root.glob("*.safetensors"))) >= 1
     for name in list(served.service.samplers):
