@@ -1,6 +1,6 @@
 """Override lists as launch scripts of public releases write them, by kind of script. Paths, counts, devices, loggers and the
-rollout engine are changed, nothing else. {model}, {rm}, {tools}, {turns}, {rows}, {parts}, {kk}, {countdown}: files of the
-tests. {out}: the run folder."""
+rollout engine are changed, nothing else. {model}, {rm}, {tools}, {turns}, {rows}, {parts}, {asks}, {kk}, {countdown}: files
+of the tests. {out}: the run folder."""
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 MODEL, MEGATRON = "actor_rollout_ref.model", f"{ACTOR}.megatron"
@@ -129,6 +129,10 @@ KINDS: dict[str, dict[str, str]] = {
         f"{under('reward_model.rollout', 'name=vllm tensor_model_parallel_size=1 prompt_length=512 response_length=16')}",
         "ppo with a reward model of earlier releases": f"{REWARD_MODEL} reward_model.micro_batch_size_per_gpu=32 "
         f"{under('reward_model', 'model.use_remove_padding=True param_offload=False megatron.tensor_model_parallel_size=1')}",
+        "a judge that the reward function asks": f"{DAPO} {under('reward_model', 'enable=True enable_resource_pool=True')} "
+        f"{under('reward_model', 'n_gpus_per_node=1 nnodes=1 model.path={model} rollout.name=sglang')} "
+        f"{under('reward_model.rollout', 'gpu_memory_utilization=0.95 tensor_model_parallel_size=1 free_cache_engine=False')} "
+        "custom_reward_function.path={asks} custom_reward_function.name=compute_score_fapo",
     },
     "models, optimizers and memory": {
         "lora": f"{GRPO} {LORA} {under(ROLLOUT, 'load_format=safetensors layered_summon=True')} {MODEL}.use_shm=True",
@@ -180,7 +184,8 @@ KINDS: dict[str, dict[str, str]] = {
         "torchtitan": f"model_engine=torchtitan {ACTOR}.torchtitan.data_parallel_shard_size=1 "
         f"{ACTOR}.optim.min_lr_factor=0.1 {FALLBACK}",
         "fsdp_turbo": f"{GRPO} {ACTOR}.strategy=fsdp_turbo {REF}.strategy=fsdp_turbo {FALLBACK}",
-        "megatron-lite": f"actor@actor_rollout_ref.actor=mlite_actor ref@actor_rollout_ref.ref=mlite_ref {FALLBACK}",
+        "megatron-lite": f"actor@actor_rollout_ref.actor=mlite_actor ref@actor_rollout_ref.ref=mlite_ref {FALLBACK} "
+        f"{OPTIMIZER}.offload_fraction=1.0",
         "Megatron-FSDP": f"{KL} {DYNAMIC} model_engine=megatron {MEGATRON}.use_megatron_fsdp=True {FALLBACK}",
         "npu": f"{GRPO} trainer.device=npu {FALLBACK} {ACTOR}.use_torch_compile=False "
         f"{under(f'+{ACTOR}', 'entropy_from_logits_with_chunking=True')}",

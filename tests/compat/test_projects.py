@@ -22,6 +22,7 @@ from verl.compat.replaced import ReplacedModuleError
 from verl.compat.sections import loaded_config
 from verl.errors import ConfigError, VerlError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils import hf_tokenizer
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_the_page_says_what_projects_get():
     section = page.split("## Projects on the released verl")[1].split("\n## ")[0]
     named = re.findall(r"`([\w.]+(?:/[\w./]+)?)`", section)
     modules = [name for name in named if name.startswith("verl.")]
-    assert len(modules) >= 6
+    assert len(modules) >= 8
     for module in modules:
         with pytest.raises(ReplacedModuleError):
             importlib.import_module(module)
@@ -71,6 +72,28 @@ def test_agents_outside_train_two_steps_through_the_address_of_the_sampler(proje
     assert max(trainer.gaps) < 1e-4  # the policy at the address is the policy that trains
     assert any(row["actor/grad_norm"] > 0 for row in metrics(folder).values())
     assert weights(folder, 2)
+
+
+@pytest.mark.parametrize("repeats_first", [False, True])
+def test_rows_loaders_and_rewards_of_a_project_train_two_steps(project, repeats_first):
+    """As reasoning-gym's trainer has them: a sample of each repeated row, or rollout.n of each row."""
+    from tests.compat.recipes.own_rewards import PuzzleTrainer
+
+    PuzzleTrainer.trainers.clear()
+    project.algorithm.use_kl_in_reward = not repeats_first
+    trainer = PuzzleTrainer(project, hf_tokenizer(project.actor_rollout_ref.model.path), repeats_first)
+    trainer.init_workers()
+    trainer.fit()
+    folder = Path(project.trainer.default_local_dir)
+    assert sorted(metrics(folder)) == [1, 2]
+    assert any(row["actor/grad_norm"] > 0 for row in metrics(folder).values())
+    assert weights(folder, 2)
+    batch, n = trainer.seen[0], project.actor_rollout_ref.rollout.n
+    assert len(batch) == n * project.data.train_batch_size
+    texts = [trainer.tokenizer.decode(row["prompts"], skip_special_tokens=True) for row in batch.batch]
+    assert [f"Puzzle {index}" in text for index, text in zip(batch.non_tensor_batch["index"], texts, strict=True)]
+    answers = batch.batch["responses"].tolist()
+    assert len({tuple(answer) for answer in answers}) > len(answers) / 2  # samples of a prompt differ
 
 
 def test_rows_in_memory_without_agents_get_a_sentence(project):

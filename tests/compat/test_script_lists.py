@@ -17,6 +17,22 @@ FILES = {
     "parts": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     "    return {'score': 1.0, 'a': float(len(solution_str)), 'b': 0.5}\n",
 }
+FILES["asks"] = """
+import json
+import urllib.request
+
+
+async def compute_score_fapo(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer
+):
+    question = [{"role": "user", "content": solution_str[:20]}]
+    ids = reward_model_tokenizer.apply_chat_template(question, tokenize=True, add_generation_prompt=True)
+    body = json.dumps({"input_ids": ids, "sampling_params": {"max_new_tokens": 4}}).encode()
+    request = urllib.request.Request(f"http://{reward_router_address}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as reply:
+        flawed = len(json.loads(reply.read())["output_ids"]) % 2
+    return {"score": 1.0 - flawed, "acc": True, "pred": "", "is_flawed_positive": bool(flawed)}
+"""
 TRUTH = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}}
 ROWS = (
     ("train", "x", "1", {}),

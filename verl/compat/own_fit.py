@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 
 from verl.compat import tracking
 from verl.compat.models import compute_position_id_with_mask
+from verl.compat.own_rows import samples_of_rows
 from verl.config import LoadedConfig
 from verl.data.order import prompts_per_generation
 from verl.data_proto.merge import object_array
@@ -64,6 +66,7 @@ class FitRun:
         self.forward_s = 0.0  # of the last forward
         self._calls = threading.RLock()  # the endpoint samples on a thread
         self._open: tuple[StepBatch, int] | None = None  # batch and number of a step; its actor may be updated yet
+        self._rows_of_step = 0, itertools.count()  # numbers of the script's rows that a step has sampled
         self._sampled_at = 0  # step of the newest samples
         self._sampled_by: dict[int, int] = {}  # its prompts -> version of the weights that sampled them
         self._stack.enter_context(tracking.followed_by(self._log))
@@ -106,11 +109,10 @@ class FitRun:
         self.loop.spans.begin_step(step)
         _require_rows(batch)
         if "ordinal" not in batch.batch.keys():
-            if "raw_prompt_ids" not in batch.non_tensor_batch:
-                raise ConfigError(
-                    "generate_sequences samples prompts of train_dataloader. Rows of a dataset object are for agents, which "
-                    "reach the policy at async_rollout_manager.server_addresses."
-                )
+            if not len(self.prompt_batch):
+                if self._rows_of_step[0] != step:
+                    self._rows_of_step = step, itertools.count()
+                return samples_of_rows(self, batch, step, self._rows_of_step[1])
             batch = self._whole_rows(batch)
         ordinals = batch.batch["ordinal"].tolist()
         if do_sample:

@@ -1,21 +1,31 @@
 """Rows of a script's own dataset object, as a trainer class of a project passes them: the script's fit makes samples of them.
 
-The run knows only their number, through a file of as many rows in its folder.
+The run knows only their number, through a file of as many rows in its folder. The rewards are the script's too.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
+from verl.compat.models import compute_position_id_with_mask
 from verl.config import LoadedConfig
 from verl.data.dataset import collate_fn
+from verl.data_proto.merge import object_array
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError
+from verl.roles.rollout import UNSCORED, greedy, sampling_params
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset, Sampler
+
+    from verl.compat.own_fit import FitRun
 
 Row: TypeAlias = dict[str, object]
 
@@ -55,3 +65,34 @@ def batches_of(rows: ScriptRows, dataset: Dataset[Row], batch_size: int, *, samp
 
     sampler = rows.sampler if sampled else None
     return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=rows.collate or collate_fn, drop_last=True)
+
+
+def samples_of_rows(run: FitRun, batch: DataProto, step: int, numbers: Iterator[int]) -> DataProto:
+    """Samples of a script's rows of tokens without scores: one of each row if a prompt has rollout.n, else rollout.n, next to
+    one another. `numbers` key the random numbers of a step. Raises ConfigError for rows without tokens."""
+    ids, params = _prompts_of(batch), sampling_params(run.config.actor_rollout_ref.rollout)
+    if not batch.meta_info.get("do_sample", True):
+        params = greedy(params, 1)
+    repeats = [len(list(group)) for _, group in itertools.groupby(ids)]
+    count = 1 if all(number % params.n == 0 for number in repeats) else params.n
+    ordinals = torch.tensor([next(numbers) for _ in ids])
+    prompts = DataProto.from_dict({"ordinal": ordinals}, {"prompt_token_ids": object_array(ids)})
+    samples = run.outside_samples(prompts, step, replace(params, n=count), UNSCORED).batch
+    columns = {name: samples[name] for name in ("prompts", "responses", "rollout_log_probs")}
+    columns |= {name: samples[name].long() for name in ("attention_mask", "response_mask")}
+    columns["input_ids"] = torch.cat([columns["prompts"], columns["responses"]], dim=1)
+    columns["position_ids"] = compute_position_id_with_mask(columns["attention_mask"])
+    return DataProto.from_dict(columns, meta_info={"timing": {}})
+
+
+def _prompts_of(batch: DataProto) -> Sequence[tuple[int, ...]]:
+    columns = batch.batch
+    if {"input_ids", "attention_mask"} <= set(columns.keys()):
+        rows = zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)
+        return [tuple(row[mask].tolist()) for row, mask in rows]
+    if "raw_prompt_ids" not in batch.non_tensor_batch:
+        raise ConfigError(
+            "generate_sequences samples prompts of train_dataloader, or rows with input_ids and attention_mask. Agents with "
+            "other rows reach the policy at async_rollout_manager.server_addresses."
+        )
+    return [tuple(map(int, ids)) for ids in batch.non_tensor_batch["raw_prompt_ids"]]

@@ -7,6 +7,7 @@ phases, and calls the roles of a run through the methods here (verl/compat/own_f
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sized
 from contextlib import contextmanager, nullcontext
@@ -74,6 +75,8 @@ class RayPPOTrainer:
         self._loaded = loaded_config(config, type(self))
         self.config = _completed(self._loaded.config, config)
         self.tokenizer, self.processor = tokenizer, processor
+        if train_dataset is None:  # a project may have set its rows before
+            train_dataset, val_dataset = (vars(self).get(name) for name in ("train_dataset", "val_dataset"))
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.role_worker_mapping = role_worker_mapping or {}
@@ -88,9 +91,15 @@ class RayPPOTrainer:
         self._own_rows = self._rows_of_script(train_dataset, val_dataset, collate_fn, train_sampler)
         self._batches: PromptBatches | None = None
         self._profiler: DistProfiler | None = None
-        self._refuse_own_parts((reward_fn, val_reward_fn), None if self._own_rows else train_sampler)
         if self._own_rows is None:
+            self._refuse_own_parts((reward_fn, val_reward_fn), train_sampler)
             self._refuse_own_rows(train_dataset, val_dataset)
+        else:
+            self._refuse_own_parts((), None)
+            create = getattr(type(self), "_create_dataloader", None)
+            if create is not None:
+                takes_rows = len(inspect.signature(create).parameters) > 1
+                create(self, *((train_dataset, val_dataset, collate_fn, train_sampler) if takes_rows else ()))
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -132,11 +141,20 @@ class RayPPOTrainer:
             )
         return self._opened
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """A loader, or a number of steps, of the script's own goes before the run's."""
+        if isinstance(getattr(RayPPOTrainer, name, None), property):
+            vars(self).setdefault("_values", {})[name] = value
+        else:
+            super().__setattr__(name, value)
+
     # -- what a fit reads -------------------------------------------------------------------------------------------------
 
     @property
     def train_dataloader(self) -> PromptBatches | DataLoader[Row]:
         """See PromptBatches; a resumed run begins behind the prompts that have trained. Of a script's rows, a torch loader."""
+        if "train_dataloader" in (values := vars(self).get("_values", {})):
+            return cast("DataLoader[Row]", values["train_dataloader"])
         if self._own_rows is not None:
             rows = self._own_rows
             return batches_of(rows, rows.train, prompts_per_generation(self._loaded.config), sampled=True)
@@ -146,16 +164,21 @@ class RayPPOTrainer:
 
     @property
     def total_training_steps(self) -> int:
-        return int(self._run.loop.data.num_steps)
+        """The run's, or the script's number if it has set one."""
+        return int(vars(self).get("_values", {}).get("total_training_steps") or self._run.loop.data.num_steps)
 
     @property
     def kl_ctrl_in_reward(self) -> Any:
         """The controller of algorithm.kl_ctrl; checkpoints have its state."""
         return self._run.program.kl_controller
 
+    kl_ctrl = kl_ctrl_in_reward
+
     @property
     def val_dataloader(self) -> DataLoader[Row]:
         """Batches of the script's own held-out rows. Raises ConfigError without them: `_validate()` has the run's."""
+        if "val_dataloader" in (values := vars(self).get("_values", {})):
+            return cast("DataLoader[Row]", values["val_dataloader"])
         rows = self._own_rows
         if rows is None or rows.val is None:
             raise ConfigError("The run reads its held-out rows itself, and `_validate()` has their metrics.")
@@ -228,7 +251,11 @@ class RayPPOTrainer:
         self._run.save(self.global_steps)
 
     def _validate(self, merged: bool = False) -> dict[str, float]:
-        """Metrics of the held-out prompts under the trained weights."""
+        """Metrics of the held-out prompts under the trained weights; {} for rows of the script."""
+        if self._own_rows is not None:
+            log.warning(
+                "_validate of RayPPOTrainer measures no rows of a script: override it, or set trainer.test_freq=-1."
+            )
         return self._run.validate()
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:

@@ -53,6 +53,24 @@ def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int,
     return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
 
 
+def tokenize_and_postprocess_data(
+    prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True, truncation: str = "error"
+) -> tuple[Tensor, Tensor]:
+    """(token ids, attention mask) [1, max_length] of a text. `truncation` of a longer one: error, left, right or middle."""
+    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    if len(ids) > max_length:
+        if truncation not in ("left", "right", "middle"):
+            raise ValueError(
+                f"The prompt has {len(ids)} tokens, more than max_length={max_length}. Raise it, or cut it."
+            )
+        first = {"left": 0, "right": max_length}.get(truncation, max_length // 2)
+        ids = ids[:first] + ids[len(ids) - (max_length - first) :]
+    columns = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64)
+    ids_and_mask = zip(columns, (pad_token_id, 0), strict=True)
+    padded, mask = (pad_sequence_to_length(column, max_length, value, left_pad) for column, value in ids_and_mask)
+    return padded, mask
+
+
 # -- learning-rate schedules of a script's own optimizer; runs use verl.models.optim -----------------------------------
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Megatron's memory settings can be left out without changing a result; anything else there would be lost
 _OFFLOAD_SETTINGS = set(
-    "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer "
-    "pin_cpu_grads pin_cpu_params main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
+    "optimizer_cpu_offload optimizer_offload_fraction offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
+    "pin_cpu_params use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
 )
 _FLOAT16 = ("float16", "fp16", "half")
 _LEAST_RATE = 1e-9  # a step of Adam is as long as its rate, and float32 values of 0.02, as of weights, are 2e-9 apart
@@ -62,9 +62,7 @@ def _check_model(path: str, model: ModelConfig, root: PPOConfig) -> Iterator[Pro
         if fault:
             yield error(key, f"{key}={model.quantization} {fault}.")
     if model.mtp.enable and model.mtp.enable_train and read:
-        key, parent = f"{path}.mtp.enable_train", path.removesuffix("model")
-        engine = next((e for name in ("actor.strategy", "engine.strategy") if (e := value_at(root, parent + name))), "")
-        fault = f"strategy={engine} does not" if engine in ("megatron", "deepspeed") else None
+        key, fault = f"{path}.mtp.enable_train", ""  # on one device each strategy is the local engine
         if runs_on_several_devices(root):
             fault = "only a run on one device does, and this run has several"
         elif path == "critic.model":

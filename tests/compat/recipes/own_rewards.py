@@ -1,0 +1,113 @@
+"""A project of 2025 in small: rows that its dataset makes as tokens, loaders and rewards of its own, and a fit of that time."""
+
+import uuid
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import verl.utils.torch_functional as verl_F
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import (
+    RayPPOTrainer,
+    _timer,
+    apply_kl_penalty,
+    compute_advantage,
+    compute_data_metrics,
+    compute_timing_metrics,
+    reduce_metrics,
+)
+from verl.utils.dataset.rl_dataset import collate_fn
+from verl.utils.model import compute_position_id_with_mask
+from verl.utils.tracking import Tracking
+
+
+class Puzzles(Dataset):
+    def __init__(self, tokenizer, size):
+        self.tokenizer, self.size = tokenizer, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        chat = [{"role": "user", "content": f"Puzzle {index}"}]
+        prompt = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids, mask = verl_F.tokenize_and_postprocess_data(
+            prompt=prompt, tokenizer=self.tokenizer, max_length=60, pad_token_id=self.tokenizer.pad_token_id, left_pad=True,
+            truncation="error",
+        )  # fmt: skip
+        columns = {
+            "input_ids": ids[0],
+            "attention_mask": mask[0],
+            "position_ids": compute_position_id_with_mask(mask)[0],
+        }
+        return {"index": index, **columns, "raw_prompt_ids": ids[0].tolist()}
+
+
+class PuzzleTrainer(RayPPOTrainer):
+    trainers = []
+
+    def __init__(self, config, tokenizer, repeats_first=False):
+        self.train_dataset = self.val_dataset = Puzzles(tokenizer, 12)
+        self.repeats_first, self.seen = repeats_first, []
+        super().__init__(config, tokenizer, {}, None, None, self._score, self._score)
+        self.trainers.append(self)
+
+    def _score(self, data):
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        width = data.batch["prompts"].shape[-1]
+        for row in range(len(data)):
+            item = data[row]
+            length = int(item.batch["attention_mask"][width:].sum())
+            answer = self.tokenizer.decode(item.batch["responses"][:length])
+            rewards[row, length - 1] = (sum(map(ord, answer)) + item.non_tensor_batch["index"]) % 3
+        return rewards
+
+    def _create_dataloader(self):
+        size = self.config.data.train_batch_size
+        generator = torch.Generator().manual_seed(3)
+        self.train_dataloader = DataLoader(
+            self.train_dataset, size, shuffle=True, generator=generator, collate_fn=collate_fn
+        )
+        self.val_dataloader = DataLoader(self.val_dataset, size, collate_fn=collate_fn)
+        self.total_training_steps = self.config.trainer.total_training_steps or len(self.train_dataloader)
+
+    def fit(self):
+        trainer = self.config.trainer
+        logger = Tracking(trainer.project_name, trainer.experiment_name, default_backend=trainer.logger)
+        self.global_steps = 0
+        self._load_checkpoint()
+        self.global_steps += 1
+        n = self.config.actor_rollout_ref.rollout.n
+        for columns in self.train_dataloader:
+            metrics, timing = {}, {}
+            batch = DataProto.from_single_dict(columns)
+            names = ["input_ids", "attention_mask", "position_ids"]
+            with _timer("step", timing):
+                prompts = batch.pop(batch_keys=names, non_tensor_batch_keys=["raw_prompt_ids"])
+                if self.repeats_first:
+                    prompts = prompts.repeat(n, interleave=True)
+                samples = self.actor_rollout_wg.generate_sequences(prompts)
+                batch.non_tensor_batch["uid"] = np.array([str(uuid.uuid4()) for _ in range(len(batch))], dtype=object)
+                batch = batch.repeat(repeat_times=n, interleave=True).union(samples)
+                self.seen.append(batch)
+                self._balance_batch(batch, metrics=metrics)
+                batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+                batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
+                batch.batch["token_level_scores"] = self.reward_fn(batch)
+                if self.use_reference_policy:
+                    batch = batch.union(self.ref_policy_wg.compute_ref_log_prob(batch))
+                    batch, penalties = apply_kl_penalty(batch, kl_ctrl=self.kl_ctrl, kl_penalty="kl")
+                    metrics.update(penalties)
+                else:
+                    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+                batch = compute_advantage(batch, adv_estimator="grpo", gamma=1.0, lam=1.0, num_repeat=n)
+                output = self.actor_rollout_wg.update_actor(batch)
+                metrics.update(reduce_metrics(output.meta_info["metrics"]))
+            metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
+            metrics.update(compute_timing_metrics(batch=batch, timing_raw=timing))
+            logger.log(data=metrics, step=self.global_steps)
+            if self.global_steps >= self.total_training_steps:
+                self._save_checkpoint()
+                return
+            self.global_steps += 1
