@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_457,
-    "compat": 9_088,
+    "core": 72_455,
+    "compat": 9_176,
     "page": 4_075,
     "planner": 2_830,
     "tinker": 5_494,
     "clusters": 7_583,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 91_147,
+    "tests": 91_304,
     "benchmarks": 6_170,
 }
 MAX_MEAN_FUNCTION_LINES = 12
