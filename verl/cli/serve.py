@@ -1,7 +1,5 @@
 """`verl serve tinker model=PATH ...`: a training service for the official Tinker SDK."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Micro-batches, the schedule, adapters, weights and state of training engines, wherever their parameters lie."""
 
-from __future__ import annotations
-
 import logging
 import math
 from abc import ABC, abstractmethod

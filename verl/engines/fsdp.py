@@ -4,8 +4,6 @@ Losses are divided by totals over all ranks, and their gradients are summed over
 one device with all the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

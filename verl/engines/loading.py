@@ -1,7 +1,5 @@
 """Models as engines hold them: loaded by a model section, with adapters if it asks for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ The paths are those of SGLang (`/generate` with input_ids or text) and of OpenAI
 together share a generation. Replies are greedy unless a request has a temperature; then a prompt has one reply too.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

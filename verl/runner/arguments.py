@@ -1,7 +1,5 @@
 """transformers.TrainingArguments, and the configs of TRL that extend it, as keys of the config tree."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

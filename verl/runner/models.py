@@ -1,7 +1,5 @@
 """Models of a script: their weights and adapters of peft as files of a run, and the trained weights back in the module."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Blocks of rows for a script that packs them: by TRL's own function, of our tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

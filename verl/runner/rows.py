@@ -1,7 +1,5 @@
 """Rows of a script as files of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -7,8 +7,6 @@ The script's model, rows and arguments become a run of `verl sft`, `verl dpo` or
 the trained weights afterwards.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

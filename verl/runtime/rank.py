@@ -1,7 +1,5 @@
 """One process of a run: its device, the roles placed on it, and the device meshes that it computes in."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The workers of one process, and the calls on them."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache

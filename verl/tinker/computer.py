@@ -1,7 +1,5 @@
 """The thread that computes: jobs of the lanes, one slice at a time; answers in the journal; states of models on the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Routes of models: creation, training, saving and loading. A model computes its requests by their seq_id."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Routes of sessions, saved weights, sampling, results, and of the state of a service as a tenant may see it."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections import Counter

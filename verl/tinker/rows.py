@@ -4,8 +4,6 @@ Rows that are equal up to their first token that counts, as the samples of one p
 tokens. The predictions inside the shared tokens are read there for one row; a row of each datum has the tokens that follow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

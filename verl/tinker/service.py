@@ -5,8 +5,6 @@ train and sample, one for those that train and one for each that samples. After 
 journal as if they came again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Weights of samplers, which never change, in files named by their content."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Collection

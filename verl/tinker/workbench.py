@@ -4,8 +4,6 @@ Training, sampling and scoring compute on one module, in turns. Samples of sever
 hand-written decoders read the model. Only one thread may call it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 

@@ -1,8 +1,6 @@
 """Workers of the service: one process that trains and samples, or by trainer.placement a process for each, on Ray. Each holds
 models by their ids, and the weights of samplers by their digests."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress

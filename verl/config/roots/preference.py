@@ -1,7 +1,5 @@
 """Config root of preference optimization (`verl preference`, `verl dpo|kto|orpo|simpo|cpo`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Config root of reward models (`verl rm`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.config.active_keys import SHARED_CONDITIONS

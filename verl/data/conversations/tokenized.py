@@ -1,7 +1,5 @@
 """Rows of token ids with the tokens that train, one sequence or several of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

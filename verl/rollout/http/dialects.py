@@ -1,7 +1,5 @@
 """The protocols of services: one class per kind, chosen by `rollout.service.api`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -9,8 +9,6 @@ A row takes the token that its random number gives, whatever was drafted. So dra
 kernels compute a token's bits with any neighbours.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

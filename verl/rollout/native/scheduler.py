@@ -5,8 +5,6 @@
 A backend may run one step ahead of the host (`lag`): then a sample that ended takes part in one more step, in vain.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterable

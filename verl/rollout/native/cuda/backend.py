@@ -7,8 +7,6 @@ A sample that ended in step t still takes part in step t + 1; its token there is
 not on the time when it is sampled, so all engines give the same samples.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

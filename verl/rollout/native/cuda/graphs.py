@@ -1,7 +1,5 @@
 """CUDA graphs of decode steps: the host launches all kernels of a step at once."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable
 
