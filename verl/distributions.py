@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.rollout.process",
         "verl.rollout.process_main",
         "verl.reshard.link",
+        "verl.roles.judge_server",
         *(
             f"verl.runtime.ray{name}"
             for name in ("", "_cluster", "_node", "_process", "_request", "_scaling", "_sizes")

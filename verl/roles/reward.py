@@ -25,7 +25,6 @@ from verl.rewards.managers.build import is_called, manager_class
 
 if TYPE_CHECKING:
     from verl.config import RewardConfig
-    from verl.roles.judge_server import JudgeServer
 
 
 def called_manager(section: RewardConfig, tokenizer: Tokenizer) -> CalledManager | None:
@@ -130,6 +129,15 @@ _OF_PROMPT = "sample_split uid data_source reward_model extra_info prompt_token_
 _OBJECTS = (*_OF_PROMPT, "episode_reward", "episode_error", "episode_extra", *MEDIA_COLUMNS)
 
 
+class Server(Protocol):
+    """The reward model at an address, see JudgeServer."""
+
+    @property
+    def address(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
 class RewardModel(Protocol):
     def score(self, batch: DataProto) -> DataProto:
         """One column [batch] with the model's score or reply, see verl/roles/reward_model.py."""
@@ -155,7 +163,7 @@ class RewardWorker:
     default_score: float | None = None
     needs_answer: bool = False
     turn_rewards: bool = False
-    server: JudgeServer | None = None  # of the reward model, for a function that asks it itself
+    server: Server | None = None  # of the reward model, for a function that asks it itself
     _submitted: set[str] = field(default_factory=set)
     _waiting: dict[str, ScoreRequest] = field(default_factory=dict)
 

@@ -30,10 +30,9 @@ from verl.rewards.managers import build_reward_manager
 from verl.rewards.managers.build import asks_service, serves_judge
 from verl.rewards.scorers.route import find_scorer
 from verl.roles.api import RoleSpec
-from verl.roles.judge_server import JudgeServer
 from verl.roles.judges import EngineJudge, build_judge
 from verl.roles.model import ModelRole
-from verl.roles.reward import RewardWorker, called_manager
+from verl.roles.reward import RewardWorker, Server, called_manager
 from verl.roles.reward_model import build_reward_model
 from verl.roles.rollout import RolloutWorker, sampling_params
 from verl.roles.updates import Utilization
@@ -183,7 +182,7 @@ def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:
         raise
 
 
-def _with_judge(section: RewardConfig, context: RankContext) -> tuple[RewardConfig, JudgeServer | None]:
+def _with_judge(section: RewardConfig, context: RankContext) -> tuple[RewardConfig, Server | None]:
     """The section of a reward function that asks the reward model of this run, with its address, and the server; the section as
     it is for any other."""
     if not serves_judge(section):
@@ -197,7 +196,7 @@ def _with_judge(section: RewardConfig, context: RankContext) -> tuple[RewardConf
     times = {"start_timeout_s": run.start_timeout_s, "call_timeout_s": run.collective_timeout_s}
     judge = build_judge(model, context.device, **times)
     assert isinstance(judge, EngineJudge)
-    server = JudgeServer(judge)
+    server: Server = load_part("verl.roles.judge_server").JudgeServer(judge)
     log.info("The judge %s answers at %s; scoring processes reach the network.", model.model_path, server.address)
     service = replace(model.rollout.service, url=f"http://{server.address}")
     served = replace(model, rollout=replace(model.rollout, service=service))
