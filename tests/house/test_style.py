@@ -13,12 +13,12 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_455,
-    "compat": 9_176,
+    "core": 72_255,
+    "compat": 9_166,
     "page": 4_075,
     "planner": 2_830,
-    "tinker": 5_494,
-    "clusters": 7_583,
+    "tinker": 5_476,
+    "clusters": 7_763,
     "agents": 6_388,
     "tasks": 2_973,
     "tests": 91_304,
