@@ -167,7 +167,8 @@ class EngineFacts:
     drafts_mtp: bool = _can("drafts with the model's own heads for further tokens")
     quantizes_int8: bool = _can("computes with int8 weights")
     quantizes_fp8: bool = _can("computes with fp8 weights")
-    quantizes_cache: bool = _can("has a KV cache of fp8 numbers")
+    stores_int8: bool = _can("has a KV cache of int8 numbers")
+    stores_fp8: bool = _can("has a KV cache of fp8 numbers")
     limits_requests: bool = _can("takes stop strings and JSON schemas of single requests")
     prefills_by_key: bool = _can("has switches for prompts in chunks and for prefix caching")
 
@@ -197,13 +198,13 @@ ROLLOUT_ENGINES = Registry(
             "verl.rollout.native.engine:NativeRollout",
             "divides_model scales reads_images verifies_invariance keeps_partial_kv pauses reuses_activations "
             "samples_adapters records_experts records_stopped_experts pages_by_key drafts drafts_history drafts_mixed "
-            "drafts_mtp quantizes_int8 quantizes_fp8 limits_requests",
+            "drafts_mtp quantizes_int8 quantizes_fp8 stores_int8 limits_requests",
         ),
         "hf": _row("verl.rollout.hf:HFRollout", "scales reads_images"),
         "vllm": _row(
             "verl.rollout.vllm.engine:VLLMRollout",
             "holds_weights starts_process joins_ranks divides_model restarts reads_images records_experts takes_buckets "
-            "prefills_by_key drafts drafts_mtp quantizes_fp8 quantizes_cache",
+            "prefills_by_key drafts drafts_mtp quantizes_fp8 stores_fp8",
         ),
         "http": _row(
             "verl.rollout.http.engine:HTTPRollout",
@@ -212,7 +213,7 @@ ROLLOUT_ENGINES = Registry(
         "sglang": _row(
             "verl.rollout.http.sglang:SGLangRollout",
             "holds_weights starts_process asks_service divides_model reads_images takes_buckets takes_adapters "
-            "samples_adapters quantizes_cache",
+            "samples_adapters stores_fp8",
         ),
     },
     base="verl.rollout.api:RolloutEngine",

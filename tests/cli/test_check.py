@@ -19,7 +19,7 @@ from tests.letters_task import write_reward
 from tests.slow import slow
 from verl.cli.checklist import Subject, resources
 from verl.cli.checklist.model import check_model_files
-from verl.config import load_config
+from verl.config import RolloutConfig, load_config
 from verl.config.roots import SCHEMAS
 from verl.parallel.device import visible_devices
 
@@ -318,8 +318,10 @@ def test_saved_bytes_of_a_real_checkpoint(tiny_llama, tmp_path, task, overrides,
 
 def test_cache_shares_prompts():
     shape = resources.ModelShape(2, 64, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=1)
-    per_token = 2 * 2 * 2 * 16 * 4
-    assert resources.cache_bytes(shape, 8, 4, prompt=100, response=10, width=4) == per_token * (8 * 10 + 2 * 100)
+    elements, tokens = 2 * 2 * 2 * 16, 8 * 10 + 2 * 100
+    for stored, size in (("auto", 4), ("int8", 1 + 4 / 16), ("fp8", 1)):
+        rollout = RolloutConfig(prompt_length=100, response_length=10, kv_cache_dtype=stored)
+        assert resources.cache_bytes(shape, rollout, 8, 4, width=4) == elements * size * tokens
 
 
 def test_activations_that_the_sampler_keeps_are_counted(tiny_llama):

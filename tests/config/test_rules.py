@@ -192,6 +192,10 @@ error    ROLLOUT.quantization  ROLLOUT.quantization=int8  ROLLOUT.prepack_weight
 error    ROLLOUT.quantization  ROLLOUT.quantization=int8  ROLLOUT.tensor_model_parallel_size=2  trainer.n_gpus_per_node=2
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.name=sglang  ROLLOUT.service.url=http://host:1  ROLLOUT.kv_cache_dtype=fp8
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=fp8
+error    ROLLOUT.kv_cache_dtype  ROLLOUT.name=vllm  ROLLOUT.kv_cache_dtype=int8
+error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.prepack_weights=False
+error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.quantization=fp8
+error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.tensor_model_parallel_size=2  trainer.n_gpus_per_node=2
 error    GUARDS.sampler_kl.action  GUARDS.sampler_kl.action=rollback  GUARDS.sampler_kl.limit=2  trainer.save_freq=-1
 error    GUARDS.mismatch.action  GUARDS.mismatch.action=rollback  GUARDS.mismatch.limit=2  trainer.save_freq=-1
 error    GUARDS.nonfinite.action  GUARDS.nonfinite.action=rollback  trainer.save_freq=1  ROLLOUT.prefetch_num=1

@@ -94,6 +94,7 @@ def test_experts_are_divided_by_expert_ranks_only():
 def test_keys_and_values():
     llama, deepseek = known_shape("Llama-3.1-8B"), known_shape("DeepSeek-V3")
     assert kv_bytes_per_token(llama, 1) == 131072  # 32 layers, 2 x 8 heads of 128, 2 bytes
+    assert kv_bytes_per_token(llama, 1, stored="int8") == 32 * 2 * 8 * (128 + 4)
     assert kv_bytes_per_token(llama, 16) == 131072 / 8  # eight heads do not divide further
     assert kv_bytes_per_token(deepseek, 8) == 61 * 576 * 2  # a latent is repeated
     assert rollout_weights(llama, 4) == pytest.approx(2 * llama.num_parameters / 4)

@@ -129,8 +129,8 @@ def test_samples_are_the_bits_without_drafts(family, dtype, n, rule, cache, make
     assert with_drafts.get("num_preempted", 0) > 0 or cache is not FULL or rule != "limit" or n == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_of_a_response_that_keep_their_keys(dtype, make_engine, load, tries_all):
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.float32, "int8"), (torch.bfloat16, "auto")])
+def test_parts_of_a_response_that_keep_their_keys(dtype, stored, make_engine, load, tries_all):
     prompts, first, limit = make_prompts(LENGTHS), 9, 40
     params = replace(PARAMS, ignore_eos=True)
 
@@ -147,7 +147,8 @@ def test_parts_of_a_response_that_keep_their_keys(dtype, make_engine, load, trie
         assert stats["num_prompt_tokens_computed"] == len(again)  # the last token of each part
         return begun, ended, stats
 
-    plain, drafted = pair(make_engine, copy.deepcopy(load("llama")).to(dtype), tries_all, keep_partial_kv_cache=True)
+    keeps = {"keep_partial_kv_cache": True, "kv_cache_dtype": stored}
+    plain, drafted = pair(make_engine, copy.deepcopy(load("llama")).to(dtype), tries_all, **keeps)
     begun, expected, stats = parts(plain)
     responses = [(begun[i].token_ids + expected[i][0],) for i in range(len(begun))]
     know(tries_all, prompts, responses, params.n)
@@ -157,7 +158,8 @@ def test_parts_of_a_response_that_keep_their_keys(dtype, make_engine, load, trie
     assert 0 < with_drafts["num_accepted_drafts"] < with_drafts["num_drafts"]
 
 
-def test_turns_of_episodes(make_engine, load, tries_all):
+@pytest.mark.parametrize("stored", ["auto", "int8"])
+def test_turns_of_episodes(stored, make_engine, load, tries_all):
     params, answer = replace(PARAMS, n=2, max_new_tokens=24), (5, 6, 7)
 
     def turns(engine):
@@ -172,7 +174,7 @@ def test_turns_of_episodes(make_engine, load, tries_all):
                     generation.add(TurnRequest(*done.key, answer))
         return texts, generation.close()
 
-    plain, drafted = pair(make_engine, load("llama"), tries_all)
+    plain, drafted = pair(make_engine, load("llama"), tries_all, kv_cache_dtype=stored)
     expected, stats = turns(plain)
     for (ordinal, sample), parts in expected.items():
         response = [token for ids, _ in parts for token in (*ids, *answer)]

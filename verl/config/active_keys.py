@@ -30,14 +30,23 @@ MOST_REUSED_TOKENS = 1 << 16  # listing more slots in each step takes longer tha
 REUSED_SHARE = 4  # activations that the sampler keeps take at most 1 / REUSED_SHARE of free memory
 
 
+WITHOUT = {"actor_rollout_ref.rollout.quantization": "null", "actor_rollout_ref.rollout.kv_cache_dtype": "auto"}
+
+
+def quantized_keys(rollout: RolloutConfig) -> dict[str, str]:
+    """The keys by which the sampler computes in fewer bits than the model, with their values."""
+    values = dict(zip(WITHOUT, (rollout.quantization or "null", rollout.kv_cache_dtype), strict=True))
+    return {key: value for key, value in values.items() if value != WITHOUT[key]}
+
+
 def reuse_obstacle(rollout: RolloutConfig) -> str | None:
     """The setting that makes updates on a CPU compute their forward; None if they may read the sampler's activations."""
     if not rollout.reuse_activations_gb:
         return "actor_rollout_ref.rollout.reuse_activations_gb=0"
     if rollout.prefetch_num:
         return "samples are made ahead of their update"
-    if rollout.quantization:
-        return f"the sampler computes in {rollout.quantization}"
+    for key, value in quantized_keys(rollout).items():
+        return f"{key}={value}"
     if rollout.kv_cache_config.enable_paged_attention:
         return "the KV cache is paged"
     return None

@@ -276,18 +276,16 @@ def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
         source = f"trainer.v1.{mode}.num_warmup_batches"
         number = values[source]
         derived[key] = (number, f"follows {source}")
-    correction, guard, quantized = (
-        "algorithm.rollout_correction",
-        "trainer.guards.sampler_kl",
-        f"{_ROLLOUT}.quantization",
-    )
+    correction, guard = "algorithm.rollout_correction", "trainer.guards.sampler_kl"
+    without = {f"{_ROLLOUT}.quantization": None, f"{_ROLLOUT}.kv_cache_dtype": "auto"}
+    quantized = next((key for key in without if values[key] != without[key]), None)
     is_set, is_ahead = any(k.startswith(correction) for k in set_keys), isinstance(number, int) and number > 0
     if is_ahead and not is_set:
         derived[f"{correction}.rollout_is"] = ("token", f"follows {key}")
-    if values[quantized] and not is_set:
+    if quantized and not is_set:
         rule = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.1_10.0"}
         derived |= {f"{correction}.{name}": (value, f"follows {quantized}") for name, value in rule.items()}
-    if values[quantized] and not is_ahead and not any(k.startswith(guard) for k in set_keys):  # age adds to the KL
+    if quantized and not is_ahead and not any(k.startswith(guard) for k in set_keys):  # age adds to the KL
         derived |= {
             f"{guard}.{name}": (value, f"follows {quantized}") for name, value in (("limit", 0.1), ("action", "stop"))
         }

@@ -117,8 +117,8 @@ FN void NAME(forward)(const struct call *c, const struct work *w, int64_t index,
             inverse[row] = NAME(weigh)(w->scores + row * stride, 0, 0, before + t + 1, round_up(before + end, BLOCK), lse);
         }
         if (before)
-            NAME(add_values)(1, rows, w->scores, stride, prefix_values, block, padded, 0, before, w->out);
-        NAME(add_values)(1, rows, w->scores + before, stride, own_values, block, padded, 0, end, w->out);
+            NAME(add_values)(2, rows, w->scores, stride, prefix_values, block, padded, 0, before, w->out);
+        NAME(add_values)(2, rows, w->scores + before, stride, own_values, block, padded, 0, end, w->out);
         for (int64_t row = 0; row < rows; row++) {
             char *to = (char *)(HALF(c->out.data) + (s->first + first + row / group) * c->out.token + (head * group + row % group) * c->out.head);
             for (int64_t d = 0; d < dim; d++)

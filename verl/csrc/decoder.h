@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 7 };          /* counts up when a structure changes */
+enum { REVISION = 8 };          /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
@@ -27,6 +27,7 @@ struct model {
     int64_t hidden_block, heads_block, inner_block; /* of products with so many inputs, see struct gemm */
     int64_t bf16, kind; /* bf16: weights and roundings, else float32; kind: FLOATS, WIDENED or PAIRS */
     int64_t int8;       /* the weights of layers are int8, see int8_kernels.h */
+    int64_t int8_cache; /* keys and values are int8, see levels.h */
     float scale, final_eps;
     const struct layer *layer;
     const float *final_norm, *head_bias;
@@ -41,7 +42,8 @@ struct low_rank {
 };
 
 /* Keys and values of one kind: per layer [slots][kv_heads][capacity / BLOCK] blocks. A block holds its keys as
-   [padded head_dim / 2][BLOCK][2] (float32: [padded head_dim][BLOCK]), then its values as [BLOCK][padded head_dim]. */
+   [padded head_dim / 2][BLOCK][2] (float32 and int8: [padded head_dim][BLOCK]), then its values as [BLOCK][padded head_dim]. In int8
+   the float32 scales [BLOCK] of its tokens follow its keys, and those of its values follow these. */
 struct store {
     void **layer;
     int64_t slot_stride, head_stride; /* elements */
@@ -143,6 +145,9 @@ struct int8_kernels {
 static inline int64_t record_row(const struct record *r, int64_t layer, int64_t slot, int64_t width) { return (layer * r->capacity + slot) * width; }
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t padded_head(const struct model *m) { return round_up(m->head_dim, 16); }
+/* Bytes of a key's or value's element, and of the keys or the values of a block */
+static inline int64_t stored(const struct model *m) { return m->int8_cache ? 1 : m->bf16 ? 2 : 4; }
+static inline int64_t half_block(const struct model *m) { return BLOCK * (padded_head(m) * stored(m) + (m->int8_cache ? 4 : 0)); }
 /* Bytes of an activation, and the stride of a row of `n`: never a power of two, so that rows do not share cache sets. */
 static inline int64_t item(int kind) { return kind == PAIRS ? 2 : 4; }
 static inline int64_t row_bytes(int64_t n, int kind) { return (round_up(n, 32) + 32) * item(kind); }

@@ -3,6 +3,7 @@
    number of rows, the place in a tile, or the store that holds a key. */
 
 #include "shared_kernels.h"
+#include "levels.h"
 
 #if WIDTH == 16
 #define MR 8
@@ -213,12 +214,21 @@ FN void NAME(rms_norm)(char *to, const float *x, int64_t n, int64_t padded, stru
         NAME(put_one)(to, i, 0.0f, kind);
 }
 
+/* Levels of x, `stride` bytes apart, and their scale */
+INLINE void NAME(store_levels)(char *to, int64_t stride, float *scale, const float *x, int64_t n)
+{
+    float inverse;
+    *scale = NAME(scale_of)((const char *)x, n, 0, &inverse);
+    for (int64_t i = 0; i < n; i++)
+        to[i * stride] = (char)NAME(level)(x[i], inverse);
+}
+
 /* From a row of the q, k, v product: norms of heads, rotary embedding; q to `q_out`, k and v to their store. */
 INLINE void NAME(heads_as)(const int bf16, const int kind, const struct model *m, const struct step *s, int64_t layer,
                            int64_t token, const float *qkv, char *q_out)
 {
     const struct layer *w = m->layer + layer;
-    const int64_t dim = m->head_dim, half = dim / 2, padded = padded_head(m), size = bf16 ? 2 : 4;
+    const int64_t dim = m->head_dim, half = dim / 2, padded = padded_head(m);
     const float *cosine = s->cos + token * dim, *sine = s->sin + token * dim;
     const int in_own = s->own_slot[token] >= 0;
     const struct store *store = in_own ? &s->own : &s->prefix;
@@ -229,10 +239,12 @@ INLINE void NAME(heads_as)(const int bf16, const int kind, const struct model *m
         const float *from = qkv + h * dim;
         const int64_t kv = h < m->heads + m->kv_heads ? h - m->heads : h - m->heads - m->kv_heads;
         char *block = (char *)store->layer[layer] +
-                      size * (slot * store->slot_stride + kv * store->head_stride + at / BLOCK * 2 * BLOCK * padded);
+                      stored(m) * (slot * store->slot_stride + kv * store->head_stride) + at / BLOCK * 2 * half_block(m);
         if (h >= m->heads + m->kv_heads) { /* a value */
-            char *value = block + size * (BLOCK * padded + at % BLOCK * padded);
-            for (int64_t i = 0; i < dim; i++)
+            char *value = block + half_block(m) + at % BLOCK * padded * stored(m);
+            if (m->int8_cache)
+                NAME(store_levels)(value, 1, (float *)(block + half_block(m) + BLOCK * padded) + at % BLOCK, from, dim);
+            for (int64_t i = 0; i < dim && !m->int8_cache; i++)
                 NAME(put_one)(value, i, from[i], bf16 ? PAIRS : FLOATS);
             continue;
         }
@@ -255,6 +267,8 @@ INLINE void NAME(heads_as)(const int bf16, const int kind, const struct model *m
                 NAME(put_one)(q, i, y[i], kind);
             for (int64_t i = dim; i < padded; i++)
                 NAME(put_one)(q, i, 0.0f, kind);
+        } else if (m->int8_cache) {
+            NAME(store_levels)(block + at % BLOCK, BLOCK, (float *)(block + BLOCK * padded) + at % BLOCK, y, dim);
         } else if (bf16) {
             uint16_t *key = (uint16_t *)block + at % BLOCK * 2;
             for (int64_t i = 0; i < dim; i++)
@@ -305,24 +319,27 @@ INLINE void NAME(fetch_own)(const struct attention *a, int64_t token, int64_t bl
     if (s->own_slot[token] < 0)
         return;
     const char *from = (char *)s->own.layer[a->layer] +
-                       (a->model->bf16 ? 2 : 4) * (s->own_slot[token] * s->own.slot_stride + a->kv_head * s->own.head_stride);
+                       stored(a->model) * (s->own_slot[token] * s->own.slot_stride + a->kv_head * s->own.head_stride);
     int64_t bytes = round_up(s->own_end[token], BLOCK) / BLOCK * block;
     for (int64_t i = 0; i < bytes && i < 1 << 16; i += 64)
         _mm_prefetch(from + i, _MM_HINT_T1);
 }
 
-INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attention *a)
+/* `size`: bytes of a stored element */
+INLINE void NAME(attend_as)(const int bf16, const int kind, const int size, const struct attention *a)
 {
     const struct model *m = a->model;
     const struct step *s = a->step;
-    const int64_t dim = padded_head(m), group = m->heads / m->kv_heads, size = bf16 ? 2 : 4, window = m->layer[a->layer].window;
-    const int64_t q_bytes = dim * item(kind), block = 2 * BLOCK * dim * size, stride = a->scratch.scores_stride;
+    const int64_t dim = padded_head(m), group = m->heads / m->kv_heads, window = m->layer[a->layer].window;
+    const int scoring = size == 1 ? INT8 : kind, widens = size == 1 && kind == PAIRS;
+    const int64_t q_bytes = dim * item(scoring), block = 2 * half_block(m), stride = a->scratch.scores_stride;
     const int64_t *tokens = s->order + s->tiles[a->tile], count = s->tiles[a->tile + 1] - s->tiles[a->tile];
     const int64_t slot = s->prefix_slot[tokens[0]];
     int64_t first = INT64_MAX, last = 0; /* positions of the prefix that any of them sees */
     for (int64_t i = 0; i < count; i++) {
         int64_t t = tokens[i], low = window && s->position[t] >= window ? s->position[t] - window + 1 : 0;
-        __builtin_memcpy(a->scratch.q + i * group * q_bytes, a->q + (t * m->heads + a->kv_head * group) * q_bytes, (size_t)(group * q_bytes));
+        char *q = a->scratch.q + i * group * q_bytes;
+        NAME(widen)((float *)q, a->q + (t * m->heads + a->kv_head * group) * dim * item(kind), group * q_bytes / 4, widens);
         first = low < first ? low : first;
         last = s->prefix_end[t] > last ? s->prefix_end[t] : last;
     }
@@ -332,7 +349,7 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
         last = 0;
     const char *prefix = slot < 0 ? 0 : (char *)s->prefix.layer[a->layer] + size * (slot * s->prefix.slot_stride + a->kv_head * s->prefix.head_stride);
     if (last)
-        NAME(score)(kind, count * group, a->scratch.q, q_bytes, prefix + first / BLOCK * block, block, dim, m->scale,
+        NAME(score)(scoring, count * group, a->scratch.q, q_bytes, prefix + first / BLOCK * block, block, dim, m->scale,
                     a->scratch.scores + first, stride, round_up(last, BLOCK) / BLOCK - first / BLOCK);
     __builtin_memset(a->scratch.out, 0, (size_t)(count * group * dim * 4));
     float inverse[count * group];
@@ -346,7 +363,7 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
             NAME(fetch_own)(a, tokens[i + 1], block);
         if (s->own_slot[t] >= 0) {
             own[i] = (char *)s->own.layer[a->layer] + size * (s->own_slot[t] * s->own.slot_stride + a->kv_head * s->own.head_stride);
-            NAME(score)(kind, group, a->scratch.q + i * group * q_bytes, q_bytes, own[i] + skipped * block, block, dim, m->scale,
+            NAME(score)(scoring, group, a->scratch.q + i * group * q_bytes, q_bytes, own[i] + skipped * block, block, dim, m->scale,
                         scores + base + skipped * BLOCK, stride, round_up(s->own_end[t], BLOCK) / BLOCK - skipped);
         }
         float *lse = !record || record->slots[t] < 0 ? 0 : record->lse + record_row(record, a->layer, record->slots[t], m->heads) + a->kv_head * group;
@@ -354,12 +371,12 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
             inverse[i * group + h] = NAME(weigh)(scores + h * stride, last && first < low ? first : low / BLOCK * BLOCK, low, seen, round_up(last, BLOCK), lse ? lse + h : 0);
     }
     if (last)
-        NAME(add_values)(bf16, count * group, a->scratch.scores, stride, prefix + BLOCK * dim * size, block, dim, first, last, a->scratch.out);
+        NAME(add_values)(size, count * group, a->scratch.scores, stride, prefix + block / 2, block, dim, first, last, a->scratch.out);
     for (int64_t i = 0; i < count; i++) {
         int64_t t = tokens[i], seen = s->position[t] + 1, base = seen - s->own_end[t], low = window && seen > window ? seen - window : 0;
         float *out = a->scratch.out + i * group * dim;
         if (s->own_slot[t] >= 0)
-            NAME(add_values)(bf16, group, a->scratch.scores + i * group * stride + base, stride, own[i] + BLOCK * dim * size, block, dim,
+            NAME(add_values)(size, group, a->scratch.scores + i * group * stride + base, stride, own[i] + block / 2, block, dim,
                              low > base ? low - base : 0, s->own_end[t], out);
         char *to = a->out + t * a->out_stride;
         for (int64_t h = 0; h < group; h++)
@@ -371,12 +388,14 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
 
 FN void NAME(attend)(const struct attention *a)
 {
-    if (a->kind == FLOATS)
-        NAME(attend_as)(0, FLOATS, a);
+    if (a->model->int8_cache)
+        NAME(attend_as)((int)a->model->bf16, a->kind, 1, a);
+    else if (a->kind == FLOATS)
+        NAME(attend_as)(0, FLOATS, 4, a);
     else if (a->kind == WIDENED)
-        NAME(attend_as)(1, WIDENED, a);
+        NAME(attend_as)(1, WIDENED, 2, a);
     else
-        NAME(attend_as)(1, PAIRS, a);
+        NAME(attend_as)(1, PAIRS, 2, a);
 }
 
 /* -- tokens -- */

@@ -1,10 +1,10 @@
 /* Products of int8 weights and int8 activations, summed as int32: the includer defines ISA, TARGET, WIDTH, HAS_DOT and HAS_TILES. Sums are
-   exact, so all instruction sets give the same bits. A level is a value over its scale, the largest magnitude of its row over
-   127, rounded to even: rows of weights are outputs, rows of activations are tokens. Levels lie between -127 and 127. */
+   exact, so all instruction sets give the same bits. Rows of weights are outputs, rows of activations are tokens (levels.h). */
 
 #define HAS_PAIRS 0
 #include "simd.h"
 #undef HAS_PAIRS
+#include "levels.h"
 
 #if WIDTH == 16
 #define MR 8
@@ -40,44 +40,6 @@
 #endif
 #define PART ((int64_t)WIDTH * GROUP) /* bytes of a step that a vector holds */
 #define HEADER ((int64_t)NR * 8)      /* of a panel: scales [NR] as floats, then `below` [NR] as int32 */
-
-INLINE float NAME(value)(const char *row, int64_t i, const int halves)
-{
-    uint32_t bits;
-    float x;
-    if (halves)
-        bits = (uint32_t)((const uint16_t *)row)[i] << 16;
-    else
-        __builtin_memcpy(&bits, row + 4 * i, 4);
-    __builtin_memcpy(&x, &bits, 4);
-    return x;
-}
-
-/* The scale of a row, and *inverse of it; not finite if a value is not (whose bits are then the largest) */
-INLINE float NAME(scale_of)(const char *row, int64_t n, const int halves, float *inverse)
-{
-    int32_t most = 0;
-    float largest, scale;
-    for (int64_t i = 0; i < n; i++) {
-        float x = NAME(value)(row, i, halves);
-        int32_t bits;
-        __builtin_memcpy(&bits, &x, 4);
-        bits &= 0x7fffffff;
-        most = bits > most ? bits : most;
-    }
-    __builtin_memcpy(&largest, &most, 4);
-    scale = largest / 127.0f;
-    *inverse = scale > 0 ? 127.0f / largest : 0.0f;
-    return scale;
-}
-
-INLINE int32_t NAME(level)(float x, float inverse)
-{
-    float shifted = x * inverse + 12582912.0f; /* 1.5 * 2^23: the low bits of the sum are the rounded product */
-    int32_t bits;
-    __builtin_memcpy(&bits, &shifted, 4);
-    return bits - 0x4b400000;
-}
 
 INLINE void NAME(quantize_as)(const int halves, char *to, float *scale, const char *row, int64_t n)
 {

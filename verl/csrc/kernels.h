@@ -11,7 +11,7 @@ enum { KEYS = 256 };            /* of a block; a multiple of PAD */
 enum { PAD = 32 };              /* packed keys of a range are padded to a multiple of this, and so is head_dim */
 enum { ROW = KEYS + PAD };      /* floats between two queries of a block of scores; not a power of two */
 
-enum { BLOCK = 16, FLOATS = 0, WIDENED = 1, PAIRS = 2 }; /* of decoder.h, for bfloat16 */
+enum { BLOCK = 16, FLOATS = 0, WIDENED = 1, PAIRS = 2, INT8 = 3 }; /* of decoder.h, for bfloat16 */
 
 /* [tokens][heads][head_dim] floats somewhere; strides in floats, that of head_dim is 1 */
 struct heads {

@@ -52,7 +52,7 @@ INLINE void NAME(put)(char *row, int64_t i, vf x, int kind) /* x is rounded alre
     else
         v_store((float *)row + i, x);
 }
-/* acc + two products of bfloat16 values, or one product of floats; w holds weights or keys, a points at activations */
+/* acc + two products of bfloat16 values, or one product of floats or levels; w holds weights or keys, a points at activations */
 INLINE vf NAME(pair)(vf acc, vi w, const char *a, int kind)
 {
 #if HAS_PAIRS
@@ -63,7 +63,7 @@ INLINE vf NAME(pair)(vf acc, vi w, const char *a, int kind)
     }
 #endif
     const float *value = (const float *)a;
-    if (kind == FLOATS)
+    if (kind == FLOATS || kind == INT8)
         return v_fma(v_float(w), v_set(value[0]), acc);
     acc = v_fma(v_even(w), v_set(value[0]), acc);
     return v_fma(v_odd(w), v_set(value[1]), acc);
@@ -103,12 +103,13 @@ INLINE vf NAME(gated)(vf gate, vf up, int bf16)
 
 /* -- attention -- */
 
-/* Scores of `queries` queries with `blocks` blocks of keys */
+/* Scores of `queries` queries with `blocks` blocks of keys. With INT8 queries are floats, and the scales of its keys follow the
+   levels of a block. */
 INLINE void NAME(score_blocks)(const int queries, const int blocks, const int kind, const char *q, int64_t q_stride, const char *keys,
                                int64_t block_bytes, int64_t dim, float scale, float *scores, int64_t stride)
 {
     vf acc[QR * 2][PER_BLOCK];
-    const int64_t steps = kind == FLOATS ? dim : dim / 2, q_step = kind == WIDENED ? 8 : 4;
+    const int64_t steps = kind == FLOATS || kind == INT8 ? dim : dim / 2, q_step = kind == WIDENED ? 8 : 4;
 #pragma GCC unroll 16
     for (int i = 0; i < queries * blocks; i++)
 #pragma GCC unroll 2
@@ -119,7 +120,8 @@ INLINE void NAME(score_blocks)(const int queries, const int blocks, const int ki
         for (int b = 0; b < blocks; b++)
 #pragma GCC unroll 2
             for (int j = 0; j < PER_BLOCK; j++) {
-                vi k = v_loadi(keys + b * block_bytes + (s * PER_BLOCK + j) * VECTOR);
+                const int64_t vector = s * PER_BLOCK + j;
+                vi k = kind == INT8 ? v_int(v_load_int8(keys + b * block_bytes + vector * WIDTH)) : v_loadi(keys + b * block_bytes + vector * VECTOR);
 #pragma GCC unroll 8
                 for (int i = 0; i < queries; i++)
                     acc[b * queries + i][j] = NAME(pair)(acc[b * queries + i][j], k, q + i * q_stride + s * q_step, kind);
@@ -129,8 +131,12 @@ INLINE void NAME(score_blocks)(const int queries, const int blocks, const int ki
 #pragma GCC unroll 8
         for (int i = 0; i < queries; i++)
 #pragma GCC unroll 2
-            for (int j = 0; j < PER_BLOCK; j++)
-                v_store(scores + i * stride + b * BLOCK + j * WIDTH, v_mul(acc[b * queries + i][j], v_set(scale)));
+            for (int j = 0; j < PER_BLOCK; j++) {
+                vf y = v_mul(acc[b * queries + i][j], v_set(scale));
+                if (kind == INT8)
+                    y = v_mul(y, v_load((const float *)(keys + b * block_bytes + BLOCK * dim) + j * WIDTH));
+                v_store(scores + i * stride + b * BLOCK + j * WIDTH, y);
+            }
 }
 
 INLINE void NAME(score_rows)(const int queries, const int kind, const char *q, int64_t q_stride, const char *keys, int64_t block_bytes,
@@ -164,9 +170,10 @@ INLINE void NAME(score)(const int kind, int64_t queries, const char *q, int64_t 
 #undef ROWS
 }
 
-/* out [queries][dim] += weights times values, over tokens [from, to) of consecutive blocks, token by token */
-INLINE void NAME(value_columns)(const int queries, const int vectors, const int bf16, const float *weights, int64_t stride,
-                                const char *values, int64_t block_bytes, int64_t dim, int64_t from, int64_t to, float *out)
+/* out [queries][dim] += weights times values of `size` bytes from `column` on, over tokens [from, to) of consecutive blocks, token
+   by token. One byte is a level; the scales of a block's tokens follow its levels. */
+INLINE void NAME(value_columns)(const int queries, const int vectors, const int size, const float *weights, int64_t stride, const char *values,
+                                int64_t column, int64_t block_bytes, int64_t dim, int64_t from, int64_t to, float *out)
 {
     vf acc[QR][WIDE_DV];
 #pragma GCC unroll 8
@@ -175,14 +182,15 @@ INLINE void NAME(value_columns)(const int queries, const int vectors, const int 
         for (int j = 0; j < vectors; j++)
             acc[i][j] = v_load(out + i * dim + j * WIDTH);
     for (int64_t t = from; t < to; t++) {
-        const char *row = values + t / BLOCK * block_bytes + t % BLOCK * dim * (bf16 ? 2 : 4);
+        const char *block = values + t / BLOCK * block_bytes, *row = block + (t % BLOCK * dim + column) * size;
+        const float scale = size == 1 ? ((const float *)(block + BLOCK * dim))[t % BLOCK] : 1.0f;
         vf v[WIDE_DV];
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++)
-            v[j] = bf16 ? v_load_bf16(row + 2 * j * WIDTH) : v_load((const float *)row + j * WIDTH);
+            v[j] = size == 1 ? v_load_int8(row + j * WIDTH) : size == 2 ? v_load_bf16(row + 2 * j * WIDTH) : v_load((const float *)row + j * WIDTH);
 #pragma GCC unroll 8
         for (int i = 0; i < queries; i++) {
-            vf p = v_set(weights[i * stride + t]);
+            vf p = v_set(size == 1 ? weights[i * stride + t] * scale : weights[i * stride + t]);
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++)
                 acc[i][j] = v_fma(p, v[j], acc[i][j]);
@@ -195,12 +203,12 @@ INLINE void NAME(value_columns)(const int queries, const int vectors, const int 
             v_store(out + i * dim + j * WIDTH, acc[i][j]);
 }
 
-INLINE void NAME(value_rows)(const int queries, const int bf16, const float *weights, int64_t stride, const char *values,
+INLINE void NAME(value_rows)(const int queries, const int size, const float *weights, int64_t stride, const char *values,
                              int64_t block_bytes, int64_t dim, int64_t from, int64_t to, float *out)
 {
     const int most = queries > 4 || WIDE_DV < 4 ? 2 : 4;
     int64_t c = 0;
-#define COLUMNS(n) NAME(value_columns)(queries, n, bf16, weights, stride, values + c * (bf16 ? 2 : 4), block_bytes, dim, from, to, out + c)
+#define COLUMNS(n) NAME(value_columns)(queries, n, size, weights, stride, values, c, block_bytes, dim, from, to, out + c)
     for (; c + most * WIDTH <= dim; c += most * WIDTH)
         COLUMNS(most);
     for (; c < dim; c += WIDTH)
@@ -208,10 +216,10 @@ INLINE void NAME(value_rows)(const int queries, const int bf16, const float *wei
 #undef COLUMNS
 }
 
-INLINE void NAME(add_values)(const int bf16, int64_t queries, const float *weights, int64_t stride, const char *values, int64_t block_bytes,
+INLINE void NAME(add_values)(const int size, int64_t queries, const float *weights, int64_t stride, const char *values, int64_t block_bytes,
                              int64_t dim, int64_t from, int64_t to, float *out)
 {
-#define ROWS(n) NAME(value_rows)(n, bf16, weights, stride, values, block_bytes, dim, from, to, out)
+#define ROWS(n) NAME(value_rows)(n, size, weights, stride, values, block_bytes, dim, from, to, out)
     for (; queries >= QR; queries -= QR, weights += QR * stride, out += QR * dim)
         ROWS(QR);
     if (QR > 4 && queries >= 4) {

@@ -18,6 +18,7 @@
 #undef v_even
 #undef v_odd
 #undef v_load_bf16
+#undef v_load_int8
 #undef v_halves
 
 #define JOIN_(a, b) a##_##b
@@ -45,6 +46,7 @@
 #define v_even(x) v_float(_mm512_slli_epi32(x, 16)) /* bfloat16 pairs: the first and the second of each */
 #define v_odd(x) v_float(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)))
 #define v_load_bf16(p) v_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define v_load_int8(p) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #if HAS_PAIRS /* equal bits for other values than NaN, as threads of a team take numbers below the normal ones for zero */
 #define v_halves(x) (__m256i)_mm512_cvtneps_pbh(x)
 INLINE vf NAME(rounded)(vf x) { return v_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v_halves(x)), 16)); }
@@ -83,6 +85,7 @@ INLINE vf NAME(nearest)(vf x) { return _mm512_roundscale_ps(x, 8); }
 #define v_even(x) v_float(_mm256_slli_epi32(x, 16))
 #define v_odd(x) v_float(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)))
 #define v_load_bf16(p) v_float(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define v_load_int8(p) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 INLINE vf NAME(rounded)(vf x)
 {
     vi bits = v_int(x), one = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

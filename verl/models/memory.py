@@ -279,11 +279,12 @@ def memory(
 
 
 @lru_cache(maxsize=1 << 14)
-def kv_bytes_per_token(shape: ModelShape, tensor: int) -> float:
-    """Bytes of keys and values of one token on one rank of a rollout engine; heads that do not divide, and latents, are
-    repeated."""
+def kv_bytes_per_token(shape: ModelShape, tensor: int, width: int = WEIGHT, stored: str = "auto") -> float:
+    """Bytes of keys and values of one token on one rank of a rollout engine whose kv_cache_dtype is `stored`; heads that do not
+    divide, and latents, are repeated. int8 has a scale for each head."""
+    each = width if stored == "auto" else 1 + (FLOAT32 / shape.head_dim if stored == "int8" else 0)
     elements = shape.kv_elements if shape.is_latent else shape.kv_elements / min(tensor, shape.kv_heads)
-    return 2 * elements * shape.num_cached_layers
+    return each * elements * shape.num_cached_layers
 
 
 def state_bytes(shape: ModelShape) -> float:

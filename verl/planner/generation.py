@@ -160,7 +160,8 @@ def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workloa
     each = ParallelLayout(tensor=layout.tensor, zero=0, expert=_experts(shape, layout), logit_chunk=1024)
     return Bytes(
         weights=rollout_weights(shape, layout.tensor) * width / WEIGHT,
-        kv=tokens * kv_bytes_per_token(shape, layout.tensor) * width / WEIGHT + slots * state_bytes(shape),
+        kv=tokens * kv_bytes_per_token(shape, layout.tensor, width, workload.kv_cache_dtype)
+        + slots * state_bytes(shape),
         buffers=forward_memory(shape, each, tokens=min(_PREFILL_TOKENS, prompts), width=width).buffers,
     )
 

@@ -298,6 +298,7 @@ def _sampled(config: PPOConfig, request: WorkloadRequest) -> Workload:
         # a shuffled pass parts the samples of a prompt
         shares_prompts=not (actor.shuffle and updates > 1),
         image_tokens=request.image_tokens or 0.0,
+        kv_cache_dtype=rollout.kv_cache_dtype,
     )
 
 

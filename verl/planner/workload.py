@@ -254,6 +254,7 @@ class Workload:
     prompt_longest: float = 0.0
     shares_prompts: bool = False
     image_tokens: float = 0.0  # of a prompt, on average
+    kv_cache_dtype: str = "auto"
 
     @property
     def num_samples(self) -> int:

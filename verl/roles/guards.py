@@ -343,7 +343,7 @@ class Guards:
         place = f"; {self.file} names the samples" if self.file is not None else ""
         fix = "Lower the learning rate, look at those samples, or use float32 (actor.fsdp_config.dtype=float32)"
         if key.startswith("sampler_kl"):
-            fix = f"Set {full_key('rollout.quantization')}=null, or raise the limit"
+            fix = f"Set {full_key('rollout.quantization')}=null (and kv_cache_dtype=auto), or raise the limit"
         end = "and run the same command again to resume from the newest checkpoint."
         return f"The run stops because {why}{place}. {fix}, {end}"
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import DTypeLike
 
 from verl.config import RolloutConfig, full_key
+from verl.config.active_keys import quantized_keys
 from verl.data_proto.extras import EXPERTS, experts_of, media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
@@ -108,7 +109,7 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:
         """Whether sampled log-probs equal the training forward's to rounding: same weights in float32 or better."""
-        return not self.engine.config.quantization and self._dtype() in (torch.float32, torch.float64)
+        return not quantized_keys(self.engine.config) and self._dtype() in (torch.float32, torch.float64)
 
     @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
     def generate(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from verl.config import full_key
+from verl.config.active_keys import WITHOUT, quantized_keys
 from verl.data_proto.media import Media
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError
@@ -39,10 +39,10 @@ class HFRollout(RolloutEngine):
     facts = ROLLOUT_ENGINES.facts["hf"]
 
     def __post_init__(self) -> None:
-        if self.config.quantization is not None:  # the native engine may have passed a model on
+        for key in quantized_keys(self.config):  # the native engine may have passed a model on
             raise ConfigError(
                 f"{type(self.module).__name__} is sampled by transformers, which does not quantize it here. Set "
-                f"{full_key('rollout.quantization')}=null."
+                f"{key}={WITHOUT[key]}."
             )
         self.is_padded = forward_kind(self.module) != "packed"
         self.view = own_view(self.module) if self.is_padded else eager_view(self.module)

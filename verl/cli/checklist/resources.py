@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.cli.checklist import Subject
 from verl.cli.report import Level, Line, fail, passed, skip, warn
-from verl.config import FSDPConfig, PPOConfig, PreferenceConfig, SFTConfig
+from verl.config import FSDPConfig, PPOConfig, PreferenceConfig, RolloutConfig, SFTConfig
 from verl.config.active_keys import (
     REUSED_SHARE,
     reuse_obstacle,
@@ -78,13 +78,13 @@ def checkpoint_bytes(num_parameters: int, contents: list[str]) -> int:
 
 
 def cache_bytes(
-    model: ModelShape, num_samples: int, samples_per_prompt: int, prompt: int, response: int, width: int
+    model: ModelShape, rollout: RolloutConfig, num_samples: int, samples_per_prompt: int, width: int
 ) -> int:
     """Bytes of keys and values of `num_samples` concurrent samples; the samples of a prompt share its keys and values."""
     num_prompts = -(-num_samples // max(1, samples_per_prompt))
-    tokens = num_samples * response + num_prompts * prompt
+    tokens = num_samples * rollout.response_length + num_prompts * rollout.prompt_length
     states = state_bytes(model) * (num_samples + num_prompts)
-    return int(kv_bytes_per_token(model, 1) * width / WEIGHT * tokens + states)
+    return int(kv_bytes_per_token(model, 1, width, rollout.kv_cache_dtype) * tokens + states)
 
 
 def activation_bytes(model: ModelShape, num_tokens: int, width: int, recompute: Recompute) -> int:
@@ -117,7 +117,7 @@ def memory_needed(
     if uses_reference(config) and not config.actor_rollout_ref.model.lends_its_base:
         parts["reference"] = policy.num_parameters * width
     samples = min(rollout.max_num_seqs, data.train_batch_size * rollout.n)
-    cache = cache_bytes(policy, samples, rollout.n, rollout.prompt_length, rollout.response_length, width)
+    cache = cache_bytes(policy, rollout, samples, rollout.n, width)
     active = activation_bytes(policy, _trained_tokens(config), width, _recompute(group.model, on_gpu=offloads))
     if engine_bytes:
         on_host = offloads and actor.fsdp_config.param_offload and width < FLOAT32
@@ -133,9 +133,7 @@ def memory_needed(
     if keeps_keys(rollout) and pauses and not offloads:  # a GPU's are in the host's memory
         unfinished = rollout.prefetch_num * data.train_batch_size * rollout.n
         unfinished = min(unfinished, rollout.max_num_seqs) if rollout.in_flight_updates else unfinished
-        parts["KV cache of unfinished responses"] = cache_bytes(
-            policy, unfinished, 1, rollout.prompt_length, rollout.response_length, width
-        )
+        parts["KV cache of unfinished responses"] = cache_bytes(policy, rollout, unfinished, 1, width)
     saved = [(actor, policy), *([(config.critic, critic)] if "critic" in parts and critic is not None else [])]
     if size := sum(_background_save_bytes(role, shape) for role, shape in saved):
         parts["copy for async_save"] = size

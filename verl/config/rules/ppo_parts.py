@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from verl.config.active_keys import runs_agents
+from verl.config.active_keys import WITHOUT, quantized_keys, runs_agents
 from verl.config.schema import Problem, error, warning
 from verl.families import ROLLOUT_RS, engine_facts, needs_engine
 
@@ -165,33 +165,35 @@ def check_correction(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
 def check_quantization(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Weights and KV cache of the sampler in fewer bits."""
     rollout = c.actor_rollout_ref.rollout
-    facts, key = engine_facts(rollout.name), f"{_ROLLOUT}.quantization"
-    wishes: tuple[tuple[str, str | None, str, str | None], ...] = (
-        (key, rollout.quantization, f"quantizes_{rollout.quantization}", None),
-        (f"{_ROLLOUT}.kv_cache_dtype", rollout.kv_cache_dtype, "quantizes_cache", "auto"),
-    )
-    for wished, value, fact, without in wishes:
-        if value != without and not getattr(facts, fact, True):
+    facts, wishes = engine_facts(rollout.name), quantized_keys(rollout)
+    for key, value in wishes.items():
+        fact = f"{'stores' if key.endswith('kv_cache_dtype') else 'quantizes'}_{value}"
+        if not getattr(facts, fact):
+            yield error(key, f"{needs_engine(f'{key}={value}', fact)}. Set {_ROLLOUT}.name, or {key}={WITHOUT[key]}.")
+            continue
+        if facts.is_service(rollout.service.url):
             yield error(
-                wished,
-                f"{needs_engine(f'{wished}={value}', fact)}. Set {_ROLLOUT}.name, or {wished}={without or 'null'}.",
+                key,
+                f"{key}={value} is a setting of a server that the run starts, and {_ROLLOUT}.service.url names one that "
+                f"runs. Remove the url, or set {key}={WITHOUT[key]}.",
             )
-        elif value != without and facts.is_service(rollout.service.url):
+        num_ranks = rollout.tensor_model_parallel_size
+        if facts.quantizes_int8 and num_ranks > 1:
             yield error(
-                wished,
-                f"{wished}={value} is a setting of a server that the run starts, and {_ROLLOUT}.service.url names one that "
-                f"runs. Remove the url, or set {wished}={without or 'null'}.",
+                key,
+                f"{key}={value} computes with undivided weights on this engine, and "
+                f"{_ROLLOUT}.tensor_model_parallel_size={num_ranks} divides them. Set it to 1, or {key}={WITHOUT[key]}.",
             )
-    num_ranks = rollout.tensor_model_parallel_size
-    if rollout.quantization and facts.quantizes_int8 and num_ranks > 1:
+        if value == "int8" and not rollout.prepack_weights:
+            yield error(
+                key,
+                f"{key}=int8 needs a copy of the weights, which {_ROLLOUT}.prepack_weights=False forbids. Remove one.",
+            )
+    if rollout.kv_cache_dtype == "int8" and rollout.quantization == "fp8":
         yield error(
-            key,
-            f"{key}={rollout.quantization} computes with undivided weights on this engine, and "
-            f"{_ROLLOUT}.tensor_model_parallel_size={num_ranks} divides them. Set it to 1, or {key}=null.",
-        )
-    if rollout.quantization == "int8" and facts.quantizes_int8 and not rollout.prepack_weights:
-        yield error(
-            key, f"{key}=int8 is a copy of the weights, which {_ROLLOUT}.prepack_weights=False forbids. Remove one."
+            f"{_ROLLOUT}.kv_cache_dtype",
+            f"{_ROLLOUT}.kv_cache_dtype=int8 needs the compiled decoder, and torch emulates {_ROLLOUT}.quantization=fp8. Set "
+            "that to int8 or null.",
         )
 
 

@@ -392,8 +392,6 @@ class RolloutConfig(Section):
         False, "record the experts that rollout chooses, for actor.router_replay.mode=R3"
     )
     quantization: str | None = used(
-        None,
-        "numbers of the sampler's layers, made of each update (docs/low-precision.md)",
-        choices=(None, "int8", "fp8"),
+        None, "numbers of the sampler's layers (docs/low-precision.md)", choices=(None, "int8", "fp8")
     )
-    kv_cache_dtype: str = used("auto", "numbers of the KV cache; auto: those of the model", choices=("auto", "fp8"))
+    kv_cache_dtype: str = used("auto", "numbers of the KV cache; auto: of the model", choices=("auto", "int8", "fp8"))

@@ -49,7 +49,7 @@ class GuardsConfig(StepGuardsConfig):
     entropy: GuardConfig = section(GuardConfig, "lowest mean entropy of the policy, nats per token")
     sampler_kl: GuardConfig = section(
         GuardConfig,
-        "largest KL(sampler || policy), nats per token; with rollout.quantization 0.1 and stop, unless samples are made ahead",
+        "largest KL(sampler || policy), nats per token; with fewer bits in rollout 0.1 and stop, unless samples are made ahead",
     )
     mismatch: GuardConfig = section(
         GuardConfig, "largest difference between the trainer's and the sampler's probability of a sampled token"

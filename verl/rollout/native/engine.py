@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.config import RolloutConfig, full_key
+from verl.config.active_keys import quantized_keys
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.distributions import load_part
 from verl.errors import ConfigError, ModelError
@@ -45,7 +46,7 @@ from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.paging import Paging
 from verl.rollout.native.recording import obstacle, open_records
 from verl.rollout.native.scheduler import Scheduler
-from verl.rollout.native.torch.forward import DenseForward, compiled
+from verl.rollout.native.torch.forward import DenseForward, compiled, require_quantized
 from verl.rollout.native.torch.kv_cache import SlotStore, rounded
 from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
@@ -95,8 +96,8 @@ class NativeRollout(RolloutEngine):
         self._drafts: DraftMemory | None = None
         if self.config.enable_rollout_routing_replay:
             follow_routing(self.module)
-        if self.config.quantization is not None:
-            _require_quantized(self.module, self.config.quantization)
+        for key, value in quantized_keys(self.config).items():
+            require_quantized(self.module, key, value)
         if self.config.batch_invariant == "require" or self.config.speculative.methods:
             self.invariance()
         if self.config.speculative.methods:
@@ -185,6 +186,7 @@ class NativeRollout(RolloutEngine):
                 prepack=self.config.prepack_weights,
                 quantization=self.config.quantization,
                 adapters=adapters,
+                int8_cache=self.config.kv_cache_dtype == "int8",
             )
             self._dense_of = version_of(self.module)
         return self._dense
@@ -340,28 +342,6 @@ def _kept_bytes(config: RolloutConfig) -> int | None:
     return None if size_mb is None else int(size_mb * (1 << 20))
 
 
-def _require_quantized(module: Any, quantization: str) -> None:
-    """Raise ConfigError if the engine cannot compute `module` so."""
-    device, forward = next(module.parameters()).device, DenseForward.of(module, prepack=False)
-    end = f"Set {full_key('rollout.quantization')}=null"
-    if device.type != "cpu":
-        raise ConfigError(
-            f"rollout.name=native quantizes on a CPU, and the model is on {device.type}. {end}, or fp8 with "
-            f"{full_key('rollout.name')}=vllm or sglang."
-        )
-    name = type(module).__name__
-    if forward is None or forward.decoder.has_experts or forward.decoder.departures:
-        raise ConfigError(f"The native engine quantizes plain dense decoders, and {name} is none. {end}.")
-    if quantization == "int8":
-        head = module.get_output_embeddings()
-        projection = Projection(head.weight.detach(), head.bias, (head,))
-        if compiled(module, forward.decoder, projection, prepack=True) is None:
-            raise ConfigError(
-                f"int8 needs the compiled decoder, which does not compute {name} in {head.weight.dtype} here: the processor "
-                f"has no AVX2, verl was installed without a C compiler, or VERL_CPU_ISA=none. {end}."
-            )
-
-
 def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:
     """Whether samples of `module` are batch-invariant: the compiled kernels add up every row in one order, and torch
     in an order that depends on the number of rows. Raises ConfigError when they are not, and batch_invariant=require."""
@@ -394,6 +374,6 @@ def _examined(module: Any, config: RolloutConfig) -> Invariance:
         return Invariance(False, "torch computes it, whose order of adding depends on the number of rows")
     if config.quantization == "fp8":
         return Invariance(False, "torch emulates fp8, and its order of adding depends on the number of rows")
-    equal = head.weight.dtype == torch.bfloat16 and not config.quantization and kernels.equals_trainer(decoder)
+    equal = head.weight.dtype == torch.bfloat16 and not quantized_keys(config) and kernels.equals_trainer(decoder)
     trainers = ", the order of the fused training forward" if equal else ""
     return Invariance(True, f"the compiled kernels add up every row in one order{trainers}")

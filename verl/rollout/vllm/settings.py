@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config import RolloutConfig, full_key
+from verl.config.active_keys import WITHOUT, quantized_keys
 from verl.errors import ConfigError
 from verl.models.folder import fetch, read_headers
 from verl.models.heads import is_further_head
@@ -110,13 +111,13 @@ def _drafts(config: RolloutConfig, on_cpu: bool, path: str, skeleton: Any) -> di
 
 def fp8_arguments(config: RolloutConfig, on_cpu: bool, values: dict[str, str]) -> dict[str, object]:
     """Arguments of an engine that computes in fp8, with its `values` of them. Raises ConfigError on a CPU."""
-    wishes = {"quantization": (config.quantization, None), "kv_cache_dtype": (config.kv_cache_dtype, "auto")}
-    chosen = {name: wish for name, wish in wishes.items() if wish[0] != wish[1]}
-    for name, (value, without) in chosen.items() if on_cpu else ():
-        key, engine = full_key(f"rollout.{name}"), f"{full_key('rollout.name')}={config.name}"
-        instead = f", or {key}=int8 with {full_key('rollout.name')}=native" if without is None else ""
-        raise ConfigError(f"{key}={value} needs a GPU with {engine}. Set {key}={without or 'null'}{instead}.")
-    return {name: values[name] for name in chosen}
+    chosen = quantized_keys(config)
+    for key, value in chosen.items() if on_cpu else ():
+        name = full_key("rollout.name")
+        raise ConfigError(
+            f"{key}={value} needs a GPU with {name}={config.name}. Set {key}={WITHOUT[key]}, or {key}=int8 with {name}=native."
+        )
+    return {name: value for name, value in values.items() if full_key(f"rollout.{name}") in chosen}
 
 
 def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:

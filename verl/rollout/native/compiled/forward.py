@@ -99,10 +99,11 @@ class CpuForward:
         head: Projection,
         *,
         int8: bool = False,
+        int8_cache: bool = False,
         shares: CpuForward | None = None,
     ):
-        """With `int8`, layers multiply in int8, and the head as without. `shares` has the packed copy of `head` that
-        is read, and must live as long."""
+        """With `int8`, layers multiply in int8, and the head as without. With `int8_cache`, keys and values are int8. `shares`
+        has the packed copy of `head` that is read, and must live as long."""
         self._int8 = int8
         self.states: torch.Tensor | None = None  # [tokens, hidden] of the last forward, before the final norm
         self.keeps_states = False
@@ -129,6 +130,7 @@ class CpuForward:
             bf16=self.dtype == torch.bfloat16,
             kind=kernels.kind(self.dtype),
             int8=int8,
+            int8_cache=int8_cache,
             scale=decoder.scale,
             final_eps=decoder.final_norm.eps,
             layer=ctypes.addressof(self._layers),
@@ -158,7 +160,8 @@ class CpuForward:
     @property
     def store_shape(self) -> Shape:
         """Sizes of the stores of its keys and values."""
-        return Shape(len(self._layers), self.decoder.num_kv_heads, self.decoder.head_dim, self.dtype)
+        stored = torch.int8 if self._model.int8_cache else self.dtype
+        return Shape(len(self._layers), self.decoder.num_kv_heads, self.decoder.head_dim, stored)
 
     def tiles(self, rows: np.ndarray, slots: np.ndarray | None, lengths: np.ndarray | None) -> DecodeTiles:
         return DecodeTiles(rows, slots, lengths, self.max_tile)

@@ -59,14 +59,12 @@ class PagedStore(BlockStore):
     @property
     def _block_bytes(self) -> int:
         """Bytes of the keys and values of 16 tokens, of one head in one layer."""
-        _, _, head_dim, dtype = self.shape
-        return 2 * BLOCK * (-(-head_dim // 16) * 16) * dtype.itemsize
+        return 2 * self.shape.width * self.shape.dtype.itemsize
 
     def _grown(self, old: torch.Tensor, slots: int, blocks: int) -> torch.Tensor:
         if old.numel():
             slots, blocks = max(slots, old.shape[0]), max(blocks, old.shape[2])
-        _, kv_heads, head_dim, dtype = self.shape
-        shape = (slots, kv_heads, blocks, 2, BLOCK * (-(-head_dim // 16) * 16))
+        shape, dtype = (slots, self.shape.kv_heads, blocks, 2, self.shape.width), self.shape.dtype
         if not math.prod(shape):
             return torch.zeros(shape, dtype=dtype)
         pages = mmap.mmap(

@@ -15,11 +15,17 @@ class Shape(NamedTuple):
     num_layers: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of what is stored; int8 has scales in float32
+
+    @property
+    def width(self) -> int:
+        """Elements of the keys, or of the values, of a block."""
+        levels = BLOCK * (-(-self.head_dim // 16) * 16)
+        return levels + 4 * BLOCK if self.dtype == torch.int8 else levels
 
 
 class BlockStore(SlotStore):
-    """Per layer [slots, kv_heads, blocks, 2, 16 * padded head_dim]: the keys of a block, then its values (decoder.h)."""
+    """Per layer [slots, kv_heads, blocks, 2, shape.width]: the keys of a block, then its values (decoder.h)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -44,9 +50,8 @@ class BlockStore(SlotStore):
     def _grown(self, old: torch.Tensor, slots: int, blocks: int) -> torch.Tensor:
         if old.numel():
             slots, blocks = max(slots, old.shape[0]), max(blocks, old.shape[2])
-        _, kv_heads, head_dim, dtype = self.shape
-        width = BLOCK * (-(-head_dim // 16) * 16)
-        new = torch.zeros(slots, kv_heads, blocks, 2, width, dtype=dtype)  # what pads a head is multiplied too
+        size = (slots, self.shape.kv_heads, blocks, 2, self.shape.width)
+        new = torch.zeros(size, dtype=self.shape.dtype)  # what pads a head is multiplied too
         if old.numel():
             new[: old.shape[0], :, : old.shape[2]] = old
         return new
@@ -93,7 +98,11 @@ class BlockStore(SlotStore):
         self._blocks, self._pointers = [], None
 
 
-def _by_token(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of keys and values as [kv_heads, blocks, tokens, ...] (decoder.h)."""
+def _by_token(blocks: torch.Tensor) -> list[torch.Tensor]:
+    """Views of keys and values, and of their scales in int8, as [kv_heads, blocks, tokens, ...] (decoder.h)."""
     keys, values = blocks.unbind(2)
-    return keys.unflatten(2, (-1, BLOCK, 4 // blocks.itemsize)).movedim(3, 2), values.unflatten(2, (BLOCK, -1))
+    scales, neighbours = [], 2 if blocks.dtype == torch.bfloat16 else 1
+    if blocks.dtype == torch.int8:
+        scales = [half[..., -4 * BLOCK :].unflatten(2, (BLOCK, 4)) for half in (keys, values)]
+        keys, values = keys[..., : -4 * BLOCK], values[..., : -4 * BLOCK]
+    return [keys.unflatten(2, (-1, BLOCK, neighbours)).movedim(3, 2), values.unflatten(2, (BLOCK, -1)), *scales]

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from verl.config import full_key
+from verl.config.active_keys import WITHOUT
+from verl.errors import ConfigError
 from verl.models.adapter_weights import LowRank
 from verl.models.decoder.forward import DecoderPass, Sum, embedded, turned_heads, turns_of
 from verl.models.decoder.layers import DenseLayer, Mixture, Norm
@@ -53,11 +57,18 @@ class DenseForward:
 
     @classmethod
     def of(
-        cls, module: HFModule, *, prepack: bool, quantization: str | None = None, adapters: bool = False
+        cls,
+        module: HFModule,
+        *,
+        prepack: bool,
+        quantization: str | None = None,
+        adapters: bool = False,
+        int8_cache: bool = False,
     ) -> DenseForward | CpuForward | None:
         """The fused forward of a causal language model, with compiled kernels if `compiled` returns them. None if only the
         model's forward computes it. `prepack` allows a copy of the weights. With `quantization` layers multiply in int8, by
-        compiled kernels, or in fp8, which torch emulates. Requests may have `adapters`."""
+        compiled kernels, or in fp8, which torch emulates. Requests may have `adapters`. With `int8_cache` the compiled
+        kernels store keys and values in int8."""
         decoder, head = DenseDecoder.of(module, adapters=True), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) in (nn.Linear, LoRALinear)
         hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
@@ -69,7 +80,7 @@ class DenseForward:
             return cls(module, decoder, projection, prepack=prepack, fp8=True)
         kernels = compiled(module, decoder, projection, prepack=prepack)
         if kernels is not None and not (adapters and decoder.has_experts):
-            return CpuForward(kernels, module, decoder, projection, int8=quantization == "int8")
+            return CpuForward(kernels, module, decoder, projection, int8=quantization == "int8", int8_cache=int8_cache)
         return cls(module, decoder, projection, prepack=prepack)
 
     @property
@@ -200,6 +211,26 @@ def compiled(module: HFModule, decoder: DenseDecoder, head: Projection, *, prepa
     if chosen is None or not decoder.has_experts:
         return chosen
     return chosen if head.weight.dtype == torch.bfloat16 and chosen.equals_trainer(decoder) else None
+
+
+def require_quantized(module: Any, key: str, value: str) -> None:
+    """Raise ConfigError if the native engine cannot compute `module` with the `value` of `key`."""
+    device, forward = next(module.parameters()).device, DenseForward.of(module, prepack=False)
+    name, end = type(module).__name__, f"Set {key}={WITHOUT[key]}"
+    if device.type != "cpu":
+        raise ConfigError(
+            f"rollout.name=native quantizes on a CPU, and the model is on {device.type}. {end}, or fp8 with "
+            f"{full_key('rollout.name')}=vllm or sglang."
+        )
+    if forward is None or forward.decoder.has_experts or forward.decoder.departures:
+        raise ConfigError(f"The native engine quantizes plain dense decoders, and {name} is none. {end}.")
+    head = module.get_output_embeddings()
+    projection = Projection(head.weight.detach(), head.bias, (head,))
+    if value == "int8" and compiled(module, forward.decoder, projection, prepack=True) is None:
+        raise ConfigError(
+            f"{key}=int8 needs the compiled decoder, which does not compute {name} in {head.weight.dtype} here: the processor "
+            f"has no AVX2, verl was installed without a C compiler, or VERL_CPU_ISA=none. {end}."
+        )
 
 
 def product(projection: Projection, *, prepack: bool) -> Product:
