@@ -196,6 +196,11 @@ error    ROLLOUT.kv_cache_dtype  ROLLOUT.name=vllm  ROLLOUT.kv_cache_dtype=int8
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.prepack_weights=False
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.quantization=fp8
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.tensor_model_parallel_size=2  trainer.n_gpus_per_node=2
+error    ACTOR.qat.enable  ACTOR.qat.enable=True
+error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=fp8
+error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  MODEL.lora_rank=8
+error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  trainer.n_gpus_per_node=2
+error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  ACTOR.strategy=megatron
 error    GUARDS.sampler_kl.action  GUARDS.sampler_kl.action=rollback  GUARDS.sampler_kl.limit=2  trainer.save_freq=-1
 error    GUARDS.mismatch.action  GUARDS.mismatch.action=rollback  GUARDS.mismatch.limit=2  trainer.save_freq=-1
 error    GUARDS.nonfinite.action  GUARDS.nonfinite.action=rollback  trainer.save_freq=1  ROLLOUT.prefetch_num=1

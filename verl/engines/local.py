@@ -18,6 +18,7 @@ from verl.engines.state import Parameters, TrainedState
 from verl.engines.streamed import StreamedWeights
 from verl.models.check import require_dtype
 from verl.models.chunked_mlp import chunked_feed_forward
+from verl.models.decoder.rounded import round_layers
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import decoder_for, packed_outputs
 from verl.models.further_heads import FurtherHead
@@ -45,10 +46,11 @@ class LocalEngine(TrainedEngine):
         build: Callable[[], object] | None = None,
         memory_map: bool = False,
         freezes_vision_tower: bool = False,
+        rounds: bool = False,
         **settings: Any,
     ):
         """Settings: see TrainedEngine. `build` makes the model in place of the folder's. With `memory_map`, map_weights
-        follows."""
+        follows. With `rounds` layers train in int8 (verl/models/qat.py)."""
         super().__init__(**settings)
         model, narrow, rounding, trains = self.model_config, self.compute_dtype, self.rounding, self.optim is not None
         self.optimizer: MasterOptimizer | None = None
@@ -58,6 +60,8 @@ class LocalEngine(TrainedEngine):
         )
         if freezes_vision_tower:
             freeze_towers(self.module)
+        if rounds:
+            round_layers(self.module)
         if self.optim is None:
             self.module.requires_grad_(False)
         else:

@@ -24,6 +24,7 @@ from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind, padded_logits, padded_states
 from verl.models.parallel.sequence import SequenceLayout
+from verl.models.qat import rounds_layers
 from verl.models.vision import is_vision_model, language_model_of, vision_states, with_features
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def make_units(module: nn.Module, shards: Sequence[nn.Module], device: torch.dev
 
 
 def _dense(module: nn.Module, dtypes: set[torch.dtype]) -> DenseDecoder | None:
-    dense = DenseDecoder.of(module, adapters=True)
+    dense = None if rounds_layers(module) else DenseDecoder.of(module, adapters=True)
     return dense if dense is not None and dense.embed.dtype in dtypes else None
 
 
@@ -116,6 +117,8 @@ def computed_by(module: nn.Module, device: torch.device) -> str:
         forward = "the forward of verl's sampler, with gradients"
     else:
         forward = "transformers' modules with verl's packed attention"
+        if rounds_layers(module):
+            forward += ", rounded to int8 (actor.qat)"
         if recompute_of(cast("HFModule", module)) == "selective":
             forward += ", which recompute whole layers"
     if kind == "packed" and is_vision_model(module):

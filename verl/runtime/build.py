@@ -107,7 +107,7 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
     }
     fsdp_options = {"memory_map": spec.memory_map, "freezes_vision_tower": spec.freezes_vision_tower}
     if mesh is None:
-        engine = TRAIN_ENGINES.get("local")(**settings, **fsdp_options, build=spec.build)
+        engine = TRAIN_ENGINES.get("local")(**settings, **fsdp_options, build=spec.build, rounds=spec.rounds)
     else:
         if spec.strategy in _FSDP:
             settings |= fsdp_options

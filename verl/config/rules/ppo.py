@@ -19,6 +19,7 @@ from verl.config.rules.ppo_parts import (
     check_correction,
     check_distillation,
     check_policy,
+    check_qat,
     check_quantization,
     check_routing,
 )
@@ -388,6 +389,7 @@ RULES = (
     check_policy,
     check_correction,
     check_quantization,
+    check_qat,
     check_sampling,
     check_ahead,
     check_rewards,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from verl.config.active_keys import WITHOUT, quantized_keys, runs_agents
+from verl.config.active_keys import WITHOUT, quantized_keys, runs_agents, runs_on_several_devices
 from verl.config.schema import Problem, error, warning
 from verl.families import ROLLOUT_RS, engine_facts, needs_engine
 
@@ -195,6 +195,22 @@ def check_quantization(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{_ROLLOUT}.kv_cache_dtype=int8 needs the compiled decoder, and torch emulates {_ROLLOUT}.quantization=fp8. Set "
             "that to int8 or null.",
         )
+
+
+def check_qat(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """A policy that trains in the numbers of its sampler."""
+    group, key = c.actor_rollout_ref, "actor_rollout_ref.actor.qat.enable"
+    if not group.actor.qat.enable:
+        return
+    fault = None
+    if group.rollout.quantization != "int8":
+        fault = f"is for a sampler with the same numbers. Set {_ROLLOUT}.quantization=int8"
+    elif group.model.lora_rank or group.model.lora_adapter_path:
+        fault = "trains the rounded weights themselves, and adapters train beside them. Remove the adapters"
+    elif group.actor.strategy in ("megatron", "deepspeed") or runs_on_several_devices(c):
+        fault = "rounds the layers of a run on one device, and this run has several. Run on one"
+    if fault:
+        yield error(key, f"{key}=True {fault}, or set it to False.")
 
 
 def check_ahead(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:

@@ -53,6 +53,13 @@ class RouterReplayConfig(Section):
 
 
 @dataclass(frozen=True)
+class QATConfig(Section):
+    enable: bool = used(
+        False, "train through the int8 rounding of the sampler (docs/low-precision.md); needs rollout.quantization=int8"
+    )
+
+
+@dataclass(frozen=True)
 class ActorConfig(Section):
     strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one", family=STRATEGIES)
     optim: OptimConfig = section(OptimConfig, "optimizer of the policy")
@@ -109,6 +116,7 @@ class ActorConfig(Section):
     freeze_vision_tower: bool = used(False, "do not train the vision tower of a vision-language model")
     profiler: ProfilerConfig = section(ProfilerConfig, "traces of the actor's ranks")
     router_replay: RouterReplayConfig = section(RouterReplayConfig, "experts of an earlier forward")
+    qat: QATConfig = section(QATConfig, "quantization-aware training")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint")
 
 

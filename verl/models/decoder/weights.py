@@ -31,13 +31,23 @@ from verl.models.ops.experts import ChoiceRule
 from verl.models.ops.pointwise import ACTIVATIONS
 from verl.models.parallel.experts import DispatchedExperts, SummedExperts
 from verl.models.parallel.tensor import Cut, Exchange, cut_of
+from verl.models.qat import RoundedLinear
 from verl.models.routing import RoutedForward
 from verl.models.vision import language_model_of
 
 _DECODERS = {row.decoder: row for row in FAMILIES.values() if row.decoder}
 Join = Callable[[Sequence[nn.Linear]], Projection]
 _LATENT = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
-_PLAIN_PARTS = (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU, DispatchedExperts, SummedExperts)
+_PLAIN_PARTS = (
+    nn.Linear,
+    LoRALinear,
+    RoundedLinear,
+    nn.Embedding,
+    nn.ModuleList,
+    nn.SiLU,
+    DispatchedExperts,
+    SummedExperts,
+)
 
 
 class LayerUnit:
