@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_255,
+    "core": 72_396,
     "compat": 9_166,
     "page": 4_075,
-    "planner": 2_830,
+    "planner": 2_833,
     "tinker": 5_476,
-    "clusters": 7_763,
+    "clusters": 7_764,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 91_304,
+    "tests": 91_543,
     "benchmarks": 6_170,
 }
 MAX_MEAN_FUNCTION_LINES = 12
