@@ -129,14 +129,14 @@ def test_each_sampler_has_its_adapter_at_the_service(outside, bench, tmp_path):
             trainer.optim_step(ADAM).result()
     samplers = [trainer.save_weights_and_get_sampling_client().result() for trainer in trainers]
     samplers.append(outside.client().create_sampling_client(base_model="base").result())
-    asked = [client.sample(PROMPT, 1, GREEDY) for client in (*samplers, *samplers)]
-    drawn = [list(one.result().sequences[0].tokens) for one in asked]
+    futures = [client.sample(PROMPT, 1, GREEDY) for client in (*samplers, *samplers)]
+    drawn = [list(one.result().sequences[0].tokens) for one in futures]
     assert drawn[:3] == drawn[3:]
     assert len({tuple(tokens) for tokens in drawn}) > 1
     for client, trainer in zip(samplers, [*trainers, None], strict=True):
         tokens, scores = sampled(client)
-        whole = types.ModelInput.from_ints([3, 4, 5, 6, *tokens])
-        assert client.compute_logprobs(whole).result()[4:] == pytest.approx(scores, abs=1e-4), trainer
+        scored = types.ModelInput.from_ints([3, 4, 5, 6, *tokens])
+        assert client.compute_logprobs(scored).result()[4:] == pytest.approx(scores, abs=1e-4), trainer
     assert outside.stand_in.most >= 1
     assert not outside.stand_in.adapters, "the service forgets what no request has"
     assert not list(outside.adapters_folder.iterdir())
