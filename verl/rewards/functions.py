@@ -88,7 +88,7 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
 
         tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer)
         # a list of ids, as in the releases of transformers for which such functions are written
-        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+        vars(tokenizer)["apply_chat_template"] = functools.partial(tokenizer.apply_chat_template, return_dict=False)
         function = functools.partial(function, **{_OF_A_SERVICE[1]: tokenizer})
     return function
 

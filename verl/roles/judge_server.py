@@ -71,7 +71,7 @@ class JudgeServer:
         ids = ids["input_ids"] if isinstance(ids, dict) else ids  # of a chat template of transformers 5
         settings = dict(body.get("sampling_params") or {})
         done = self._reply(ids, settings.get("max_new_tokens"), settings)
-        meta = {"prompt_tokens": len(ids), "completion_tokens": len(done.token_ids)}
+        meta: Body = {"prompt_tokens": len(ids), "completion_tokens": len(done.token_ids)}
         meta["finish_reason"] = {"type": done.finish_reason}
         return {"text": self._text(done), "output_ids": done.token_ids, "meta_info": meta}
 

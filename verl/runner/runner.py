@@ -198,7 +198,7 @@ class RLRunner:
         rows = self.eval_dataset if eval_dataset is None else list(eval_dataset)
         if not rows:
             raise ConfigError("RLRunner.evaluate needs eval_dataset.")
-        rows = rows if eval_dataset is None else self._packing.blocks(rows, "eval_")
+        rows = rows if eval_dataset is None else self._packing.blocks(rows, "eval_") or []
         before, self.eval_dataset, Script.current = self.eval_dataset, rows, self.script
         try:
             loaded = self._load({"trainer.val_only": True})

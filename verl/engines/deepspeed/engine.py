@@ -102,7 +102,7 @@ class DeepSpeedEngine(TrainedEngine):
             )
         if optim is not None and model.lora_rank > 0 and model.use_dora:
             raise ConfigError("model.use_dora does not train with DeepSpeed. Set strategy=megatron, or use_dora=False.")
-        if optim is not None and getattr(model, "lora_dropout", 0.0):
+        if optim is not None and getattr(model, "lora_dropout", False):
             raise ConfigError(
                 "model.lora_dropout does not train with DeepSpeed. Set strategy=fsdp2, or lora_dropout=0."
             )

@@ -150,8 +150,9 @@ class Drafter:
                 if guess.token != token:
                     break
         self._drafted = []
-        for number, name, start, states in self._seen if self._head is not None else ():
-            self._head.see(name, start, states[: rows.length[number] - before[number]])
+        for number, name, start, states in self._seen:
+            if self._head is not None:
+                self._head.see(name, start, states[: rows.length[number] - before[number]])
         self._seen = []
 
     def end(self, number: int, *, has_ended: bool) -> None:

@@ -116,7 +116,7 @@ class CpuForward:
         self._layers = (Layer * len(decoder.layers))(*(self._layer(layer) for layer in decoder.layers))
         vocab, hidden = head.weight.shape
         inner = max((layer.down.weight.shape[1] for layer in decoder.layers if layer.mixture is None), default=0)
-        self._model = Model(
+        self._model: Model = Model(
             layers=len(decoder.layers),
             hidden=hidden,
             heads=decoder.num_heads,
