@@ -120,8 +120,7 @@ class UserSettings:
         entry = path[len(where) + 1 :]
         for name in reversed(entry.split(".")) if entry else ():
             value = {name: value}
-        setting = Setting(where, value, source, spelled, text)
-        self.settings.append(setting)
+        self.settings.append(Setting(where, value, source, spelled, text))
         for implied, meaning in (alias.implies if alias else {}).items():
             if not any(s.path == implied for s in self.settings):
                 self.settings.append(Setting(implied, meaning, source, spelled))

@@ -117,8 +117,7 @@ def own_attention(module: HFModule, requested: str | None = None) -> str:
         return requested
     if requested in FLASH:
         log.info("%s is not installed for a GPU of this machine: a padded forward takes sdpa or eager.", requested)
-    decoder = module.get_decoder()
-    return "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"
+    return "sdpa" if getattr(module.get_decoder(), "_supports_sdpa", False) else "eager"
 
 
 def check_attention(name: object) -> None:

@@ -69,7 +69,7 @@ class RankWorkers:
             mesh = context.worker_mesh(spec)
             if context.holds(spec.name):
                 self.program_workers[spec.name] = worker_of(spec.build, mesh)
-            elif mesh is not None:
+            elif mesh is not None and spec.engine is not None:
                 join_groups(context, mesh, spec.engine)
         if specs.rollout is not None:
             policy, group = self.models.get(POLICY), rollout_group(context)

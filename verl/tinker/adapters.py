@@ -148,7 +148,7 @@ def new_adapter(
     if not 1 <= rank <= engine.spec.rank:
         raise ConfigError(f"An adapter of rank {rank} is not between 1 and the largest rank here, {engine.spec.rank}.")
     generator, tensors, head = torch.Generator().manual_seed(seed), {}, engine.module.get_output_embeddings()
-    kind = {"device": engine.device, "dtype": torch.promote_types(engine.compute_dtype, torch.float32)}
+    kind: Any = {"device": engine.device, "dtype": torch.promote_types(engine.compute_dtype, torch.float32)}
     for name, layer in layers.items():
         if part_of_adapter(name, is_head=layer is head) in parts:
             down = torch.empty(rank, layer.in_features)

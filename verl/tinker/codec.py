@@ -207,8 +207,7 @@ def training_result(output: TrainingOutput) -> bytes:
     message.metrics.update(output.metrics)
     for trailing, members in groupby(output.log_probs, key=lambda array: array.shape[1:]):
         arrays = list(members)
-        record = message.loss_fn_outputs.add(num_datums=len(arrays))
-        tensor = record.fields["logprobs"]
+        tensor = message.loss_fn_outputs.add(num_datums=len(arrays)).fields["logprobs"]
         tensor.dtype = wire.DTYPE_FLOAT32
         tensor.data = b"".join(array.astype("<f4").tobytes() for array in arrays)
         tensor.offsets = np.cumsum([0, *(array.size * 4 for array in arrays)]).astype("<i8").tobytes()

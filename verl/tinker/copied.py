@@ -143,8 +143,8 @@ class CopiedModels(TrainedEngine):
         tensors = self._base if weights is None else weights.tensors
         for name, master in self.optimizer.masters.items():
             local(master.detach()).copy_(local(tensors[name]))
-        for layer in self._layers.values() if weights is not None else ():
-            layer.scale = weights.scale
+        for layer, scale in () if weights is None else [(one, weights.scale) for one in self._layers.values()]:
+            layer.scale = scale
         self.optimizer.round_masters()
         self.free_cached_memory()
         self._shown = weights

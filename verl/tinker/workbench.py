@@ -6,6 +6,7 @@ hand-written decoders read the model. Only one thread may call it.
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ class Workbench:
     def __init__(self, config: PPOConfig, device: torch.device | None = None, mesh: Mesh | None = None):
         """`mesh`: the ranks that train together, each with a part of the model. They do not sample."""
         sections = config.actor_rollout_ref
-        settings: dict[str, object] = {
+        settings: dict[str, Any] = {
             "engine": sections.actor.fsdp_config,
             "head": "lm",
             "device": device or resolve_device(config.trainer.device),
