@@ -148,13 +148,13 @@ def new_adapter(
     if not 1 <= rank <= engine.spec.rank:
         raise ConfigError(f"An adapter of rank {rank} is not between 1 and the largest rank here, {engine.spec.rank}.")
     generator, tensors, head = torch.Generator().manual_seed(seed), {}, engine.module.get_output_embeddings()
-    kind: Any = {"device": engine.device, "dtype": torch.promote_types(engine.compute_dtype, torch.float32)}
+    device, dtype = engine.device, torch.promote_types(engine.compute_dtype, torch.float32)
     for name, layer in layers.items():
         if part_of_adapter(name, is_head=layer is head) in parts:
             down = torch.empty(rank, layer.in_features)
             nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
-            tensors[f"{name}.lora_A"] = down.to(**kind)
-            tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, rank, **kind)
+            tensors[f"{name}.lora_A"] = down.to(device, dtype)
+            tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, rank, device=device, dtype=dtype)
     if not tensors:
         raise ConfigError("An adapter without layers trains nothing. Choose attention, MLP or the output projection.")
     return Adapter(AdapterWeights(rank, tensors))
