@@ -171,7 +171,7 @@ def test_a_service_that_is_gone_is_a_sentence_and_training_goes_on(tiny_llama, t
     (["rollout.name=sglang"], "service.url"),
     (["rollout.name=http", "rollout.service.url=http://127.0.0.1:1"], "weights_dir"),
     ([*KINDS["vllm"][:1], "rollout.service.url=http://127.0.0.1:1", "rollout.service.weights_dir=/a",
-      "rollout.service.api=openai"], "vllm or sglang"),
+      "rollout.service.api=openai"], "no adapters by name"),
 ])  # fmt: skip
 def test_a_service_without_adapters_by_name_is_refused(tiny_llama, keys, sentence):
     config = serving_config(str(tiny_llama), [f"actor_rollout_ref.{key}" for key in keys], rank=8)

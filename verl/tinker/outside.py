@@ -12,16 +12,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from verl.config import PPOConfig, full_key
+from verl.config import PPOConfig, RolloutConfig, full_key
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
+from verl.families import ROLLOUT_ENGINES
 from verl.models.adapter_weights import AdapterWeights
 from verl.rollout.api import WeightTransfer
 from verl.rollout.http.client import Client
+from verl.rollout.http.dialects import DIALECTS, VLLM, SGLang
 from verl.rollout.http.engine import HTTPRollout
 from verl.tinker.checkpoints import write_adapter
 
-_ROUTES = {"vllm": "/v1", "sglang": ""}  # kinds of services, and the beginning of their routes for adapters
+_ROUTES = {VLLM: "/v1", SGLang: ""}  # the beginning of a service's routes for adapters
 
 
 def check_outside(config: PPOConfig) -> None:
@@ -33,12 +35,19 @@ def check_outside(config: PPOConfig) -> None:
         raise ConfigError(
             f"Adapters for {rollout.service.url} are files. Set {key}.weights_dir to a folder that both can use."
         )
-    if rollout.name == "http" and rollout.service.api not in _ROUTES:
-        raise ConfigError(f"{key}.api={rollout.service.api} takes no adapters by name. Set it to vllm or sglang.")
+    if DIALECTS[_api(rollout)] not in _ROUTES:
+        raise ConfigError(
+            f"{key}.api={rollout.service.api} takes no adapters by name. Choose another server, and name its api."
+        )
     if config.actor_rollout_ref.model.lora_rank == 0:
         raise ConfigError(
             f"A server that samples takes adapters, and rank=0 trains all weights. Leave out {full_key('rollout.name')}."
         )
+
+
+def _api(rollout: RolloutConfig) -> str:
+    """The protocol of the service that the config names."""
+    return ROLLOUT_ENGINES.get(rollout.name).api or rollout.service.api
 
 
 class OutsideRollout(HTTPRollout):
@@ -48,7 +57,7 @@ class OutsideRollout(HTTPRollout):
         self, config: PPOConfig, module: Any, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], device: torch.device
     ):
         sections = config.actor_rollout_ref
-        self.api = "sglang" if sections.rollout.name == "sglang" else sections.rollout.service.api
+        self.api = _api(sections.rollout)
         limit_s = sections.rollout.service.timeout_s
         transfer = WeightTransfer(
             sections.model, device, module.dtype, _no_weights, "", _no_weights, "",
@@ -70,7 +79,9 @@ class OutsideRollout(HTTPRollout):
         folder.mkdir(parents=True)
         write_adapter(folder, weights, self.transfer.model.path)
         try:
-            self.client.command(f"{_ROUTES[self.api]}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+            self.client.command(
+                f"{_ROUTES[type(self.dialect)]}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}
+            )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -78,7 +89,7 @@ class OutsideRollout(HTTPRollout):
     def let_go(self, name: str) -> None:
         """Let the service forget an adapter."""
         try:
-            self.client.command(f"{_ROUTES[self.api]}/unload_lora_adapter", {"lora_name": name})
+            self.client.command(f"{_ROUTES[type(self.dialect)]}/unload_lora_adapter", {"lora_name": name})
         finally:
             shutil.rmtree(self._folder(name), ignore_errors=True)
 
