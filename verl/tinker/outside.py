@@ -1,7 +1,4 @@
-"""Samples of a service of vLLM or SGLang, which holds adapters by their names and reads them from a folder.
-
-verl serve tinker model=PATH rollout.name=sglang rollout.service.url=http://127.0.0.1:30000 rollout.service.weights_dir=/dev/shm
-"""
+"""Samples of a service of vLLM or SGLang, which holds adapters by their names and reads them from a folder."""
 
 from __future__ import annotations
 
