@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from verl.config import PPOConfig, RolloutConfig, full_key
+from verl.config import PPOConfig, full_key
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.families import ROLLOUT_ENGINES
@@ -32,19 +32,12 @@ def check_outside(config: PPOConfig) -> None:
         raise ConfigError(
             f"Adapters for {rollout.service.url} are files. Set {key}.weights_dir to a folder that both can use."
         )
-    if DIALECTS[_api(rollout)] not in _ROUTES:
+    if DIALECTS[ROLLOUT_ENGINES.get(rollout.name).api or rollout.service.api] not in _ROUTES:
         raise ConfigError(
             f"{key}.api={rollout.service.api} takes no adapters by name. Choose another server, and name its api."
         )
     if config.actor_rollout_ref.model.lora_rank == 0:
-        raise ConfigError(
-            f"A server that samples takes adapters, and rank=0 trains all weights. Leave out {full_key('rollout.name')}."
-        )
-
-
-def _api(rollout: RolloutConfig) -> str:
-    """The protocol of the service that the config names."""
-    return ROLLOUT_ENGINES.get(rollout.name).api or rollout.service.api
+        raise ConfigError("A server that samples takes adapters, not rank=0. Leave out rollout.name.")
 
 
 class OutsideRollout(HTTPRollout):
@@ -54,7 +47,7 @@ class OutsideRollout(HTTPRollout):
         self, config: PPOConfig, module: Any, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], device: torch.device
     ):
         sections = config.actor_rollout_ref
-        self.api = _api(sections.rollout)
+        self.api = ROLLOUT_ENGINES.get(sections.rollout.name).api or sections.rollout.service.api
         limit_s = sections.rollout.service.timeout_s
         transfer = WeightTransfer(
             sections.model, device, module.dtype, _no_weights, "", _no_weights, "",
@@ -76,9 +69,8 @@ class OutsideRollout(HTTPRollout):
         folder.mkdir(parents=True)
         write_adapter(folder, weights, self.transfer.model.path)
         try:
-            self.client.command(
-                f"{_ROUTES[type(self.dialect)]}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}
-            )
+            body: dict[str, object] = {"lora_name": name, "lora_path": str(folder)}
+            self.client.command(f"{_ROUTES[type(self.dialect)]}/load_lora_adapter", body)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
