@@ -25,7 +25,8 @@ def test_gradients_are_those_of_the_rounded_product(dtype, bias):
     layer, x = nn.Linear(33, 17, bias=bias).to(dtype), torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
     layer.__class__ = RoundedLinear
     y = layer(x)
-    rounded = [on_grid(t.detach(), "int8").double().requires_grad_() for t in (x, layer.weight)]
+    grids = on_grid(x.detach(), "int8"), on_grid(layer.weight.detach(), "int8", weights=True)
+    rounded = [grid.double().requires_grad_() for grid in grids]
     expected = rounded[0] @ rounded[1].T + (layer.bias.detach().double() if bias else 0.0)
     assert y.dtype == dtype
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}

@@ -18,7 +18,7 @@ from tests.rollout.test_cpu_kernels import DTYPES, ODD, SETS, odd_models  # noqa
 from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
-from verl.models.quantized import BLOCK, fp8_blocks, levels, on_grid
+from verl.models.quantized import BLOCK, fp8_blocks, levels, on_grid, outliers
 from verl.rollout.hf import eager_view
 from verl.rollout.http.server import arguments as server_arguments
 from verl.rollout.native.compiled import library
@@ -41,9 +41,17 @@ def operands(outputs, inputs, rows, dtype, seed=0):
 
 def by_integers(x, weight):
     """The product as exact sums of integers, scaled in the order of the kernels, rounded like `x`."""
-    (a, a_scale), (b, b_scale) = levels(x, "int8"), levels(weight, "int8")
+    apart = outliers(x)
+    (a, a_scale), (b, b_scale) = levels(x.masked_fill(apart, 0.0), "int8"), levels(weight, "int8")
     sums = torch.from_numpy(a.numpy().astype(np.int64) @ b.numpy().astype(np.int64).T)
-    return (sums.float() * b_scale[:, 0] * a_scale).to(x.dtype).float()
+    y = sums.float() * b_scale[:, 0] * a_scale
+    for row, of_row in enumerate(apart):
+        if of_row.any():
+            products = torch.zeros(len(weight))
+            for i in of_row.nonzero()[:, 0].tolist():
+                products += b[:, i] * x[row, i].float()
+            y[row] += products * b_scale[:, 0]
+    return y.to(x.dtype).float()
 
 
 @needs_kernels
@@ -78,14 +86,15 @@ __attribute__((target("avx2"))) static inline __m256i dot(__m256i sum, __m256i a
 #define WIDTH 8
 #define HAS_DOT 1
 #include "int8_kernels.h"
-void product(const char *x, const char *w, char *packed, char *levels, float *scales, float *out, int64_t rows,
+void product(const char *x, const char *w, char *packed, char *levels, char *apart, float *scales, float *out, int64_t rows,
              int64_t outputs, int64_t inputs)
 {
     const int64_t panels = (outputs + 23) / 24;
     pack_dots(0, packed, w, outputs, inputs, 0, panels);
     for (int64_t r = 0; r < rows; r++)
-        quantize_dots(levels + r * inputs * 4, scales + r, x + r * inputs * 4, inputs, 0);
+        quantize_dots(levels + r * inputs * 4, scales + r, apart + r * apart_bytes(inputs), x + r * inputs * 4, inputs, 0);
     struct gemm g = {.a = levels, .a_stride = inputs * 4, .a_scale = scales, .b = packed, .out = out,
+                     .apart = apart, .apart_stride = apart_bytes(inputs),
                      .out_stride = 24 * panels, .rows = rows, .steps = (inputs + 3) / 4, .panels = panels};
     gemm_dots(&g, 0, panels * ((rows + 3) / 4));
 }
@@ -102,7 +111,7 @@ def test_kernels_of_byte_products_give_the_same_bits(tmp_path):
     if built.returncode:
         pytest.skip(f"gcc for this processor is needed: {built.stderr[-200:]}")
     compiled = ctypes.CDLL(str(tmp_path / "dots.so"))
-    compiled.product.argtypes = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 3]
+    compiled.product.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 3]
     for outputs, inputs in SHAPES:
         for rows in (1, 2, 3, 9):
             weight, x = operands(outputs, inputs, rows, torch.float32)
@@ -111,6 +120,7 @@ def test_kernels_of_byte_products_give_the_same_bits(tmp_path):
             buffers = [
                 torch.zeros(padded * (inputs + 12), dtype=torch.uint8),
                 torch.zeros(len(x) * inputs * 4 + 4, dtype=torch.uint8),
+                torch.zeros(len(x) * (16 + inputs // 4), dtype=torch.uint8),
             ]
             out, scales = torch.empty(rows, padded), torch.empty(len(x))
             compiled.product(*(t.data_ptr() for t in (x, weight, *buffers, scales, out)), rows, outputs, inputs)

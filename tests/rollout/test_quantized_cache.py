@@ -29,7 +29,7 @@ LENGTHS = [3, 20, 7, 33]
 
 
 def attention(module, query, key, value, *arguments, **options):
-    key, value = (on_grid(x, "int8").to(x.dtype) for x in (key, value))
+    key, value = (on_grid(x, "int8", weights=True).to(x.dtype) for x in (key, value))
     return eager_attention_forward(module, query, key, value, *arguments, **options)
 
 

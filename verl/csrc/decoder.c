@@ -147,10 +147,10 @@ struct forward {
     const struct step *step;
     int kind;
     int64_t x_stride, qkv_stride, gate_stride; /* floats */
-    int64_t a_stride, att_stride, h_stride, level_stride; /* bytes */
+    int64_t a_stride, att_stride, h_stride, level_stride, apart_stride; /* bytes */
     int64_t scratch_bytes, scores_stride, low_stride; /* low_stride: floats */
     float *x, *qkv, *gate_up, *low, *level_scales;
-    char *q, *att, *a, *h, *levels, *scratch; /* levels: of the operand of the next int8 product */
+    char *q, *att, *a, *h, *levels, *apart, *scratch; /* levels, apart: of the operand of the next int8 product */
 };
 
 /* Where the next buffer of a workspace starts, behind one that ends at `end` */
@@ -193,7 +193,9 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     TAKE(h, chunk * f->h_stride);
     TAKE(low, chunk * f->low_stride * 4);
     TAKE(levels, chunk * f->level_stride);
+    f->apart_stride = m->int8 ? apart_bytes(m->inner + m->hidden + m->heads * m->head_dim) : 0;
     TAKE(level_scales, m->int8 ? chunk * 4 : 0);
+    TAKE(apart, chunk * f->apart_stride);
     f->scratch_bytes = round_up(queries * (f->scores_stride + 2 * dim) * 4, 64) + 64;
     TAKE(scratch, s->threads * f->scratch_bytes);
 #undef TAKE
@@ -216,7 +218,7 @@ static void multiply(const struct forward *f, const struct team *team, int threa
 static void quantize(const struct forward *f, const struct team *team, int thread, const char *a, int64_t a_stride, int64_t inputs, int64_t rows)
 {
     for (int64_t r = rows * thread / team->size; f->model->int8 && r < rows * (thread + 1) / team->size; r++)
-        f->int8->quantize(f->levels + r * f->level_stride, f->level_scales + r, a + r * a_stride, inputs, f->kind == PAIRS);
+        f->int8->quantize(f->levels + r * f->level_stride, f->level_scales + r, f->apart + r * f->apart_stride, a + r * a_stride, inputs, f->kind == PAIRS);
 }
 
 /* The rows of a run among those of a product that begins at token `first`: their number, from row *begin on */
@@ -266,6 +268,7 @@ static void multiply_adapted(const struct forward *f, struct team *team, int thr
     if (f->model->int8 && number < 4 * f->model->layers) {
         base.kind = INT8, base.bf16 = (int)f->model->bf16;
         base.a = f->levels, base.a_stride = f->level_stride, base.a_scale = f->level_scales;
+        base.apart = f->apart, base.apart_stride = f->apart_stride;
     }
     multiply(f, team, thread, base, inputs, outputs);
     if (!f->step->num_runs)
@@ -523,15 +526,16 @@ void decoder_product(const struct kernels *k, int kind, const char *x, int64_t x
     multiply_alone(k, (struct product){k->gemm, g, 0}, outputs, threads);
 }
 
-/* The same with int8 weights. `levels`, rows of `stride` bytes as those of x, and `scales` are memory to work in. */
-void decoder_int8_product(const struct kernels *k, int halves, int bf16, const char *x, int64_t stride, char *levels, float *scales, const char *weights,
+/* The same with int8 weights. `levels` and `apart`, rows of `stride` and apart_bytes(inputs) bytes, and `scales` are memory to work in. */
+void decoder_int8_product(const struct kernels *k, int halves, int bf16, const char *x, int64_t stride, char *levels, float *scales, char *apart, const char *weights,
                           float *out, int64_t rows, int64_t outputs, int64_t inputs, int64_t threads)
 {
     const struct int8_kernels *int8 = int8_of(k);
+    const int64_t apart_stride = apart_bytes(inputs);
     for (int64_t r = 0; r < rows; r++)
-        int8->quantize(levels + r * stride, scales + r, x + r * stride, inputs, halves);
+        int8->quantize(levels + r * stride, scales + r, apart + r * apart_stride, x + r * stride, inputs, halves);
     const int64_t steps = (inputs + int8->group - 1) / int8->group;
-    struct gemm g = {.kind = INT8, .bf16 = bf16, .a = levels, .a_stride = stride, .a_scale = scales, .b = weights, .out = out, .rows = rows, .steps = steps};
+    struct gemm g = {.kind = INT8, .bf16 = bf16, .a = levels, .a_stride = stride, .a_scale = scales, .apart = apart, .apart_stride = apart_stride, .b = weights, .out = out, .rows = rows, .steps = steps};
     multiply_alone(k, (struct product){int8->gemm, g, 0}, outputs, threads);
 }
 

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 8 };          /* counts up when a structure changes */
+enum { REVISION = 9 };          /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
@@ -89,7 +89,20 @@ struct gemm {
     int64_t rows, steps, panels;
     int64_t block;          /* pairs: steps whose sum begins at zero, 0 for all */
     const float *a_scale;   /* int8: of each row */
+    const char *apart;      /* int8: outliers of each row, `struct outliers`, apart_stride bytes from row to row */
+    int64_t apart_stride;
     int bf16;               /* int8: results are rounded */
+};
+
+/* Values of a row of activations that are multiplied as floats, by ascending input: fewer than an APART-th of the inputs */
+enum { APART = 32 };
+struct outlier {
+    int32_t input;
+    float value;
+};
+struct outliers {
+    int64_t count;
+    struct outlier some[];
 };
 
 struct norm {
@@ -138,7 +151,7 @@ struct int8_kernels {
     int64_t group, header, tile_rows; /* inputs of a step; bytes of a panel before its levels; rows of a tile of sums */
     void (*gemm)(const struct gemm *, int64_t begin, int64_t end);
     void (*pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end);
-    void (*quantize)(char *to, float *scale, const char *row, int64_t n, int halves);
+    void (*quantize)(char *to, float *scale, char *apart, const char *row, int64_t n, int halves);
 };
 
 /* Row of a token's slot in a part of a record whose rows have `width` elements */
@@ -150,6 +163,7 @@ static inline int64_t stored(const struct model *m) { return m->int8_cache ? 1 :
 static inline int64_t half_block(const struct model *m) { return BLOCK * (padded_head(m) * stored(m) + (m->int8_cache ? 4 : 0)); }
 /* Bytes of an activation, and the stride of a row of `n`: never a power of two, so that rows do not share cache sets. */
 static inline int64_t item(int kind) { return kind == PAIRS ? 2 : 4; }
+static inline int64_t apart_bytes(int64_t inputs) { return 16 + inputs / APART * 8; }
 static inline int64_t row_bytes(int64_t n, int kind) { return (round_up(n, 32) + 32) * item(kind); }
 
 #endif

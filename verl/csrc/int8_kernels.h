@@ -1,5 +1,7 @@
 /* Products of int8 weights and int8 activations, summed as int32: the includer defines ISA, TARGET, WIDTH, HAS_DOT and HAS_TILES. Sums are
-   exact, so all instruction sets give the same bits. Rows of weights are outputs, rows of activations are tokens (levels.h). */
+   exact, so all instruction sets give the same bits. Rows of weights are outputs, rows of activations are tokens (levels.h).
+   One channel of a token may be twenty times as large as the others, which then have a few levels left. Such values are multiplied as
+   floats: those whose squares are beyond APART times the mean, fewer than an APART-th of a row. */
 
 #define HAS_PAIRS 0
 #include "simd.h"
@@ -9,9 +11,11 @@
 #if WIDTH == 16
 #define MR 8
 #define v_scaled(sum, scale) v_mul(_mm512_cvtepi32_ps(sum), scale)
+#define v_signed(x, up, down) _mm512_sra_epi32(_mm512_sll_epi32(x, _mm_cvtsi32_si128(up)), _mm_cvtsi32_si128(down))
 #else
 #define MR 4
 #define v_scaled(sum, scale) v_mul(_mm256_cvtepi32_ps(sum), scale)
+#define v_signed(x, up, down) _mm256_sra_epi32(_mm256_sll_epi32(x, _mm_cvtsi32_si128(up)), _mm_cvtsi32_si128(down))
 #endif
 #define NR (3 * WIDTH)
 
@@ -41,24 +45,47 @@
 #define PART ((int64_t)WIDTH * GROUP) /* bytes of a step that a vector holds */
 #define HEADER ((int64_t)NR * 8)      /* of a panel: scales [NR] as floats, then `below` [NR] as int32 */
 
-INLINE void NAME(quantize_as)(const int halves, char *to, float *scale, const char *row, int64_t n)
+/* The square beyond which a value of a row is an outlier; sums have one order on all processors */
+INLINE float NAME(square_limit)(const int halves, const char *row, int64_t n)
 {
-    float inverse;
-    *scale = NAME(scale_of)(row, n, halves, &inverse);
-    for (int64_t i = 0; i < n; i++)
-        if (GROUP == 4)
-            ((uint8_t *)to)[i] = (uint8_t)(NAME(level)(NAME(value)(row, i, halves), inverse) + 128);
-        else
-            ((int16_t *)to)[i] = (int16_t)NAME(level)(NAME(value)(row, i, halves), inverse);
+    float parts[16] = {0}, sum = 0.0f;
+    for (int64_t i = 0; i < n; i += 16)
+        for (int64_t j = 0; j < 16 && i + j < n; j++) {
+            const float x = NAME(value)(row, i + j, halves);
+            parts[j] += x * x;
+        }
+    for (int j = 0; j < 16; j++)
+        sum += parts[j];
+    return sum / (float)n * (float)APART;
 }
 
-/* Levels of a row as an operand of products, and its scale. What pads a row to groups is multiplied by zeros. */
-FN void NAME(quantize)(char *to, float *scale, const char *row, int64_t n, int halves)
+INLINE void NAME(quantize_as)(const int halves, char *to, float *scale, struct outliers *apart, const char *row, int64_t n)
+{
+    const float limit = NAME(square_limit)(halves, row, n);
+    float rest[n], inverse;
+    apart->count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const float x = NAME(value)(row, i, halves);
+        const int is_apart = x * x > limit && apart->count < n / APART;
+        rest[i] = is_apart ? 0.0f : x;
+        if (is_apart)
+            apart->some[apart->count++] = (struct outlier){(int32_t)i, x};
+    }
+    *scale = NAME(scale_of)((const char *)rest, n, 0, &inverse);
+    for (int64_t i = 0; i < n; i++)
+        if (GROUP == 4)
+            ((uint8_t *)to)[i] = (uint8_t)(NAME(level)(rest[i], inverse) + 128);
+        else
+            ((int16_t *)to)[i] = (int16_t)NAME(level)(rest[i], inverse);
+}
+
+/* Levels of a row as an operand of products, its scale and its outliers. What pads a row to groups is multiplied by zeros. */
+FN void NAME(quantize)(char *to, float *scale, char *apart, const char *row, int64_t n, int halves)
 {
     if (halves)
-        NAME(quantize_as)(1, to, scale, row, n);
+        NAME(quantize_as)(1, to, scale, (struct outliers *)apart, row, n);
     else
-        NAME(quantize_as)(0, to, scale, row, n);
+        NAME(quantize_as)(0, to, scale, (struct outliers *)apart, row, n);
 }
 
 INLINE void NAME(pack_row)(const int halves, char *panel, int64_t n, const char *row, int64_t inputs)
@@ -111,16 +138,32 @@ INLINE void NAME(tile)(const int rows, const int fetches, int64_t steps, int64_t
     }
 }
 
+/* The products of a row's outliers with WIDTH outputs, levels of weights that begin at `levels`, in units of their scales */
+INLINE vf NAME(apart)(const struct outliers *apart, const char *levels)
+{
+    const int bits = 32 / GROUP; /* an input of a step has so many in a lane */
+    vf sum = v_set(0.0f);
+    for (int64_t i = 0; i < apart->count; i++) {
+        const int64_t input = apart->some[i].input;
+        const vi both = v_weights(levels + input / GROUP * NR * GROUP);
+        sum = v_add(sum, v_scaled(v_signed(both, 32 - bits * (1 + (int)(input % GROUP)), 32 - bits), v_set(apart->some[i].value)));
+    }
+    return sum;
+}
+
 INLINE void NAME(finish)(const int rows, const struct gemm *g, int64_t row, int64_t column, int count, const char *panel, vi acc[MR][3])
 {
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
         float *out = g->out + (row + i) * g->out_stride + column;
+        const struct outliers *apart = (const struct outliers *)(g->apart + (row + i) * g->apart_stride);
         if (i < count)
             for (int j = 0; j < 3; j++) {
                 const float *scale = (const float *)panel + j * WIDTH;
                 vf y = v_scaled(v_plus(acc[i][j], v_loadi(scale + NR)), v_load(scale));
                 y = v_mul(y, v_set(g->a_scale[row + i]));
+                if (apart->count)
+                    y = v_add(y, v_mul(NAME(apart)(apart, panel + HEADER + j * PART), v_load(scale)));
                 if (g->bias)
                     y = v_add(y, v_load(g->bias + column + j * WIDTH));
                 if (g->bf16)
@@ -204,3 +247,4 @@ static const struct int8_kernels NAME(kernels) = {GROUP, HEADER, ROWS_OF_SUMS, N
 #undef v_dot
 #undef v_plus
 #undef v_scaled
+#undef v_signed

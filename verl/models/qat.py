@@ -28,14 +28,14 @@ class _RoundedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(on_grid(x, "int8"), on_grid(weight, "int8"))
+        return F.linear(on_grid(x, "int8"), on_grid(weight, "int8", weights=True))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = (dy @ on_grid(weight, "int8")).to(x.dtype)
+            dx = (dy @ on_grid(weight, "int8", weights=True)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dw = (dy.flatten(0, -2).T @ on_grid(x, "int8").flatten(0, -2)).to(weight.dtype)
         return dx, dw

@@ -1,13 +1,15 @@
 """Grids of low-precision numbers: int8, and fp8 (e4m3), as rollout engines compute with them.
 
 A group of values has a scale, its largest magnitude over the last level: 127 of int8, 448 of e4m3. int8 has a group for each
-row: an output of weights, a token of activations. fp8 has blocks of 128 x 128 weights, and 128 neighbours of a token.
+row: an output of weights, a token of activations, whose outliers stay floats. fp8 has blocks of 128 x 128 weights, and 128
+neighbours of a token.
 """
 
 import torch
 import torch.nn.functional as F
 
 BLOCK = 128
+APART = 32  # see verl/csrc/int8_kernels.h
 _LAST = {"int8": 127.0, "fp8": 448.0}
 
 
@@ -23,6 +25,12 @@ def levels(x: torch.Tensor, grid: str) -> tuple[torch.Tensor, torch.Tensor]:
     return (scaled.round() if grid == "int8" else scaled.to(torch.float8_e4m3fn)), scale
 
 
+def outliers(x: torch.Tensor) -> torch.Tensor:
+    """Where a token's activations `x` [..., n] stay floats in int8: their squares are beyond APART times the mean."""
+    squares = x.float().square()
+    return squares > APART * squares.mean(-1, keepdim=True)
+
+
 def fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(levels of `weight` [outputs, inputs] in e4m3, scales of its blocks in float32 [outputs / 128, inputs / 128])."""
     outputs, inputs = weight.shape
@@ -36,8 +44,9 @@ def fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def on_grid(x: torch.Tensor, grid: str, *, weights: bool = False) -> torch.Tensor:
     """The values that `grid` has for `x` [..., n] in float32: of activations, or of `weights` [outputs, inputs]."""
     if grid == "int8":
-        level, scale = levels(x, grid)
-        return level * scale
+        apart = torch.zeros_like(x, dtype=torch.bool) if weights else outliers(x)
+        level, scale = levels(x.masked_fill(apart, 0.0), grid)
+        return torch.where(apart, x.float(), level * scale)
     if weights:
         level, scale = fp8_blocks(x)
         return level.float() * scale.repeat_interleave(BLOCK, 0)[: len(x)].repeat_interleave(BLOCK, 1)[:, : x.shape[1]]

@@ -14,7 +14,7 @@ from verl.models.ops.linear import Matmul
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
-REVISION = 8  # of the structures, see decoder.h
+REVISION = 9  # of the structures, see decoder.h
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
 PAIRED = ("avx512_amx", "avx512_bf16")  # instruction sets with products of bfloat16 pairs
@@ -140,9 +140,10 @@ class Kernels:
             torch.empty_like(padded),
             torch.empty(rows),
         )
+        apart = torch.empty(rows, 2 + inputs // 32, dtype=torch.int64)
         self._library.decoder_int8_product(
             self._handle, kind == PAIRS, x.dtype == torch.bfloat16, padded.data_ptr(),
-            padded.stride(0) * padded.element_size(), levels.data_ptr(), scales.data_ptr(), packed.data_ptr(),
+            padded.stride(0) * padded.element_size(), levels.data_ptr(), scales.data_ptr(), apart.data_ptr(), packed.data_ptr(),
             out.data_ptr(), rows, outputs, inputs, threads,
         )  # fmt: skip
         return out[:rows, :outputs]
@@ -250,7 +251,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.decoder_large_pages.argtypes = [c_void_p, c_int64]
     library.decoder_pack.argtypes = [kernels, c_int, c_int, c_void_p, c_void_p, *[c_int64] * 3]
     library.decoder_product.argtypes = [kernels, c_int, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5]
-    library.decoder_int8_product.argtypes = [kernels, c_int, c_int, c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4]
+    library.decoder_int8_product.argtypes = [kernels, c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 4]
     library.decoder_draw.argtypes = [
         kernels, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p, c_void_p, c_void_p, c_int64,
     ]  # fmt: skip
