@@ -204,7 +204,7 @@ def check_qat(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         return
     fault = None
     if group.rollout.quantization != "int8":
-        fault = f"is for a sampler with the same numbers. Set {_ROLLOUT}.quantization=int8"
+        fault = f"needs a sampler with the same numbers. Set {_ROLLOUT}.quantization=int8"
     elif group.model.lora_rank or group.model.lora_adapter_path:
         fault = "trains the rounded weights themselves, and adapters train beside them. Remove the adapters"
     elif group.actor.strategy in ("megatron", "deepspeed") or runs_on_several_devices(c):
