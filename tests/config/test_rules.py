@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -11,6 +12,7 @@ from verl.config import PPO, load_config
 from verl.config.checks import check_config
 from verl.config.keys import Bounds
 from verl.config.rules import ppo, ppo_parts, sections
+from verl.config.schema import value_at
 
 from .helpers import ACTOR, FIXTURES, GRPO, ROLLOUT, load, problems, refused
 
@@ -78,7 +80,6 @@ error    ACTOR.strategy  ACTOR.strategy=fsdp3
 error    ACTOR.deepspeed.config  ACTOR.strategy=deepspeed  ACTOR.deepspeed.config=missing.json
 error    ACTOR.deepspeed.config  ACTOR.strategy=deepspeed  ACTOR.deepspeed.offload_param=True
 error    ACTOR.megatron  model_engine=megatron  ACTOR.megatron.use_megatron_fsdp=True
-error    MODEL.mtp.enable_train  model_engine=megatron  MODEL.mtp.enable=True  MODEL.mtp.enable_train=True
 error    ROLLOUT.speculative.model_path  ROLLOUT.speculative.methods=[model]
 error    ROLLOUT.dtype  ROLLOUT.dtype=float16
 error    ACTOR.fsdp_config.model_dtype  ACTOR.fsdp_config.model_dtype=fp16
@@ -167,7 +168,12 @@ error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name
 error    ROLLOUT.adapters_by_name  ROLLOUT.name=sglang  ROLLOUT.adapters_by_name=True  MODEL.lora_rank=4  MODEL.use_dora=True
 error    ROLLOUT.speculative.methods  ROLLOUT.name=hf  ROLLOUT.speculative.methods=[ngram]
 error    ROLLOUT.speculative.methods  ROLLOUT.speculative.methods=[ngram]  ROLLOUT.enable_rollout_routing_replay=True
+error    ROLLOUT.speculative.methods  ROLLOUT.speculative.methods=[model,mtp]  ROLLOUT.speculative.model_path=draft
 warning  ROLLOUT.speculative.methods  ROLLOUT.name=vllm  ROLLOUT.speculative.methods=[ngram]
+error    MODEL.mtp.enable_rollout  ROLLOUT.name=vllm  MODEL.mtp.enable=True  MODEL.mtp.enable_rollout=True
+        ROLLOUT.speculative.methods=[ngram]
+error    MODEL.mtp.num_speculative_tokens  ROLLOUT.name=vllm  MODEL.mtp.enable=True  MODEL.mtp.enable_rollout=True
+        MODEL.mtp.num_speculative_tokens=2  ROLLOUT.speculative.num_speculative_tokens=3
 error    MODEL.lora_adapter_path  MODEL.lora_adapter_path=/nowhere
 error    critic.model.lora_adapter_path  critic.model.lora_adapter_path=/nowhere
 error    reward.reward_model.model_path  reward.reward_model.enable=True
@@ -320,6 +326,45 @@ def test_a_small_batch_is_one_mini_batch():
     assert loaded.config.actor_rollout_ref.actor.ppo_mini_batch_size == 8
     assert loaded.config.critic.ppo_mini_batch_size == 8
     assert loaded.origins[f"{ACTOR}.ppo_mini_batch_size"] == "follows data.train_batch_size"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.rollout_correction.rollout_is=null",
+        "algorithm.rollout_correction.rollout_is_threshold=3",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5_2",
+        "algorithm.rollout_correction.rollout_rs=null",
+        "trainer.guards.sampler_kl.action=warn",
+        "trainer.guards.sampler_kl.limit=0.5",
+    ],
+)
+def test_a_key_that_is_set_keeps_the_other_defaults_of_a_sampler_in_few_bits(override):
+    defaults = load(f"{ROLLOUT}.quantization=int8").config
+    loaded = load(f"{ROLLOUT}.quantization=int8", override)
+    key, alone = override.partition("=")[0], {"rollout_rs": {"rollout_rs", "rollout_rs_threshold"}}
+    for section in ("algorithm.rollout_correction", "trainer.guards.sampler_kl"):
+        ours, theirs = value_at(loaded.config, section), value_at(defaults, section)
+        changed = {field.name for field in fields(theirs) if ours[field.name] != theirs[field.name]}
+        name = key.rpartition(".")[2] if key.startswith(section) else ""
+        assert changed == (alone.get(name, {name}) if name else set())
+    assert not any(key in notice for notice in loaded.notices)
+
+
+def test_the_loss_of_bypass_mode_has_no_weights_of_its_own():
+    loaded = load(f"{ROLLOUT}.quantization=int8", "algorithm.rollout_correction.bypass_mode=True")
+    assert loaded.config.algorithm.rollout_correction.rollout_is is None
+
+
+def test_drafts_of_the_head_keep_the_number_that_is_set():
+    head = (f"{ROLLOUT}.name=vllm", f"{PATHS['MODEL']}.mtp.enable=True", f"{PATHS['MODEL']}.mtp.enable_rollout=True")
+    for override, number in (
+        (f"{PATHS['MODEL']}.mtp.num_speculative_tokens=3", 3),
+        (f"{ROLLOUT}.speculative.num_speculative_tokens=5", 5),
+        (f"{ROLLOUT}.speculative.methods=[mtp]", 1),
+    ):
+        drafts = load(*head, override).config.actor_rollout_ref.rollout.speculative
+        assert (drafts.methods, drafts.num_speculative_tokens) == (["mtp"], number)
 
 
 def test_resume_path_is_accepted_where_it_exists(tmp_path):

@@ -170,6 +170,12 @@ def _read_by_estimator(key: str) -> Condition:
     )
 
 
+def _drafts_by(method: str) -> Condition:
+    return Condition(
+        lambda root, node: method in node.methods, f"{{}}methods has no {method}", f"set {{}}methods=[{method}]"
+    )
+
+
 def _engine_can(fact: str) -> Condition:
     names = engines_with(fact)
     return Condition(
@@ -269,12 +275,10 @@ PPO_CONDITIONS: dict[str, Condition] = {
     "has_class_path": Condition(
         lambda root, node: node.class_path is not None, "no class_path is set with it", "set {}class_path as well"
     ),
-    "drafts": Condition(
+    "has_drafts": Condition(
         lambda root, node: bool(node.methods), "{}methods is empty, so there are no drafts", "set {}methods=[ngram]"
     ),
-    "drafts_by_model": Condition(
-        lambda root, node: "model" in node.methods, "{}methods has no model", "set {}methods=[model]"
-    ),
+    **{f"drafts_by_{method}": _drafts_by(method) for method in ("history", "model")},
     "critic": Condition(
         lambda root, node: uses_critic(root),
         "no critic is trained with this algorithm.adv_estimator",
@@ -365,7 +369,6 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "samples are single turns (actor_rollout_ref.rollout.multi_turn.enable=False)",
         "set actor_rollout_ref.rollout.multi_turn.enable=True",
     ),
-    **{fact: _engine_can(fact) for fact in FACTS},
     "own_server": Condition(
         lambda root, node: starts_engine(root) and engine_facts(root.actor_rollout_ref.rollout.name).asks_service,
         "the run starts no server",
@@ -387,3 +390,5 @@ PPO_CONDITIONS: dict[str, Condition] = {
     "judge_process": _judge(*engines_with(lambda facts: facts.holds_weights and not facts.asks_service)),
     "judge_service": _judge(*engines_with("asks_service")),
 }
+assert not PPO_CONDITIONS.keys() & FACTS.keys()  # a fact of engines is a condition of its name
+PPO_CONDITIONS |= {fact: _engine_can(fact) for fact in FACTS}

@@ -260,11 +260,10 @@ def _plugins(values: Mapping[str, object], model: str) -> Derived:
 def _drafts(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     """Drafts by the policy's head, from the keys of the model."""
     mtp, drafts = f"{_MODEL}.mtp", f"{_ROLLOUT}.speculative"
-    if not (values[f"{mtp}.enable"] and values[f"{mtp}.enable_rollout"]) or f"{drafts}.methods" in set_keys:
+    if not (values[f"{mtp}.enable"] and values[f"{mtp}.enable_rollout"]):
         return {}
-    number = values[f"{mtp}.num_speculative_tokens"]
-    source = f"follows {mtp}.enable_rollout"
-    return {f"{drafts}.methods": (["mtp"], source), f"{drafts}.num_speculative_tokens": (number, source)}
+    wanted = {f"{drafts}.methods": ["mtp"], f"{drafts}.num_speculative_tokens": values[f"{mtp}.num_speculative_tokens"]}
+    return {key: (value, f"follows {mtp}.enable_rollout") for key, value in wanted.items() if key not in set_keys}
 
 
 def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
@@ -279,14 +278,13 @@ def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     correction, guard = "algorithm.rollout_correction", "trainer.guards.sampler_kl"
     without = {f"{_ROLLOUT}.quantization": None, f"{_ROLLOUT}.kv_cache_dtype": "auto"}
     quantized = next((key for key in without if values[key] != without[key]), None)
-    is_set, is_ahead = any(k.startswith(correction) for k in set_keys), isinstance(number, int) and number > 0
-    if is_ahead and not is_set:
-        derived[f"{correction}.rollout_is"] = ("token", f"follows {key}")
-    if quantized and not is_set:
-        rule = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.1_10.0"}
-        derived |= {f"{correction}.{name}": (value, f"follows {quantized}") for name, value in rule.items()}
-    if quantized and not is_ahead and not any(k.startswith(guard) for k in set_keys):  # age adds to the KL
-        derived |= {
-            f"{guard}.{name}": (value, f"follows {quantized}") for name, value in (("limit", 0.1), ("action", "stop"))
-        }
-    return derived
+    is_ahead = isinstance(number, int) and number > 0
+    wanted: dict[str, object] = {}  # a key that is set leaves the others
+    if (is_ahead or quantized) and not values[f"{correction}.bypass_mode"]:
+        wanted[f"{correction}.rollout_is"] = "token"
+        if quantized and f"{correction}.rollout_rs" not in set_keys:
+            wanted |= {f"{correction}.rollout_rs": "token_k1", f"{correction}.rollout_rs_threshold": "0.1_10.0"}
+    if quantized and not is_ahead:  # age adds to the KL
+        wanted |= {f"{guard}.limit": 0.1, f"{guard}.action": "stop"}
+    source = f"follows {quantized or key}"
+    return derived | {name: (value, source) for name, value in wanted.items() if name not in set_keys}

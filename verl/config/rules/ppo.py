@@ -18,6 +18,7 @@ from verl.config.rules.ppo_parts import (
     check_ahead,
     check_correction,
     check_distillation,
+    check_drafts,
     check_policy,
     check_qat,
     check_quantization,
@@ -289,40 +290,6 @@ def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.n={rollout.n} gives equal samples, because rollout decodes greedily: there is nothing to learn from "
             f"their comparison. Set {ROLLOUT}.do_sample=True, a temperature and a top_p well above 0, top_k other than 1, or "
             "n=1.",
-        )
-
-
-def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
-    """Drafts of tokens that one step verifies."""
-    rollout = c.actor_rollout_ref.rollout
-    facts = engine_facts(rollout.name)
-    methods, drafts = f"{ROLLOUT}.speculative.methods", rollout.speculative.methods
-    needed = {"drafts": bool(drafts), "drafts_mixed": len(drafts) > 1}
-    needed |= {f"drafts_{method}": method in drafts for method in ("history", "mtp")}
-    path = f"{ROLLOUT}.speculative.model_path"
-    if lacking := [fact for fact, is_needed in needed.items() if is_needed and not getattr(facts, fact)]:
-        yield error(
-            methods, f"{needs_engine(f'{methods}={drafts}', lacking[-1])}. Set {ROLLOUT}.name, or other methods."
-        )
-    elif "model" in drafts and rollout.speculative.model_path is None:
-        yield error(
-            path, f"{methods}={drafts} needs {path}, a folder or hub name of a model with the policy's tokenizer."
-        )
-    elif {"model", "mtp"} <= set(drafts):
-        yield error(
-            methods, f"{methods}={drafts}: a draft model and the policy's head guess at the same places. Choose one."
-        )
-    elif drafts and not facts.verifies_invariance:
-        yield warning(
-            methods,
-            f"With {methods}={drafts}, samples may differ from a run without drafts: {ROLLOUT}.name={rollout.name} verifies "
-            f"several tokens by other sums. The native engine's samples stay equal.",
-        )
-    if drafts and rollout.enable_rollout_routing_replay:
-        yield error(
-            methods,
-            f"{methods}={drafts} computes tokens that may be dropped, so the experts of {ROLLOUT}.enable_rollout_routing_replay"
-            "=True cannot be recorded. Set it to False, or the methods to [].",
         )
 
 

@@ -162,6 +162,53 @@ def check_correction(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
+def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """Drafts of tokens that one step verifies."""
+    rollout = c.actor_rollout_ref.rollout
+    facts = engine_facts(rollout.name)
+    methods, drafts = f"{_ROLLOUT}.speculative.methods", rollout.speculative.methods
+    number = rollout.speculative.num_speculative_tokens
+    needed = {"drafts": bool(drafts), "drafts_mixed": len(drafts) > 1}
+    needed |= {f"drafts_{method}": method in drafts for method in ("history", "mtp")}
+    path = f"{_ROLLOUT}.speculative.model_path"
+    if lacking := [fact for fact, is_needed in needed.items() if is_needed and not getattr(facts, fact)]:
+        yield error(
+            methods, f"{needs_engine(f'{methods}={drafts}', lacking[-1])}. Set {_ROLLOUT}.name, or other methods."
+        )
+    elif "model" in drafts and rollout.speculative.model_path is None:
+        yield error(
+            path, f"{methods}={drafts} needs {path}, a folder or hub name of a model with the policy's tokenizer."
+        )
+    elif {"model", "mtp"} <= set(drafts):
+        yield error(
+            methods, f"{methods}={drafts}: a draft model and the policy's head guess at the same places. Choose one."
+        )
+    elif drafts and not facts.verifies_invariance:
+        yield warning(
+            methods,
+            f"With {methods}={drafts}, samples may differ from a run without drafts: {_ROLLOUT}.name={rollout.name} verifies "
+            f"several tokens by other sums. The native engine's samples stay equal.",
+        )
+    head, mtp = "actor_rollout_ref.model.mtp", c.actor_rollout_ref.model.mtp
+    for name, other, value, clashes in (
+        ("enable_rollout", methods, drafts, "mtp" not in drafts),
+        (
+            "num_speculative_tokens",
+            f"{_ROLLOUT}.speculative.num_speculative_tokens",
+            number,
+            mtp.num_speculative_tokens != number,
+        ),
+    ):
+        if clashes and mtp.enable and mtp.enable_rollout and (key := f"{head}.{name}") in set_keys:
+            yield error(key, f"{key}={getattr(mtp, name)} contradicts {other}={value}. Set one of them.")
+    if drafts and rollout.enable_rollout_routing_replay:
+        yield error(
+            methods,
+            f"{methods}={drafts} computes tokens that may be dropped, so the experts of "
+            f"{_ROLLOUT}.enable_rollout_routing_replay=True cannot be recorded. Set it to False, or the methods to [].",
+        )
+
+
 def check_quantization(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Weights and KV cache of the sampler in fewer bits."""
     rollout = c.actor_rollout_ref.rollout

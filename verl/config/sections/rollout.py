@@ -211,9 +211,9 @@ class SpeculativeConfig(Section):
         path=True,
     )
     num_speculative_tokens: int = used(
-        7, "most drafts of a sample in a step; the native engine tries as many as save time", when="drafts", ge=1, le=63
+        7, "most drafts of a sample in a step; the native engine tries what saves time", when="has_drafts", ge=1, le=63
     )
-    history_mb: int = used(64, "most MiB of earlier responses (history)", when="drafts", sizing=True, ge=1)
+    history_mb: int = used(64, "most MiB of earlier responses (history)", when="drafts_by_history", sizing=True, ge=1)
 
 
 @dataclass(frozen=True)
