@@ -5,7 +5,7 @@ import torch
 
 from tests.models.reference import make_columns, random_rows, widen_norms
 from verl.errors import ConfigError
-from verl.models.adapter_dropout import DroppedLinear, add_dropout, dropping, token_keys, words
+from verl.models.adapter_dropout import DroppedLinear, add_dropout, dropout_keys, dropping, words
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.lora import LoRASpec, add_adapters
@@ -52,12 +52,12 @@ def test_a_mask_keeps_the_asked_share_and_no_two_are_alike():
 
 def test_keys_are_of_the_tokens_up_to_each_and_of_the_step():
     shared, apart = (pack_rows(columns(), share_prompts=share) for share in (True, False))
-    once, each = (token_keys(packed, 3) for packed in (shared, apart))
+    once, each = (dropout_keys(packed, 3) for packed in (shared, apart))
     assert set(once.tolist()) == set(each.tolist())
-    assert not set(once.tolist()) & set(token_keys(shared, 4).tolist())
+    assert not set(once.tolist()) & set(dropout_keys(shared, 4).tolist())
     # a token's key depends on those before it and on its place
     same = make_columns([[1, 2, 3], [1, 2, 3], [2, 1, 3]], [[4, 5], [4, 6], [4, 5]])
-    keys = token_keys(pack_rows(same, share_prompts=False), 0).view(3, -1)
+    keys = dropout_keys(pack_rows(same, share_prompts=False), 0).view(3, -1)
     assert torch.equal(keys[0], keys[1])
     assert not set(keys[0].tolist()) & set(keys[2].tolist())
 

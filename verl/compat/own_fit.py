@@ -371,6 +371,8 @@ def _inward(batch: DataProto) -> DataProto:
         columns.setdefault("response_mask", columns["attention_mask"][:, -width:])
         columns.setdefault("prompt_mask", columns["attention_mask"][:, :-width])
     columns |= {name: columns[name].bool() for name in _MASKS if name in columns}
+    narrow = [n for n, values in columns.items() if values.is_floating_point() and values.dtype.itemsize < 4]
+    columns |= {name: columns[name].float() for name in narrow}  # scores of a project may be in bfloat16
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch))
 
 

@@ -200,7 +200,8 @@ def _spread_of_tokens(values: torch.Tensor, mask: torch.Tensor) -> dict[str, flo
     """Mean, max and min of `values[mask]`, in blocks of rows that stay in the cache."""
     rows, parts = max(1, _BLOCK // mask.shape[1]), []
     for block in zip(blocks(values, rows), blocks(mask, rows), strict=True):
-        chosen = chosen_values(*block).cpu().numpy()
+        chosen_tensor = chosen_values(*block).cpu()
+        chosen = (chosen_tensor.float() if chosen_tensor.dtype.itemsize < 4 else chosen_tensor).numpy()
         if chosen.size:
             parts.append((chosen.sum(dtype=np.float64), chosen.size, chosen.max(), chosen.min()))
     if not parts:

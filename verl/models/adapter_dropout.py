@@ -68,7 +68,7 @@ def words(keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return (x >> 31) & _BITS
 
 
-def token_keys(packed: PackedBatch, step: int) -> torch.Tensor:
+def dropout_keys(packed: PackedBatch, step: int) -> torch.Tensor:
     """A key [tokens] for each token of a packed batch, from `step` and the tokens of its row up to it."""
     ids, positions = packed.input_ids[0], packed.position_ids[0]
     terms = _mixed(ids + (positions + 1) * 2**32) * (2 * positions + 1)
@@ -107,7 +107,7 @@ def dropping(module: nn.Module, packed: PackedBatch, step: int) -> Iterator[None
     if masks is None:
         yield
         return
-    masks.keys = token_keys(packed, step)
+    masks.keys = dropout_keys(packed, step)
     try:
         yield
     finally:

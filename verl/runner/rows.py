@@ -96,6 +96,6 @@ def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) ->
     return order
 
 
-def padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
+def padded_ids(rows: Sequence[np.ndarray]) -> torch.Tensor:
     """int64 [rows, longest], zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row.astype(np.int64)) for row in rows], batch_first=True)

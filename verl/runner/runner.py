@@ -43,7 +43,7 @@ from verl.runner.models import (
 )
 from verl.runner.packing import Packing
 from verl.runner.programs import Processes, Script, refuse_other_checkpoints, resume_keys, reward_list
-from verl.runner.rows import ScriptRows, padded
+from verl.runner.rows import ScriptRows, padded_ids
 from verl.user_objects import short_traceback
 
 _KINDS = {"sft": "RunnerSFT", "reward": "RunnerRewardModel", **dict.fromkeys(PREFERENCES, "RunnerPreference")}
@@ -233,8 +233,10 @@ class RLRunner:
         rows = [
             tokenized(self._rows.tokens(row, place), f"row {place}", size) for place, row in enumerate(test_dataset)
         ]
-        ids, masks = (padded([np.asarray(getattr(row, name)) for row in rows]) for name in ("input_ids", "loss_mask"))
-        exists = padded([np.ones(len(row.input_ids)) for row in rows])
+        ids, masks = (
+            padded_ids([np.asarray(getattr(row, name)) for row in rows]) for name in ("input_ids", "loss_mask")
+        )
+        exists = padded_ids([np.ones(len(row.input_ids)) for row in rows])
         module = self.model.eval()
         logits = torch.cat(
             [

@@ -117,6 +117,7 @@ class AgentsTrainer(RayPPOTrainer):
                 }
             )
         columns = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+        columns["token_level_scores"] = columns["token_level_scores"].bfloat16()
         columns["input_ids"] = torch.cat([columns["prompts"], columns["responses"]], dim=1)
         columns["position_ids"] = (columns["attention_mask"].cumsum(-1) - 1).clip(min=0)
         return DataProto.from_dict(columns, {"uid": np.array(uids, dtype=object)})
