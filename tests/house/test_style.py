@@ -13,15 +13,15 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_422,
-    "compat": 9_178,
+    "core": 72_423,
+    "compat": 9_182,
     "page": 4_075,
     "planner": 2_833,
     "tinker": 5_476,
     "clusters": 7_764,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 91_601,
+    "tests": 91_602,
     "benchmarks": 6_170,
 }
 MAX_MEAN_FUNCTION_LINES = 12
