@@ -18,6 +18,8 @@ KEYS = "a" * 64
         ([], "needs model=PATH"),
         (["model"], "'model' is no setting"),
         (["model=m", "port=x"], "port=x is no number"),
+        (["model=MODEL", "port=99999"], "127.0.0.1:99999 cannot be taken: a port is at most 65535"),
+        (["model=m", "rank=0"], "rank=0 is no number from 1 on"),
         (["model=m", "keys=missing"], "keys= missing does not exist"),
         (["model=m", "host=0.0.0.0"], "give their API keys with keys=FILE"),
         (["model=m", "tls_key=missing"], "TLS needs two files"),

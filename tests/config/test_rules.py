@@ -170,6 +170,7 @@ error    ROLLOUT.speculative.methods  ROLLOUT.name=hf  ROLLOUT.speculative.metho
 error    ROLLOUT.speculative.methods  ROLLOUT.speculative.methods=[ngram]  ROLLOUT.enable_rollout_routing_replay=True
 error    ROLLOUT.speculative.methods  ROLLOUT.speculative.methods=[model,mtp]  ROLLOUT.speculative.model_path=draft
 warning  ROLLOUT.speculative.methods  ROLLOUT.name=vllm  ROLLOUT.speculative.methods=[ngram]
+error    MODEL.mtp.enable_train  trainer.n_gpus_per_node=2  MODEL.mtp.enable=True  MODEL.mtp.enable_train=True
 error    MODEL.mtp.enable_rollout  ROLLOUT.name=vllm  MODEL.mtp.enable=True  MODEL.mtp.enable_rollout=True
         ROLLOUT.speculative.methods=[ngram]
 error    MODEL.mtp.num_speculative_tokens  ROLLOUT.name=vllm  MODEL.mtp.enable=True  MODEL.mtp.enable_rollout=True

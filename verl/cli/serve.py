@@ -53,7 +53,7 @@ def run_serve(argv: list[str]) -> int:
 
     folder = Path(options.get("folder", "runs/tinker")).expanduser()
     keys = [f"trainer.default_local_dir={folder}", *keys]
-    rank = _count("rank", options.get("rank", "64"))
+    rank = _count("rank", options.get("rank", "64"), 1)
     rows: list[dict[str, Any]] = read_bases(options["bases"]) if "bases" in options else [{"model": options["model"]}]
     entries = []
     for row in rows:
@@ -112,7 +112,7 @@ def read_bases(path: str) -> list[dict[str, Any]]:
 def _is_entry(key: object, value: object) -> bool:
     """Whether a row may have this entry."""
     if key == "rank":
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if key == "name":
         return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
     return isinstance(key, str) and key in _ROW and isinstance(value, _ROW[key])
@@ -158,9 +158,9 @@ def _amount(name: str, text: str) -> float:
     return amount
 
 
-def _count(name: str, text: str) -> int:
-    if not text.isdigit():
-        raise ConfigError(f"{name}={text} is no number from 0 on.")
+def _count(name: str, text: str, least: int = 0) -> int:
+    if not (text.isdecimal() and int(text) >= least):
+        raise ConfigError(f"{name}={text} is no number from {least} on.")
     return int(text)
 
 

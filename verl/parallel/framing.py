@@ -1,5 +1,6 @@
 """Listening sockets, and messages behind a 4-byte length. A message is JSON, or bytes that the receiver checks: no pickle."""
 
+import errno
 import json
 import resource
 import socket
@@ -17,6 +18,8 @@ _OTHER_FILES = 256  # of a process that has connections
 
 def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
     """A socket that listens at an address of this machine. Raises OSError when the address is taken or is none of it."""
+    if not 0 <= port < 1 << 16:
+        raise OSError(errno.EINVAL, f"a port is at most {(1 << 16) - 1}")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
