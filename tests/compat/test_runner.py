@@ -77,7 +77,7 @@ def trained(kind, folder, tiny_llama, tokenizer, rows, recorder=None, **changes)
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         callbacks=[] if recorder is None else [recorder],
     )
-    trainer.train()
+    trainer.output = trainer.train()
     return trainer
 
 
@@ -106,6 +106,8 @@ def test_losses_match_trainer(tiny_llama, tokenizer, rows, tmp_path, changes):
     for one, other in zip(steps_of(ours), steps_of(theirs), strict=True):
         for name in ("loss", "grad_norm", "learning_rate", "epoch", "step"):
             assert one[name] == pytest.approx(other[name], rel=1e-5), (name, other["step"])
+    assert ours.output.training_loss == pytest.approx(theirs.output.training_loss, rel=1e-5)
+    assert ours.output.metrics["train_loss"] == ours.output.training_loss
     expected = list(theirs_seen.events)
     del expected[-2]  # the log of the whole training's speed, before on_train_end
     assert ours_seen.events == expected

@@ -52,6 +52,7 @@ class Script:
     steps_per_epoch: int
     reward_functions: list[Callable[..., object]] = field(default_factory=list)
     reward_weights: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of the steps since train began
 
     current: ClassVar[Script | None] = None
 
@@ -116,6 +117,7 @@ class WithCallbacks(Program[Any]):
         with run_settings():  # against settings of callbacks
             result = super().step(step)  # type: ignore[safe-super]
         state.global_step, state.epoch = step, step / script.steps_per_epoch
+        script.losses += [result.metrics[name] for name in _LOGGED["loss"] if name in result.metrics]
         script.call("on_step_end")
         script.log_step(result.metrics)
         if script.control.should_training_stop:

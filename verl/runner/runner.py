@@ -178,6 +178,7 @@ class RLRunner:
             raise ConfigError("RLRunner.train needs train_dataset.")
         refuse_other_checkpoints(self.folder)
         script = Script.current = self.script
+        script.losses.clear()
         loaded = self._load(resume_keys(resume_from_checkpoint))
         self._keep_start()
         script.call("on_train_begin")
@@ -187,8 +188,8 @@ class RLRunner:
             Script.current = None
         self._take_weights()
         script.call("on_train_end")
-        losses = [row["loss"] for row in self.state.log_history if "loss" in row]
-        return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else 0.0, {})
+        loss = float(np.mean(script.losses or [0.0]))
+        return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
 
     @short_traceback
     def evaluate(self, eval_dataset: Iterable[Mapping[str, object]] | None = None) -> dict[str, float]:

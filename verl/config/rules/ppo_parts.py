@@ -167,7 +167,7 @@ def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     rollout = c.actor_rollout_ref.rollout
     facts = engine_facts(rollout.name)
     methods, drafts = f"{_ROLLOUT}.speculative.methods", rollout.speculative.methods
-    number = rollout.speculative.num_speculative_tokens
+    most, number = f"{_ROLLOUT}.speculative.num_speculative_tokens", rollout.speculative.num_speculative_tokens
     needed = {"drafts": bool(drafts), "drafts_mixed": len(drafts) > 1}
     needed |= {f"drafts_{method}": method in drafts for method in ("history", "mtp")}
     path = f"{_ROLLOUT}.speculative.model_path"
@@ -192,12 +192,7 @@ def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     head, mtp = "actor_rollout_ref.model.mtp", c.actor_rollout_ref.model.mtp
     for name, other, value, clashes in (
         ("enable_rollout", methods, drafts, "mtp" not in drafts),
-        (
-            "num_speculative_tokens",
-            f"{_ROLLOUT}.speculative.num_speculative_tokens",
-            number,
-            mtp.num_speculative_tokens != number,
-        ),
+        ("num_speculative_tokens", most, number, mtp.num_speculative_tokens != number),
     ):
         if clashes and mtp.enable and mtp.enable_rollout and (key := f"{head}.{name}") in set_keys:
             yield error(key, f"{key}={getattr(mtp, name)} contradicts {other}={value}. Set one of them.")
