@@ -33,12 +33,8 @@ _LOGGED = {
     "entropy": ("train/entropy", "actor/entropy"), "reward": ("critic/score/mean",), "kl": ("actor/kl_loss",),
     "completions/mean_length": ("response_length/mean",),
 }  # fmt: skip
-_LOGGED |= {
-    f"{name}/{side}": (f"train/{name}/{side}",)
-    for name in ("rewards", "logps", "logits")
-    for side in ("chosen", "rejected")
-}
-_LOGGED |= {f"rewards/{name}": (f"train/rewards/{name}",) for name in ("accuracies", "margins")}
+_PAIRS = [f"{name}/{side}" for name in ("rewards", "logps", "logits") for side in ("chosen", "rejected")]
+_LOGGED |= {name: (f"train/{name}",) for name in (*_PAIRS, "rewards/accuracies", "rewards/margins")}
 
 
 @dataclass
