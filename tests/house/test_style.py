@@ -13,8 +13,8 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_423,
-    "compat": 9_182,
+    "core": 72_421,
+    "compat": 9_181,
     "page": 4_075,
     "planner": 2_833,
     "tinker": 5_476,

@@ -188,8 +188,7 @@ class RLRunner:
             Script.current = None
         self._take_weights()
         script.call("on_train_end")
-        loss = float(np.mean(script.losses or [0.0]))
-        return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
+        return TrainOutput(self.state.global_step, loss := float(np.mean(script.losses or [0.0])), {"train_loss": loss})
 
     @short_traceback
     def evaluate(self, eval_dataset: Iterable[Mapping[str, object]] | None = None) -> dict[str, float]:
