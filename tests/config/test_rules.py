@@ -329,43 +329,37 @@ def test_a_small_batch_is_one_mini_batch():
     assert loaded.origins[f"{ACTOR}.ppo_mini_batch_size"] == "follows data.train_batch_size"
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "algorithm.rollout_correction.rollout_is=null",
-        "algorithm.rollout_correction.rollout_is_threshold=3",
-        "algorithm.rollout_correction.rollout_rs_threshold=0.5_2",
-        "algorithm.rollout_correction.rollout_rs=null",
-        "trainer.guards.sampler_kl.action=warn",
-        "trainer.guards.sampler_kl.limit=0.5",
-    ],
-)
+SET = "rollout_is=null rollout_is_threshold=3 rollout_rs_threshold=0.5_2 rollout_rs=null"
+SET_ALONE = [
+    *(f"{CORRECTION}.{key}" for key in SET.split()),
+    *(f"trainer.guards.sampler_kl.{k}" for k in ("action=warn", "limit=2")),
+]
+
+
+@pytest.mark.parametrize("override", SET_ALONE)
 def test_a_key_that_is_set_keeps_the_other_defaults_of_a_sampler_in_few_bits(override):
-    defaults = load(f"{ROLLOUT}.quantization=int8").config
-    loaded = load(f"{ROLLOUT}.quantization=int8", override)
-    key, alone = override.partition("=")[0], {"rollout_rs": {"rollout_rs", "rollout_rs_threshold"}}
-    for section in ("algorithm.rollout_correction", "trainer.guards.sampler_kl"):
-        ours, theirs = value_at(loaded.config, section), value_at(defaults, section)
-        changed = {field.name for field in fields(theirs) if ours[field.name] != theirs[field.name]}
-        name = key.rpartition(".")[2] if key.startswith(section) else ""
-        assert changed == (alone.get(name, {name}) if name else set())
+    loaded, defaults = load(f"{ROLLOUT}.quantization=int8", override), load(f"{ROLLOUT}.quantization=int8")
+    key = override.partition("=")[0]
+    changed = {path for section in (CORRECTION, "trainer.guards.sampler_kl")
+               for field in fields(value_at(loaded.config, section)) if (path := f"{section}.{field.name}")
+               if value_at(loaded.config, path) != value_at(defaults.config, path)}  # fmt: skip
+    assert changed == ({key, f"{key}_threshold"} if key.endswith("_rs") else {key})
     assert not any(key in notice for notice in loaded.notices)
 
 
 def test_the_loss_of_bypass_mode_has_no_weights_of_its_own():
-    loaded = load(f"{ROLLOUT}.quantization=int8", "algorithm.rollout_correction.bypass_mode=True")
+    loaded = load(f"{ROLLOUT}.quantization=int8", f"{CORRECTION}.bypass_mode=True")
     assert loaded.config.algorithm.rollout_correction.rollout_is is None
 
 
 def test_drafts_of_the_head_keep_the_number_that_is_set():
-    head = (f"{ROLLOUT}.name=vllm", f"{PATHS['MODEL']}.mtp.enable=True", f"{PATHS['MODEL']}.mtp.enable_rollout=True")
-    for override, number in (
-        (f"{PATHS['MODEL']}.mtp.num_speculative_tokens=3", 3),
-        (f"{ROLLOUT}.speculative.num_speculative_tokens=5", 5),
-        (f"{ROLLOUT}.speculative.methods=[mtp]", 1),
-    ):
-        drafts = load(*head, override).config.actor_rollout_ref.rollout.speculative
-        assert (drafts.methods, drafts.num_speculative_tokens) == (["mtp"], number)
+    head, number = f"{PATHS['MODEL']}.mtp", "num_speculative_tokens"
+    keys = {f"{head}.{number}=3": 3, f"{ROLLOUT}.speculative.{number}=5": 5, f"{ROLLOUT}.speculative.methods=[mtp]": 1}
+    for override, expected in keys.items():
+        config = load(f"{ROLLOUT}.name=vllm", f"{head}.enable=True", f"{head}.enable_rollout=True", override).config
+        assert vars(config.actor_rollout_ref.rollout.speculative) | {"methods": ["mtp"], number: expected} == vars(
+            config.actor_rollout_ref.rollout.speculative
+        )
 
 
 def test_resume_path_is_accepted_where_it_exists(tmp_path):

@@ -14,7 +14,7 @@ MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
     "core": 72_421,
-    "compat": 9_181,
+    "compat": 9_180,
     "page": 4_075,
     "planner": 2_833,
     "tinker": 5_476,
