@@ -88,7 +88,7 @@ def test_rows_loaders_and_rewards_of_a_project_train_two_steps(project, repeats_
     assert sorted(metrics(folder)) == [1, 2]
     assert any(row["actor/grad_norm"] > 0 for row in metrics(folder).values())
     assert weights(folder, 2)
-    batch, n = trainer.seen[0], project.actor_rollout_ref.rollout.n
+    batch, n = trainer.steps[0], project.actor_rollout_ref.rollout.n
     assert len(batch) == n * project.data.train_batch_size
     texts = [trainer.tokenizer.decode(row["prompts"], skip_special_tokens=True) for row in batch.batch]
     assert [f"Puzzle {index}" in text for index, text in zip(batch.non_tensor_batch["index"], texts, strict=True)]

@@ -206,12 +206,12 @@ def test_adapters_of_a_model_by_its_path(trl, tiny_llama, tmp_path, rows):  # no
 
 @pytest.mark.parametrize(("strategy", "blocks"), [("bfd", [[7], [4, 3]]), ("wrapped", [None, None])])
 def test_packed_rows_are_blocks_of_trl(trl, tiny_llama, tmp_path, strategy, blocks):  # noqa: F811
-    given = [{"input_ids": list(range(1, 1 + n)), "labels": [-100, *range(2, 1 + n)]} for n in (4, 8, 3)]
+    sequences = [{"input_ids": list(range(1, 1 + n)), "labels": [-100, *range(2, 1 + n)]} for n in (4, 8, 3)]
     args = trl.SFTConfig(
         str(tmp_path), use_cpu=True, report_to="none", max_steps=1, per_device_train_batch_size=1, max_length=7, packing=True,
         packing_strategy=strategy,
     )  # fmt: skip
-    runner = RLRunner(str(tiny_llama), args, train_dataset=given, eval_dataset=given[:1])
+    runner = RLRunner(str(tiny_llama), args, train_dataset=sequences, eval_dataset=sequences[:1])
     packed = runner.train_dataset
     assert [row.get("seq_lengths") for row in packed] == blocks  # without the last token, which nothing predicts
     assert all(len(row["input_ids"]) <= 7 for row in packed)
@@ -219,10 +219,10 @@ def test_packed_rows_are_blocks_of_trl(trl, tiny_llama, tmp_path, strategy, bloc
     assert loaded.config.data.train_batch_size == 1
     assert len(runner.eval_dataset) == 1
     with pytest.raises(ConfigError, match="RLRunner has no data_collator for packing=True"):
-        RLRunner(str(tiny_llama), args, data_collator=lambda rows: rows[0], train_dataset=given)
+        RLRunner(str(tiny_llama), args, data_collator=lambda rows: rows[0], train_dataset=sequences)
     args.max_length = None
     with pytest.raises(ConfigError, match="Set max_length"):
-        RLRunner(str(tiny_llama), args, train_dataset=given)
+        RLRunner(str(tiny_llama), args, train_dataset=sequences)
 
 
 def test_what_a_script_of_trl_cannot_have(trl, tiny_llama, tmp_path, rows):  # noqa: F811

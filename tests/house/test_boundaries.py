@@ -101,6 +101,7 @@ BROUGHT_BY = {  # module -> the declared package that needs it itself
     "sympy": "torch",
     "triton": "torch",  # where it computes on GPUs
     "peft": "the user, whose model is one of it",
+    "trl": "the user, whose script is written for it",
 }
 
 

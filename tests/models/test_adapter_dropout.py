@@ -44,9 +44,9 @@ def test_a_mask_keeps_the_asked_share_and_no_two_are_alike():
     drawn = words(torch.randint(-(2**62), 2**62, (400, 1)), torch.arange(500))
     assert drawn.min() >= 0
     assert drawn.max() < 2**32
-    kept = (drawn >= round(RATE * 2**32)).double()
-    assert kept.mean().item() == pytest.approx(1 - RATE, abs=5e-3)  # five standard deviations
-    for correlated in (torch.corrcoef(kept), torch.corrcoef(kept.T)):
+    retained = (drawn >= round(RATE * 2**32)).double()
+    assert retained.mean().item() == pytest.approx(1 - RATE, abs=5e-3)  # five standard deviations
+    for correlated in (torch.corrcoef(retained), torch.corrcoef(retained.T)):
         assert correlated.fill_diagonal_(0).abs().max() < 0.35
 
 

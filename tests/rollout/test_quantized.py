@@ -45,10 +45,10 @@ def by_integers(x, weight):
     (a, a_scale), (b, b_scale) = levels(x.masked_fill(apart, 0.0), "int8"), levels(weight, "int8")
     sums = torch.from_numpy(a.numpy().astype(np.int64) @ b.numpy().astype(np.int64).T)
     y = sums.float() * b_scale[:, 0] * a_scale
-    for row, of_row in enumerate(apart):
-        if of_row.any():
+    for row, floats in enumerate(apart):
+        if floats.any():
             products = torch.zeros(len(weight))
-            for i in of_row.nonzero()[:, 0].tolist():
+            for i in floats.nonzero()[:, 0].tolist():
                 products += b[:, i] * x[row, i].float()
             y[row] += products * b_scale[:, 0]
     return y.to(x.dtype).float()

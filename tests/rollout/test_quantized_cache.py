@@ -110,7 +110,7 @@ def test_the_cache_takes_a_quarter_or_half_of_the_memory(dtype, share, load, mak
 
 
 def test_tokens_join_at_any_place_of_a_block(load, make_engine):
-    """What moves to another place of its block takes its scale along."""
+    """A token that moves to another place of its block takes its scale along."""
     draw = torch.Generator().manual_seed(0)
     shape = Shape(1, 2, 20, torch.int8)
 

@@ -24,7 +24,7 @@ pytest.importorskip("ray.dashboard.modules.job.sdk", reason="needs the extra ray
 
 BIN = Path(sys.executable).parent
 PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "ray-client-server-port")
-# ports of workers are chosen by the system: another cluster may have those of the default
+# ports of workers are chosen by the system: another cluster may have the ports of the default
 HEAD = (
     "start --head --block --num-cpus=3 --min-worker-port=0 --max-worker-port=0 --object-store-memory=100000000".split()
 )

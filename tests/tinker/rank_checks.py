@@ -28,10 +28,10 @@ def benches(folder, dtype, rank):
     config = serving_config(str(path), [f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}"], rank=rank)
     device = torch.device("cpu")
     engine = config.actor_rollout_ref.actor.fsdp_config
-    made = Workbench(config, device), Workbench(config, device, mesh_of(engine, dist.get_world_size()))
-    for bench in made if dtype == "float64" else ():
+    benches = Workbench(config, device), Workbench(config, device, mesh_of(engine, dist.get_world_size()))
+    for bench in benches if dtype == "float64" else ():
         widen_norms(bench.engine.module)
-    return made
+    return benches
 
 
 def added(output):

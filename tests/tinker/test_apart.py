@@ -75,10 +75,10 @@ def test_workers_apart_take_the_bits_of_one_process(bench, here, tiny_llama, tmp
 
 def test_requests_go_to_the_sampler_with_the_fewest_tokens_and_have_the_samples_of_one(bench, tiny_llama, tmp_path):
     """Two processes that sample, each with its own thread, and a client with many requests at once."""
-    others, calls = [Workbench(serving_config(str(tiny_llama), [FLOAT], rank=8)) for _ in range(2)], [[], []]
+    benches, calls = [Workbench(serving_config(str(tiny_llama), [FLOAT], rank=8)) for _ in range(2)], [[], []]
     samplers = [
         far(BenchWorker(one), lambda method, num_bytes, number=number: calls[number].append(method))
-        for number, one in enumerate(others)
+        for number, one in enumerate(benches)
     ]
     apart = (far(BenchWorker(bench)), *samplers)
     prompt = tinker.ModelInput.from_ints([3, 4, 5])

@@ -33,7 +33,7 @@ class StandIn:
 
     def __init__(self, path):
         self.path, self.bench = path, Workbench(serving_config(str(path), [FLOAT], rank=8))
-        self.adapters, self.most, self.lock, self.refuses = {}, 0, threading.Lock(), False
+        self.adapters, self.most_adapters, self.lock, self.refuses = {}, 0, threading.Lock(), False
         self.answers = {
             "/model_info": lambda body: {
                 "model_path": str(path),
@@ -58,7 +58,7 @@ class StandIn:
         rank = next(t.shape[0] for n, t in tensors.items() if n.endswith("lora_A"))
         assert body["lora_name"] not in self.adapters
         self.adapters[body["lora_name"]] = AdapterWeights(rank, tensors)
-        self.most = max(self.most, len(self.adapters))
+        self.most_adapters = max(self.most_adapters, len(self.adapters))
         return None
 
     def unload(self, body):
@@ -137,7 +137,7 @@ def test_each_sampler_has_its_adapter_at_the_service(outside, bench, tmp_path):
         tokens, scores = sampled(client)
         scored = types.ModelInput.from_ints([3, 4, 5, 6, *tokens])
         assert client.compute_logprobs(scored).result()[4:] == pytest.approx(scores, abs=1e-4), trainer
-    assert outside.stand_in.most >= 1
+    assert outside.stand_in.most_adapters >= 1
     assert not outside.stand_in.adapters, "the service forgets what no request has"
     assert not list(outside.adapters_folder.iterdir())
 

@@ -313,7 +313,6 @@ def test_a_refused_batch_takes_no_number_away_and_a_failed_one_no_step(served):
 
 
 def test_clients_that_wait_when_the_server_ends_are_told_to_ask_again(bench, tmp_path, around, caplog):
-    """uvicorn would cancel their requests, and log a traceback for each."""
     waits, release = threading.Event(), threading.Event()
 
     def wait(wait, future, timeout_s):
@@ -330,9 +329,9 @@ def test_clients_that_wait_when_the_server_ends_are_told_to_ask_again(bench, tmp
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
         sample = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
         request_id = http.post("asample", json=sample).json()["request_id"]
-        asked = pool.submit(http.post, "retrieve_future", json={"request_id": request_id})
+        answer = pool.submit(http.post, "retrieve_future", json={"request_id": request_id})
         assert waits.wait(60)
         served.end()
-        assert asked.result(60).status_code == 408
+        assert answer.result(60).status_code == 408
         release.set()
     assert "Exception in ASGI application" not in caplog.text

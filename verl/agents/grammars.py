@@ -61,7 +61,7 @@ class Grammars:
             return
         try:
             compiled = self._compiler.compile_json_schema(grammar, any_whitespace=False)  # blanks without end
-        except Exception as error:  # xgrammar's errors are those of its C++
+        except Exception as error:  # xgrammar's errors come from its C++
             reason = clean(_PLACE.sub("", first_line(error)), 200)
             raise ModelError(f"The JSON schema of response_format cannot be used: {reason}") from error
         while len(self._compiled) >= _MOST_COMPILED:

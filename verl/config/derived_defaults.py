@@ -262,8 +262,8 @@ def _drafts(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     mtp, drafts = f"{_MODEL}.mtp", f"{_ROLLOUT}.speculative"
     if not (values[f"{mtp}.enable"] and values[f"{mtp}.enable_rollout"]):
         return {}
-    wanted = {f"{drafts}.methods": ["mtp"], f"{drafts}.num_speculative_tokens": values[f"{mtp}.num_speculative_tokens"]}
-    return {key: (value, f"follows {mtp}.enable_rollout") for key, value in wanted.items() if key not in set_keys}
+    keys = {f"{drafts}.methods": ["mtp"], f"{drafts}.num_speculative_tokens": values[f"{mtp}.num_speculative_tokens"]}
+    return {key: (value, f"follows {mtp}.enable_rollout") for key, value in keys.items() if key not in set_keys}
 
 
 def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
@@ -279,12 +279,12 @@ def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     without = {f"{_ROLLOUT}.quantization": None, f"{_ROLLOUT}.kv_cache_dtype": "auto"}
     quantized = next((key for key in without if values[key] != without[key]), None)
     is_ahead = isinstance(number, int) and number > 0
-    wanted: dict[str, object] = {}  # a key that is set leaves the others
+    settings: dict[str, object] = {}  # a key that is set leaves the others
     if (is_ahead or quantized) and not values[f"{correction}.bypass_mode"]:
-        wanted[f"{correction}.rollout_is"] = "token"
+        settings[f"{correction}.rollout_is"] = "token"
         if quantized and f"{correction}.rollout_rs" not in set_keys:
-            wanted |= {f"{correction}.rollout_rs": "token_k1", f"{correction}.rollout_rs_threshold": "0.1_10.0"}
+            settings |= {f"{correction}.rollout_rs": "token_k1", f"{correction}.rollout_rs_threshold": "0.1_10.0"}
     if quantized and not is_ahead:  # age adds to the KL
-        wanted |= {f"{guard}.limit": 0.1, f"{guard}.action": "stop"}
+        settings |= {f"{guard}.limit": 0.1, f"{guard}.action": "stop"}
     source = f"follows {quantized or key}"
-    return derived | {name: (value, source) for name, value in wanted.items() if name not in set_keys}
+    return derived | {name: (value, source) for name, value in settings.items() if name not in set_keys}

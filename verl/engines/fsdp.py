@@ -79,7 +79,7 @@ class FSDPEngine(TrainedEngine):
         self.groups = ProcessGroups(mesh, device.type, engine.expert_parallel_size, timeout_s)
         self.computes_images = self.groups.tensor.size() * self.groups.sequence.size() == 1
         head, narrow, rounding, trains = self.head, self.compute_dtype, self.rounding, self.optim is not None
-        kind = {"trains": trains, "adapts_head": self.adapts_head}
+        kind: dict[str, Any] = {"trains": trains, "adapts_head": self.adapts_head}
         source = from_first(
             self.groups, device, lambda: build_module(model, head, torch.device("cpu"), narrow, rounding, **kind)
         )

@@ -37,9 +37,9 @@ class DroppedLinear(LoRALinear):
         """[..., in] -> [..., out]."""
         if not self.active or self.masks.keys is None:
             return super().forward(input)
-        kept = input * self.masks.of(self, input)
+        masked = input * self.masks.of(self, input)
         out = F.linear(input, self.weight, self.bias)
-        return out + F.linear(F.linear(kept, self.lora_A), self.lora_B) * (self.scale / (1 - self.rate))
+        return out + F.linear(F.linear(masked, self.lora_A), self.lora_B) * (self.scale / (1 - self.rate))
 
 
 class Masks:

@@ -26,7 +26,7 @@ def levels(x: torch.Tensor, grid: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def outliers(x: torch.Tensor) -> torch.Tensor:
-    """Where a token's activations `x` [..., n] stay floats in int8: their squares are beyond APART times the mean."""
+    """The activations `x` [..., n] of tokens that stay floats in int8: their squares are beyond APART times the mean."""
     squares = x.float().square()
     return squares > APART * squares.mean(-1, keepdim=True)
 

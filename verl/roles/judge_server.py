@@ -46,7 +46,7 @@ class JudgeServer:
         self._server.daemon_threads = True
         self._threads = [
             threading.Thread(target=target, name=f"judge-{name}", daemon=True)
-            for name, target in (("http", self._server.serve_forever), ("samples", self._sample))
+            for name, target in (("listen", self._server.serve_forever), ("samples", self._sample))
         ]
         for thread in self._threads:
             thread.start()

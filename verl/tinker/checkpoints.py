@@ -182,7 +182,7 @@ class Checkpoints:
         state = {"rank": weights.rank, "num_steps": adapter.num_steps, "time": time.time(), **notes}
         with new_folder(final, replaces=True) as (temporary, records):
             records |= (
-                write_adapter(temporary, weights, base) if weights.rank else write_model(temporary, weights, base)
+                write_adapter(temporary, weights, base) if weights.rank else write_policy(temporary, weights, base)
             )
             records["state.json"] = write_json(temporary / "state.json", state, "The state")
             if optimizer:
@@ -334,7 +334,7 @@ def write_adapter(folder: Path, weights: AdapterWeights, base: str) -> dict[str,
     }
 
 
-def write_model(folder: Path, weights: AdapterWeights, base: str) -> dict[str, FileRecord]:
+def write_policy(folder: Path, weights: AdapterWeights, base: str) -> dict[str, FileRecord]:
     """Write the files of a model that trains all its weights, which transformers reads: their sizes and digests."""
     config = read_document(fetch(base, weights=False) / MODEL_CONFIG)
     return {

@@ -36,8 +36,8 @@ def uvicorn_config(app: Starlette, certificate: tuple[str, str] | None = None) -
 
 
 class ServiceServer(uvicorn.Server):
-    """uvicorn's server of a service. When it ends, clients that wait for a result are told to ask again; uvicorn would cancel
-    their requests, with a traceback for each."""
+    """uvicorn's server of a service. When it ends, clients that wait for a result get the answer to ask again; uvicorn would
+    cancel their requests, with a traceback for each."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)

@@ -49,7 +49,7 @@ class PuzzleTrainer(RayPPOTrainer):
 
     def __init__(self, config, tokenizer, repeats_first=False):
         self.train_dataset = self.val_dataset = Puzzles(tokenizer, 12)
-        self.repeats_first, self.seen = repeats_first, []
+        self.repeats_first, self.steps = repeats_first, []
         super().__init__(config, tokenizer, {}, None, None, self._score, self._score)
         self.trainers.append(self)
 
@@ -90,7 +90,7 @@ class PuzzleTrainer(RayPPOTrainer):
                 samples = self.actor_rollout_wg.generate_sequences(prompts)
                 batch.non_tensor_batch["uid"] = np.array([str(uuid.uuid4()) for _ in range(len(batch))], dtype=object)
                 batch = batch.repeat(repeat_times=n, interleave=True).union(samples)
-                self.seen.append(batch)
+                self.steps.append(batch)
                 self._balance_batch(batch, metrics=metrics)
                 batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
                 batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))

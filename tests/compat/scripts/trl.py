@@ -90,7 +90,7 @@ class RLOOConfig(TrainingArguments):
 
 
 def pack_dataset(dataset, seq_length, strategy):
-    """Blocks of cut rows, the longest row first in the first block with room, or of all tokens back to back."""
+    """Blocks of cut rows, the longest row first in the first block with space, or of all tokens back to back."""
     rows = dataset.to_list()
     if strategy == "wrapped":
         joined = {name: [value for row in rows for value in row[name]] for name in rows[0]}

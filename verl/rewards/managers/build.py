@@ -101,7 +101,7 @@ def _served(config: RewardConfig, spec: RewardFunctionSpec, names: set[str]) -> 
         raise ConfigError(
             f"The reward function {spec.label} has the parameter {min(names)}: it asks a service of the reward model itself. "
             "Set reward.reward_model.rollout.service.url to its address and reward.network=True, or "
-            "reward.reward_model.rollout.name=native: then the run serves it."
+            "leave out reward.reward_model.rollout.name: then the run serves it."
         )
     address = model.rollout.service.url.rstrip("/").removesuffix("/v1").partition("://")[2]
     kwargs = {**spec.kwargs, **({"reward_router_address": address} if "reward_router_address" in names else {})}

@@ -62,7 +62,7 @@ class Group:
 
     @property
     def prompt(self) -> tuple[object, ...] | None:
-        """What is equal for groups whose prompts are computed once; None if it is computed by itself."""
+        """The key of a prompt that is computed once for groups of equal keys; None if it is computed by itself."""
         request = self.request
         if request.num_drawn or request.placed or self.saved.num_tokens or self.drawn is not None:
             return None

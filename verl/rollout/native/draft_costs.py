@@ -12,7 +12,7 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.models.hf_module import HFModule
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.draft_head import DraftHead
-from verl.rollout.native.draft_model import Follower, draft_model
+from verl.rollout.native.draft_model import DraftFollower, draft_model
 from verl.rollout.native.draft_texts import MOST_MATCHED, OF_MODEL, Guess, History
 
 _BOUND_ROWS = 8  # rows up to which a step on a CPU takes the time of reading the weights
@@ -108,7 +108,7 @@ class DraftMemory:
     """
 
     config: SpeculativeConfig
-    model: Follower | None = None
+    model: DraftFollower | None = None
     costs: StepCosts = field(default_factory=StepCosts)
     model_costs: StepCosts = field(default_factory=StepCosts)  # of a forward of the draft model
     acceptance: dict[float, Acceptance] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from verl.models.hf_module import HFModule
 from verl.models.load import num_parameters
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.store import BlockStore, Shape
-from verl.rollout.native.draft_model import MOST_CONTEXT, MOST_SAMPLES, Followed, Follower
+from verl.rollout.native.draft_model import MOST_CONTEXT, MOST_SAMPLES, DraftFollower, Followed
 from verl.rollout.native.torch.forward import Product, compiled, product
 from verl.rollout.requests import vocab_size
 
@@ -42,7 +42,7 @@ class _States:
     count: int = 0
 
 
-class DraftHead(Follower):
+class DraftHead(DraftFollower):
     """The text of a followed sample begins with a token with a state before it, so inputs and tokens have equal numbers.
 
     Raises ModelError for a folder without a head, and ConfigError for a head that the decoding kernels do not compute."""
@@ -65,7 +65,7 @@ class DraftHead(Follower):
         self._store = BlockStore(Shape(1, decoder.num_kv_heads, decoder.head_dim, decoder.embed.dtype))
 
     def open(self, policy: CpuForward) -> None:
-        """See Follower. `policy` keeps its states from now on."""
+        """See DraftFollower. `policy` keeps its states from now on."""
         version, policy.keeps_states = version_of(self._head), True
         if self._policy() is not policy or self._version != version:
             module, head = self._module, self._head
@@ -96,11 +96,11 @@ class DraftHead(Follower):
             self._seen.popitem(last=False)
 
     def can_follow(self, name: Hashable) -> bool:
-        """See Follower. Of many running samples, some have no states here."""
+        """See DraftFollower. Of many running samples, some have no states here."""
         return name in self._seen
 
     def follow(self, name: Hashable, num_tokens: int, tokens_from: Callable[[int], Sequence[int]]) -> int:
-        """See Follower. The policy's states take the place of the head's behind guesses."""
+        """See DraftFollower. The policy's states take the place of the head's behind guesses."""
         held, sample = self._seen[name], self._samples.get(name)
         num_stored = 0 if sample is None else min(sample.num_stored, sample.num_sure)
         if sample is None or sample.first + num_stored <= held.start:  # a state is missing
@@ -116,7 +116,7 @@ class DraftHead(Follower):
         return sample.num_sure - sample.num_stored
 
     def logits(self, names: Sequence[Hashable]) -> torch.Tensor:
-        """See Follower."""
+        """See DraftFollower."""
         samples = [self._samples[name] for name in names]
         ends = torch.tensor([len(sample.text) - sample.num_stored for sample in samples]).cumsum(0) - 1
         logits, states = super().logits(names), self._forward.states
@@ -126,7 +126,7 @@ class DraftHead(Follower):
         return logits
 
     def clear(self) -> None:
-        """See Follower; states go too."""
+        """See DraftFollower; states go too."""
         super().clear()
         self._seen.clear()
         self._before.clear()

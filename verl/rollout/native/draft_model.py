@@ -63,7 +63,7 @@ def draft_model(policy: HFModule, tokenizer: Tokenizer | None, config: RolloutCo
     return DraftModel(module, vocab_size(policy), num_parameters(module) / num_parameters(policy))
 
 
-class Follower:
+class DraftFollower:
     """Follows samples by name. `vocab_size` bounds its guesses, and it has a `share` of the policy's parameters."""
 
     _forward: CpuForward
@@ -127,7 +127,7 @@ class Follower:
         return self._samples[name]
 
 
-class DraftModel(Follower):
+class DraftModel(DraftFollower):
     """A smaller model."""
 
     def __init__(self, module: HFModule, vocab_size: int, share: float):
@@ -143,7 +143,7 @@ class DraftModel(Follower):
         self._forward, self._store = forward, BlockStore(forward.store_shape)
 
     def follow(self, name: Hashable, num_tokens: int, tokens_from: Callable[[int], Sequence[int]]) -> int:
-        """See Follower. A new sample is read from its newest tokens on."""
+        """See DraftFollower. A new sample is read from its newest tokens on."""
         sample = self._samples.get(name) or self._placed(name, max(0, num_tokens - MOST_CONTEXT))
         self._samples.move_to_end(name)
         newer, guessed = tokens_from(sample.first + sample.num_sure), sample.text[sample.num_sure :]

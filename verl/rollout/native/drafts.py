@@ -22,7 +22,7 @@ from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import BatchRows, Group, StepInputs
 from verl.rollout.native.draft_costs import Acceptance, DraftMemory
 from verl.rollout.native.draft_head import DraftHead
-from verl.rollout.native.draft_model import MOST_CONTEXT, MOST_SAMPLES, Follower
+from verl.rollout.native.draft_model import MOST_CONTEXT, MOST_SAMPLES, DraftFollower
 from verl.rollout.native.draft_texts import OF_MODEL, Guess, TextIndex
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
@@ -192,7 +192,7 @@ class Drafter:
                 best, best_rate = count, expected / cost
         return best
 
-    def _ask_model(self, model: Follower, least: float, now: float) -> None:
+    def _ask_model(self, model: DraftFollower, least: float, now: float) -> None:
         """Guesses of the draft model for the rows without any."""
         self._memory.num_without_model += 1
         rows = self._rows
@@ -221,7 +221,7 @@ class Drafter:
             self._model_s += spent_s
             self._memory.num_without_model = 0
 
-    def _follow_text(self, model: Follower, drafted: _Drafted) -> int:
+    def _follow_text(self, model: DraftFollower, drafted: _Drafted) -> int:
         """The draft model reads the tokens of a row; returns the number that it has yet to compute."""
         index, name = drafted.row.index, drafted.row.name
         return model.follow(name, index.num_tokens(name), lambda start: index.tokens(name, start))

@@ -65,6 +65,7 @@ class HostBackend:
         adapters: Mapping[str | None, AdapterWeights | None] | None = None,
     ):
         self.paging, self.adapters = paging, adapters or {}
+        self.joins_prompts = paging is None  # pages of a slot are not copied
         self.scheduler, self.rows, self.prompts = scheduler, scheduler.rows, scheduler.prompts
         self.module, self.dense = module, dense
         self.row_store, self.prefix = stores
@@ -81,11 +82,6 @@ class HostBackend:
 
     def admits(self, group: Group) -> bool:
         return self.paging is None or self.paging.admits(group)
-
-    @property
-    def joins_prompts(self) -> bool:
-        """See Backend: pages of a slot are not copied."""
-        return self.paging is None
 
     def copy_prompt(self, source: int, target: int, length: int) -> None:
         self._reserve_prefix()

@@ -217,7 +217,7 @@ class CpuForward:
                 x, _ = experts.feed_forward(layer, x, None)
             if images is not None and is_deep:
                 x = images.deepened(number, x)
-        if self.keeps_states and len(keep) < len(x) and first < len(self._layers):  # else only those of `keep` exist
+        if self.keeps_states and len(keep) < len(x) and first < len(self._layers):  # else only states of `keep` exist
             self._run(call, x, first, len(self._layers))
             first, call = len(self._layers), replace(call, record=None)
             self.states = x = self._states(len(x))
