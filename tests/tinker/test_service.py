@@ -172,7 +172,7 @@ def patient(served, around):
 
     def sampled(sample, lane, longest, requests, weights, tokens):
         if expected:
-            lanes, count = service._sample_lanes, expected.pop() - len(requests)
+            lanes, count = service._sample_lanes[0], expected.pop() - len(requests)
             wait_until(
                 lambda: sum(map(len, chain(*(s.lanes.copy().values() for s in lanes._shares.copy().values())))) >= count
             )
