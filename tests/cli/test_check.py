@@ -21,6 +21,7 @@ from verl.cli.checklist import Subject, resources
 from verl.cli.checklist.model import check_model_files
 from verl.config import RolloutConfig, load_config
 from verl.config.roots import SCHEMAS
+from verl.models.tiny import make_tiny_model
 from verl.parallel.device import visible_devices
 
 pytestmark = pytest.mark.seed("F4")
@@ -123,6 +124,33 @@ def test_bad_input_is_refused(name, verl, overrides):
     changes, *words = BAD_KEYS[name]
     said = verl.ends(1, "check", *overrides(changes))
     assert any(all(word in line for word in words) for line in failures(said)), said
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "sentence"),
+    [
+        (
+            "llama",
+            {"rollout.speculative.methods": "[model]", "rollout.speculative.model_path": "/nowhere"},
+            "/nowhere does not exist",
+        ),
+        (
+            "llama",
+            {"model.mtp.enable": True, "model.mtp.enable_train": True},
+            "has no heads that predict further tokens",
+        ),
+        ("qwen3_moe", {"rollout.quantization": "int8"}, "is for plain dense decoders, and Qwen3MoeForCausalLM is none"),
+        (
+            "qwen3_5_text",
+            {"rollout.quantization": "int8"},
+            "is for plain dense decoders, and Qwen3_5ForCausalLM is none",
+        ),
+    ],
+)
+def test_what_the_start_refuses_of_a_model_is_refused(family, settings, sentence, verl, overrides, tmp_path):
+    changes = {f"actor_rollout_ref.{key}": value for key, value in settings.items()}
+    changes["actor_rollout_ref.model.path"] = make_tiny_model(tmp_path / "model", family)
+    assert sentence in "".join(failures(verl.ends(1, "check", *overrides(changes))))
 
 
 def disk_of(free):

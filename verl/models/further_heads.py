@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from torch import nn
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import ModelError
-from verl.models.folder import fetch, opened, read_headers
+from verl.models.folder import TensorHeader, fetch, opened, read_headers
 from verl.models.forward import decoder_states, head_transform
 from verl.models.heads import is_further_head
 from verl.models.hf_module import HFModule
@@ -56,6 +57,26 @@ _heads: WeakKeyDictionary[nn.Module, FurtherHead] = WeakKeyDictionary()
 _COPIES = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
 
 
+def require_head(
+    module: HFModule, source: str, setting: str
+) -> tuple[Path, dict[str, TensorHeader], dict[str, _Names]]:
+    """The folder of `source`, the tensors of its head, and their family by the tensor that joins inputs; see FurtherHead."""
+    folder = fetch(source, weights=True)
+    headers = {n: h for n, h in read_headers(folder).items() if is_further_head(n, module.config)}
+    names = {n: family for n in headers for family in _FAMILIES if re.match(family.prefix + family.join, n)}
+    if forward_kind(module) != "packed" or is_vision_model(module):
+        raise ModelError(
+            f"A head for further tokens needs packed rows of text, which {type(module).__name__} does not compute. Set "
+            f"{setting}."
+        )
+    if len(names) != 1:
+        raise ModelError(
+            f"{source} has {len(names) or 'no'} heads that predict further tokens, and one is needed. Set {setting}, or "
+            "choose a checkpoint with one."
+        )
+    return folder, headers, names
+
+
 class FurtherHead(nn.Module):
     """The head of `module` in the folder or hub name `source`, in the dtype of `module`. `copies` has the parameter of `module`
     by the name of a tensor that repeats it. Raises ModelError for a folder without exactly one head, and says what `setting`,
@@ -63,19 +84,7 @@ class FurtherHead(nn.Module):
 
     def __init__(self, module: HFModule, source: str, setting: str = "model.mtp.enable_train=False"):
         super().__init__()
-        folder = fetch(source, weights=True)
-        headers = {n: h for n, h in read_headers(folder).items() if is_further_head(n, module.config)}
-        names = {n: family for n in headers for family in _FAMILIES if re.match(family.prefix + family.join, n)}
-        if forward_kind(module) != "packed" or is_vision_model(module):
-            raise ModelError(
-                f"A head for further tokens needs packed rows of text, which {type(module).__name__} does not compute. Set "
-                f"{setting}."
-            )
-        if len(names) != 1:
-            raise ModelError(
-                f"{source} has {len(names) or 'no'} heads that predict further tokens, and one is needed. Set {setting}, or "
-                "choose a checkpoint with one."
-            )
+        folder, headers, names = require_head(module, source, setting)
         self.names = next(iter(names.values()))
         decoder = module.get_decoder()
         size, weight = decoder.config.hidden_size, next(module.parameters())

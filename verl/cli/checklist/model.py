@@ -10,7 +10,7 @@ from verl.cli.arguments import with_model
 from verl.cli.checklist import Subject
 from verl.cli.report import Line, fail, info, passed, warn
 from verl.config import ModelConfig
-from verl.config.active_keys import runs_on_several_devices, uses_critic
+from verl.config.active_keys import WITHOUT, quantized_keys, runs_on_several_devices, uses_critic
 from verl.errors import ModelError
 from verl.models.shapes import ModelShape
 
@@ -33,6 +33,7 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
     yield passed(f"{model.path}: {_described(subject.policy)}")
     if why := why_modules(module):
         yield info(f"transformers' modules compute its layers, since {why}")
+    yield from _refused(subject, module, is_dense=not why and not subject.policy.num_experts)
     yield _weights(model.path, module)
     if subject.loaded.schema.name == "ppo" and uses_critic(subject.config):
         critic = subject.config.critic.model
@@ -42,16 +43,36 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
             yield _weights(critic.path, module)
 
 
+def _refused(subject: Subject, module: Any, is_dense: bool) -> Iterator[Line]:
+    """What the start refuses of this model."""
+    from verl.models.further_heads import require_head
+
+    rollout = subject.config.actor_rollout_ref.rollout if subject.loaded.schema.name == "ppo" else None
+    quantized = quantized_keys(rollout) if rollout is not None and rollout.name == "native" else {}
+    for key, value in {} if is_dense else quantized.items():
+        yield fail(
+            f"{key}={value} is for plain dense decoders, and {type(module).__name__} is none. Set it to {WITHOUT[key]}."
+        )
+    mtp, path = subject.model.mtp, subject.model.path
+    if mtp.enable and mtp.enable_train and Path(path).expanduser().is_dir():
+        require_head(module, path, "model.mtp.enable_train=False")
+
+
 def check_tokenizer(subject: Subject) -> Iterator[Line]:
     """The tokenizer loads, has a chat template, and has an end-of-sequence token."""
     from verl.models.load import load_tokenizer
     from verl.models.tokenizer import check_vocabulary
+    from verl.rollout.native.draft_model import require_tokens_of
 
     subject.tokenizer = load_tokenizer(subject.model)
     yield passed(f"{type(subject.tokenizer).__name__} of {len(subject.tokenizer):,} tokens")
     stop_ids = subject.config.actor_rollout_ref.rollout.stop_token_ids if subject.loaded.schema.name == "ppo" else ()
     if subject.policy and (warning := check_vocabulary(subject.policy.vocab, subject.tokenizer, stop_ids)):
         yield warn(warning)
+    if subject.loaded.schema.name == "ppo":
+        drafts = subject.config.actor_rollout_ref.rollout.speculative
+        if "model" in drafts.methods and drafts.model_path is not None:
+            require_tokens_of(subject.tokenizer, drafts.model_path)
     if not getattr(subject.tokenizer, "chat_template", None):
         yield warn("no chat template: rows must be plain strings, not messages")
     if subject.tokenizer.eos_token_id is None:

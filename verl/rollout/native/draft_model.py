@@ -53,14 +53,19 @@ def draft_model(policy: HFModule, tokenizer: Tokenizer | None, config: RolloutCo
     if "model" not in config.speculative.methods or path is None:
         return None
     if tokenizer is not None:
-        vocabulary, tokens = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
-        if differing := [token for token, number in vocabulary.items() if tokens.get(token) != number]:
-            raise ConfigError(
-                f"{_PATH}={path} splits text into other tokens than the policy: {len(differing)} of the policy's "
-                f"{len(vocabulary)} differ, as {min(differing)!r}. Choose a draft model with the policy's tokenizer."
-            )
+        require_tokens_of(tokenizer, path)
     module = load_causal_lm(path, dtype=next(policy.parameters()).dtype).requires_grad_(False)
     return DraftModel(module, vocab_size(policy), num_parameters(module) / num_parameters(policy))
+
+
+def require_tokens_of(tokenizer: Tokenizer, path: str) -> None:
+    """Raise ConfigError if the draft model in `path` has other tokens than the policy's `tokenizer`."""
+    vocabulary, tokens = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
+    if differing := [token for token, number in vocabulary.items() if tokens.get(token) != number]:
+        raise ConfigError(
+            f"{_PATH}={path} splits text into other tokens than the policy: {len(differing)} of the policy's "
+            f"{len(vocabulary)} differ, as {min(differing)!r}. Choose a draft model with the policy's tokenizer."
+        )
 
 
 class DraftFollower:

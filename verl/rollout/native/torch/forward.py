@@ -220,7 +220,7 @@ def require_quantized(module: Any, key: str, value: str) -> None:
     if device.type != "cpu":
         raise ConfigError(
             f"rollout.name=native quantizes on a CPU, and the model is on {device.type}. {end}, or fp8 with "
-            f"{full_key('rollout.name')}=vllm or sglang."
+            f"{full_key('rollout.name')}=vllm."
         )
     if forward is None or forward.decoder.has_experts or forward.decoder.departures:
         raise ConfigError(f"The native engine quantizes plain dense decoders, and {name} is none. {end}.")
