@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_417,
+    "core": 72_452,
     "compat": 9_180,
     "page": 4_075,
     "planner": 2_833,
@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 7_764,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 91_600,
+    "tests": 91_628,
     "benchmarks": 6_170,
 }
 MAX_MEAN_FUNCTION_LINES = 12
