@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
 from verl.cli.arguments import ConfigArguments, parse, with_run_folder
 from verl.cli.check import PROGRAM, schema_asked
+from verl.config.checks import check_config
 from verl.errors import ConfigError
 from verl.families import engine_facts
 from verl.foreign_text import clean
@@ -66,6 +68,7 @@ def run_plan(argv: list[str]) -> int:
     plans = search(flow, cluster_of(request.cluster, loaded), workload_of(config, request.workload), rules)
     best, second = plans[0], plans[1] if len(plans) > 1 else None
     chosen = overrides(best, engine, config)
+    _require_taken(arguments, chosen)
     rows = {
         "best": {**plan_as_json(best), "overrides": chosen},
         "runner_up": {**plan_as_json(second), "overrides": overrides(second, engine, config)} if second else None,
@@ -90,6 +93,16 @@ def run_plan(argv: list[str]) -> int:
     if "trainer.default_local_dir" not in loaded.settings:
         chosen = [*chosen, f"trainer.default_local_dir={config.trainer.default_local_dir}"]
     return _start(arguments, chosen) if request.apply else 0
+
+
+def _require_taken(arguments: ConfigArguments, chosen: list[str]) -> None:
+    """Raise ConfigError for keys of the run that the layout of its plan excludes."""
+    with_plan = replace(arguments, overrides=[*arguments.overrides, *chosen])
+    before, after = (
+        [p.sentence for p in check_config(a.load(check=False)) if p.level == "error"] for a in (arguments, with_plan)
+    )
+    if excluded := [sentence for sentence in after if sentence not in before]:
+        raise ConfigError("The fastest plan has settings that this run refuses. " + " ".join(excluded))
 
 
 def _show_weights(config: object, num_parameters: int, console: Console) -> None:

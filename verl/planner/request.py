@@ -285,7 +285,12 @@ def workload_of(config: RunConfig, request: WorkloadRequest) -> Workload:
 
 def _sampled(config: PPOConfig, request: WorkloadRequest) -> Workload:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    prompts = config.data.train_batch_size
+    prompts, lengths = config.data.train_batch_size, request.response
+    if lengths is not None and lengths[-1] > rollout.response_length:
+        raise ConfigError(
+            f"plan.workload.response={lengths} has longer responses than the run: data.max_response_length="
+            f"{rollout.response_length}. Change one of them."
+        )
     updates = max(1, -(-prompts // actor.ppo_mini_batch_size))
     return Workload(
         prompts,
