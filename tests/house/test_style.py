@@ -16,12 +16,12 @@ MAX_LINES = {
     "core": 72_452,
     "compat": 9_180,
     "page": 4_075,
-    "planner": 2_833,
+    "planner": 2_851,
     "tinker": 5_476,
     "clusters": 7_764,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 91_628,
+    "tests": 91_633,
     "benchmarks": 6_170,
 }
 MAX_MEAN_FUNCTION_LINES = 12
