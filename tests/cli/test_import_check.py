@@ -273,7 +273,7 @@ def test_the_folder_of_a_script_and_the_config_that_it_names_are_read(tmp_path, 
 
 
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.model.path=m")
-NAMED = dict.fromkeys(("model", "rm", "tools", "turns", "rows", "parts", "out", "task", "kk", "countdown"), "file")
+NAMED = dict.fromkeys("model rm tools turns rows parts asks out task kk countdown".split(), "file")
 SIZES = {  # of a list that changes one of two sizes, as its tests set the other
     "dapo with its filter": ["data.train_batch_size=2"],
     "qwen2.5-vl long prompts": ["data.max_prompt_length=300", "data.max_response_length=6"],

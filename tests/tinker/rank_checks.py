@@ -20,7 +20,7 @@ STEP = AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.01, 0.5)
 
 
 def benches(folder, dtype, rank):
-    """The service's computation on this rank alone, and on all ranks together."""
+    """The service's computation on this rank by itself, and on all ranks together."""
     path = folder / "llama"
     if dist.get_rank() == 0 and not path.exists():
         make_tiny_model(path)

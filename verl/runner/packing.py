@@ -22,8 +22,8 @@ class Packing:
     def blocks(self, rows: list[Row] | None, split: str = "") -> list[Row] | None:
         """The rows as they are, or as rows with the lengths of their sequences, of at most `args.max_length` tokens. Blocks in
         which nothing trains are left out. Raises ConfigError without max_length."""
-        of_split = getattr(self.args, f"{split}packing", None)
-        is_packed = getattr(self.args, "packing", False) if of_split is None else of_split
+        default = getattr(self.args, "packing", False)
+        is_packed = default if (choice := getattr(self.args, f"{split}packing", None)) is None else choice
         if not rows or self.algorithm != "sft" or not is_packed:
             return rows
         if self.args.max_length is None:

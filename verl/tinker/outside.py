@@ -56,7 +56,7 @@ class OutsideRollout(HTTPRollout):
         super().__init__(module, tokenizer, sections.rollout, eos_token_ids=eos_token_ids, transfer=transfer)
 
     def lane(self) -> OutsideRollout:
-        """This engine with connections and adapters of its own."""
+        """This engine with other connections and adapters."""
         lane, service = copy.copy(self), self.config.service
         lane.client = Client(
             self.client.url, token_env=service.token_env, timeout_s=service.timeout_s, num_retries=service.num_retries

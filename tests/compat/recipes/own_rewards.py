@@ -1,4 +1,4 @@
-"""A project of 2025 in small: rows that its dataset makes as tokens, loaders and rewards of its own, and a fit of that time."""
+"""A project of 2025 in small: rows that its dataset makes as tokens, its loaders and rewards, and a fit of that time."""
 
 import uuid
 

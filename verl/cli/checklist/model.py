@@ -44,7 +44,7 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
 
 
 def _refused(subject: Subject, module: Any, is_dense: bool) -> Iterator[Line]:
-    """What the start refuses of this model."""
+    """The refusals of the start for this model."""
     from verl.models.further_heads import require_head
 
     rollout = subject.config.actor_rollout_ref.rollout if subject.loaded.schema.name == "ppo" else None

@@ -167,7 +167,7 @@ def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     rollout = c.actor_rollout_ref.rollout
     facts = engine_facts(rollout.name)
     methods, drafts = f"{_ROLLOUT}.speculative.methods", rollout.speculative.methods
-    most, number = f"{_ROLLOUT}.speculative.num_speculative_tokens", rollout.speculative.num_speculative_tokens
+    limit, number = f"{_ROLLOUT}.speculative.num_speculative_tokens", rollout.speculative.num_speculative_tokens
     needed = {"drafts": bool(drafts), "drafts_mixed": len(drafts) > 1}
     needed |= {f"drafts_{method}": method in drafts for method in ("history", "mtp")}
     path = f"{_ROLLOUT}.speculative.model_path"
@@ -192,7 +192,7 @@ def check_drafts(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     head, mtp = "actor_rollout_ref.model.mtp", c.actor_rollout_ref.model.mtp
     for name, other, value, clashes in (
         ("enable_rollout", methods, drafts, "mtp" not in drafts),
-        ("num_speculative_tokens", most, number, mtp.num_speculative_tokens != number),
+        ("num_speculative_tokens", limit, number, mtp.num_speculative_tokens != number),
     ):
         if clashes and mtp.enable and mtp.enable_rollout and (key := f"{head}.{name}") in set_keys:
             yield error(key, f"{key}={getattr(mtp, name)} contradicts {other}={value}. Set one of them.")
@@ -210,7 +210,7 @@ def check_quantization(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     facts, wishes = engine_facts(rollout.name), quantized_keys(rollout)
     for key, value in wishes.items():
         fact = f"{'stores' if key.endswith('kv_cache_dtype') else 'quantizes'}_{value}"
-        if not getattr(facts, fact):
+        if not getattr(facts, fact, True):  # other values are refused as not available
             yield error(key, f"{needs_engine(f'{key}={value}', fact)}. Set {_ROLLOUT}.name, or {key}={WITHOUT[key]}.")
             continue
         if facts.is_service(rollout.service.url):

@@ -138,7 +138,7 @@ class Prompts:
         return chunks
 
     def join(self, group: Group) -> list[Group]:
-        """The groups that have waited for the prompt of `group`, which are ready now, each with a slot of its own."""
+        """The groups that have waited for the prompt of `group`, which are ready now, each with a slot."""
         twins, group.twins = group.twins, []
         for twin in twins:
             twin.num_computed, twin.logits = group.num_computed, group.logits
