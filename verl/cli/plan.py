@@ -97,10 +97,8 @@ def run_plan(argv: list[str]) -> int:
 
 def _require_taken(arguments: ConfigArguments, chosen: list[str]) -> None:
     """Raise ConfigError for keys of the run that the layout of its plan excludes."""
-    with_plan = replace(arguments, overrides=[*arguments.overrides, *chosen])
-    before, after = (
-        [p.sentence for p in check_config(a.load(check=False)) if p.level == "error"] for a in (arguments, with_plan)
-    )
+    runs = (arguments, replace(arguments, overrides=[*arguments.overrides, *chosen]))
+    before, after = ([p.sentence for p in check_config(r.load(check=False)) if p.level == "error"] for r in runs)
     if excluded := [sentence for sentence in after if sentence not in before]:
         raise ConfigError("The fastest plan has settings that this run refuses. " + " ".join(excluded))
 

@@ -57,9 +57,7 @@ _heads: WeakKeyDictionary[nn.Module, FurtherHead] = WeakKeyDictionary()
 _COPIES = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
 
 
-def require_head(
-    module: HFModule, source: str, setting: str
-) -> tuple[Path, dict[str, TensorHeader], dict[str, _Names]]:
+def read_head(module: HFModule, source: str, setting: str) -> tuple[Path, dict[str, TensorHeader], dict[str, _Names]]:
     """The folder of `source`, the tensors of its head, and their family by the tensor that joins inputs; see FurtherHead."""
     folder = fetch(source, weights=True)
     headers = {n: h for n, h in read_headers(folder).items() if is_further_head(n, module.config)}
@@ -84,7 +82,7 @@ class FurtherHead(nn.Module):
 
     def __init__(self, module: HFModule, source: str, setting: str = "model.mtp.enable_train=False"):
         super().__init__()
-        folder, headers, names = require_head(module, source, setting)
+        folder, headers, names = read_head(module, source, setting)
         self.names = next(iter(names.values()))
         decoder = module.get_decoder()
         size, weight = decoder.config.hidden_size, next(module.parameters())

@@ -12,6 +12,7 @@ from verl.cli.report import Line, fail, info, passed, warn
 from verl.config import ModelConfig
 from verl.config.active_keys import WITHOUT, quantized_keys, runs_on_several_devices, uses_critic
 from verl.errors import ModelError
+from verl.families import engine_facts
 from verl.models.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -45,17 +46,17 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
 
 def _refused(subject: Subject, module: Any, is_dense: bool) -> Iterator[Line]:
     """The refusals of the start for this model."""
-    from verl.models.further_heads import require_head
+    from verl.models.further_heads import read_head
 
     rollout = subject.config.actor_rollout_ref.rollout if subject.loaded.schema.name == "ppo" else None
-    quantized = quantized_keys(rollout) if rollout is not None and rollout.name == "native" else {}
+    quantized = quantized_keys(rollout) if rollout and engine_facts(rollout.name).quantizes_int8 else {}
     for key, value in {} if is_dense else quantized.items():
         yield fail(
             f"{key}={value} is for plain dense decoders, and {type(module).__name__} is none. Set it to {WITHOUT[key]}."
         )
-    mtp, path = subject.model.mtp, subject.model.path
-    if mtp.enable and mtp.enable_train and Path(path).expanduser().is_dir():
-        require_head(module, path, "model.mtp.enable_train=False")
+    mtp = subject.model.mtp
+    if mtp.enable and mtp.enable_train and Path(subject.model.path).expanduser().is_dir():
+        read_head(module, subject.model.path, "model.mtp.enable_train=False")
 
 
 def check_tokenizer(subject: Subject) -> Iterator[Line]:
