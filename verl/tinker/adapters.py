@@ -86,7 +86,7 @@ class AdapterEngine(LocalEngine):
         """Inside, the module has `adapter`; what a call changes is the adapter's afterwards."""
         assert self.optimizer is not None
         masters, copied, slots = self.optimizer.masters, self.optimizer.copied, self.optimizer.optimizer.state
-        present = {name: masters[name] for name in adapter.weights.tensors}
+        present = {name: masters[name] for name in masters if name in adapter.weights.tensors}  # in one order
         self.show(adapter.weights)
         # other parameters show tensors of other adapters, which a step would decay
         self.optimizer.masters, self.optimizer.copied = present, [name for name in copied if name in present]
