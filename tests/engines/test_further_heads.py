@@ -154,12 +154,8 @@ def test_what_is_refused(tiny_llama, folder):
     keys = ["model.mtp.enable=True", "model.mtp.enable_train=True", "trainer.n_gpus_per_node=2"]
     with pytest.raises(ConfigError, match="only a run on one device does"):
         load_config(keys, schema=SCHEMAS["sft"])
-    for key, fault in (
-        ("actor.strategy=megatron", "strategy=megatron does"),
-        ("model.lora_rank=4", "a run with adapters does"),
-    ):
-        with pytest.raises(ConfigError, match=f"{fault} not"):
-            load_config([f"actor_rollout_ref.{key}" for key in (*keys[:2], key)])
+    with pytest.raises(ConfigError, match="a run with adapters does not"):
+        load_config([f"actor_rollout_ref.{key}" for key in (*keys[:2], "model.lora_rank=4")])
 
 
 def test_the_keys_of_drafts_follow_the_keys_of_the_model():
