@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 7_764,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 91_632,
+    "tests": 91_628,
     "benchmarks": 6_170,
 }
 MAX_MEAN_FUNCTION_LINES = 12
