@@ -45,6 +45,9 @@ def build_module(
     _make_uniform(module, dtype)
     _set_choices(module, model)
     _adapt(module, model, spec, wide)
+    for parameter in module.parameters():  # MKL's sums depend on alignment, which weights in a mapped file lack
+        if parameter.requires_grad and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
     if spec is not None and model.lora_adapter_path:
         load_adapter(module, read_adapter(model.lora_adapter_path, spec, model.path))
     elif not trains and model.lora_adapter_path and (frozen := LoRASpec.of(model)):
