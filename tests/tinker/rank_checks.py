@@ -1,8 +1,8 @@
 """Models of the service over several ranks of gloo against one device."""
 
 from dataclasses import replace
+from statistics import fmean
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,15 +20,17 @@ STEP = AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.01, 0.5)
 
 
 def benches(folder, dtype, rank):
-    """The service's computation on this rank by itself, and on all ranks together."""
+    """The service's computation on this rank alone, on all ranks together and, in bfloat16, on this rank in float32."""
     path = folder / "llama"
     if dist.get_rank() == 0 and not path.exists():
         make_tiny_model(path)
     dist.barrier()
-    config = serving_config(str(path), [f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}"], rank=rank)
-    device = torch.device("cpu")
+    key, device = "actor_rollout_ref.actor.fsdp_config.dtype", torch.device("cpu")
+    config = serving_config(str(path), [f"{key}={dtype}"], rank=rank)
     engine = config.actor_rollout_ref.actor.fsdp_config
-    benches = Workbench(config, device), Workbench(config, device, mesh_of(engine, dist.get_world_size()))
+    benches = [Workbench(config, device), Workbench(config, device, mesh_of(engine, dist.get_world_size()))]
+    if dtype == "bfloat16":
+        benches.append(Workbench(serving_config(str(path), [f"{key}=float32"], rank=rank), device))
     for bench in benches if dtype == "float64" else ():
         widen_norms(bench.engine.module)
     return benches
@@ -56,34 +58,48 @@ def difference(one, other):
     return float((one.double() - other.double()).norm() / one.double().norm().clamp(min=1e-30))
 
 
+def results_of(bench, models, join=lambda output: output):
+    """Three steps of `models`, and their results by kind and name: losses and norms, log-probs, weights and moments."""
+    outputs, norms = steps(bench, models, join)
+    held = [bench.engine.whole(model) for model in models]
+    assert all(model.num_steps == 3 for model in held)
+    numbers = [*norms, *(output.metrics["loss:sum"] for output in outputs)]
+    return {
+        "outputs": {place: torch.tensor(number, dtype=torch.float64) for place, number in enumerate(numbers)},
+        "log_probs": dict(enumerate(torch.as_tensor(x) for output in outputs for x in output.log_probs)),
+        "weights": {(n, name): x for n, model in enumerate(held) for name, x in model.weights.tensors.items()}
+        | {(n, "optimizer", name): x for n, model in enumerate(held) for name, x in model.optimizer_tensors().items()},
+    }
+
+
+def differences(one, other, joined=max):
+    """The largest relative difference of each kind of results, or another function of its differences."""
+    assert all(one[kind].keys() == other[kind].keys() for kind in one)
+    return {kind: joined([difference(x, other[kind][name]) for name, x in one[kind].items()]) for kind in one}
+
+
 def compared(folder, dtype, rank):
-    alone, together = benches(folder, dtype, rank)
+    """The differences of two ranks from one device. In bfloat16: their mean error, relative to one device's."""
+    alone, together, *wide = benches(folder, dtype, rank)
     chosen = [("mlp", "head"), ("attention", "mlp", "head")] if rank else [("attention", "mlp", "head")] * 2
     new = [(rank and 4 + number, number, parts) for number, parts in enumerate(chosen)]
-    ones = [alone.engine.held(alone.engine.new_adapter(*each)) for each in new]
-    parts = [together.engine.held(together.engine.new_adapter(*each)) for each in new]
-    first, second = steps(alone, ones), steps(together, parts, added)
-    largest, log_probs = max(abs(a - b) / a for a, b in zip(first[1], second[1], strict=True)), 0.0
-    for one, other in zip(first[0], second[0], strict=True):
-        value = one.metrics["loss:sum"]
-        largest = max(largest, abs(value - other.metrics["loss:sum"]) / abs(value))
-        for a, b in zip(one.log_probs, other.log_probs, strict=True):
-            log_probs = max(log_probs, float(np.abs(a - b).max() / np.abs(a).max()))
-    weights = 0.0
-    for one, other in zip(ones, parts, strict=True):
-        one, other = alone.engine.whole(one), together.engine.whole(other)
-        assert set(one.weights.tensors) == set(other.weights.tensors)
-        assert one.num_steps == other.num_steps == 3
-        for name, value in one.weights.tensors.items():
-            weights = max(weights, difference(value, other.weights.tensors[name]))
-        for name, value in one.optimizer_tensors().items():
-            weights = max(weights, difference(value, other.optimizer_tensors()[name]))
+    models = [
+        [bench.engine.held(bench.engine.new_adapter(*each)) for each in new] for bench in (alone, together, *wide)
+    ]
+    expected = results_of(alone, models[0])
+    results = results_of(together, models[1], added)
+    measured = differences(expected, results)
+    for bench in wide:
+        exact = results_of(bench, models[2])
+        errors, ours = (differences(exact, rounded, fmean) for rounded in (expected, results))
+        measured = {kind: error / errors[kind] for kind, error in ours.items()}
+    parts = models[1]
     again = [together.engine.held(together.engine.whole(model)) for model in parts]
     assert steps(together, parts, added)[1] == steps(together, again, added)[1], "a saved model goes on with other bits"
     for one, other in zip(parts, again, strict=True):
         for name, value in together.engine.whole(one).weights.tensors.items():
             assert torch.equal(value, together.engine.whole(other).weights.tensors[name])
-    return {"outputs": largest, "log_probs": log_probs, "weights": weights}
+    return measured
 
 
 @on(2)
