@@ -128,7 +128,9 @@ def test_a_user_module_with_only_a_forward(tmp_path, caplog):
 
 def generated(module):
     """Two samples of two prompts of unequal length."""
-    config = type("Config", (), {"max_num_seqs": 3, "max_model_len": None, "quantization": None})()
+    config = type(
+        "Config", (), {"max_num_seqs": 3, "max_model_len": None, "quantization": None, "kv_cache_dtype": "auto"}
+    )()
     engine = HFRollout(module, None, config, eos_token_ids=())
     params = SamplingParams(n=2, max_new_tokens=6, temperature=1.0, seed=5)
     generation = engine.open(params, step=0)

@@ -109,6 +109,16 @@ class _AutogradPass(DecoderPass):
         with self._keeping(recipe):
             return super().mixed(mixture, x)
 
+    def wide_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See DecoderPass. A copy in float32 would be twice as large as `x`, which other products keep."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if wide == x.dtype or self.recompute == "full":
+            return super().wide_logits(x, weight)
+        again = self._of_mixture if self.recompute == "selective" else x.detach
+        rows = x.to(wide)
+        with computed_again((rows, lambda: again().to(wide))):
+            return F.linear(rows, weight.to(wide))
+
     def summed_experts(self, mixture: Mixture, x: torch.Tensor, choice: ExpertChoice, places: Places) -> torch.Tensor:
         """See DecoderPass."""
         rows, input_again = places.to_experts(x), self._of_mixture

@@ -122,15 +122,18 @@ class DecoderPass:
         def follow(experts: torch.Tensor) -> torch.Tensor:
             return experts if self.routing is None else self.routing.choose(mixture.layer, experts)
 
-        weight, is_wide = mixture.router, mixture.rule.sigmoid  # as transformers computes them
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), weight.to(wide)) if is_wide else self.router_logits(x, weight)
+        logits = (self.wide_logits if mixture.rule.sigmoid else self.router_logits)(x, mixture.router)
         choice = choose_experts(logits, mixture.rule, follow)
         return choice, Places(choice.experts, len(mixture.router), None if mixture.summed else mixture.group)
 
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden_size] -> [tokens, experts]."""
         return F.linear(x, weight)
+
+    def wide_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As router_logits, in float32 or wider: transformers computes the logits of sigmoids there."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), weight.to(wide))
 
     def summed_experts(self, mixture: Mixture, x: torch.Tensor, choice: ExpertChoice, places: Places) -> torch.Tensor:
         """The weighted sums of the outputs of tokens' experts."""
