@@ -119,3 +119,19 @@ class TestPagedStore:
         unpaged.put(2, taken)
         paged.move([1], [2], 48)
         assert torch.equal(paged._blocks[1][2, :, :3], unpaged._blocks[1][2, :, :3])
+
+    def test_a_store_that_is_not_paged_copies_nothing_up_to_its_limit(self):
+        process = psutil.Process()
+        before, store = process.memory_info().rss, BlockStore(self.SHAPE)
+        addresses = []
+        for length in (16, 100, 4096):
+            store.reserve(64, length, 4096)
+            store.view()
+            addresses.append([layer.data_ptr() for layer in store._blocks])
+            assert store.num_bytes == 64 * -(-length // 16) * self.BLOCK_BYTES
+        assert addresses[0] == addresses[1] == addresses[2]
+        assert process.memory_info().rss - before < 0.1 * store.num_bytes, "memory comes with tokens"
+        store.reserve(64, 4097, 8192)
+        store._blocks[1][3, :, 5] = 1
+        store.view()
+        assert (store._blocks[1][3, :, 5] == 1).all()

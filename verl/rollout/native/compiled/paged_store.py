@@ -4,14 +4,13 @@
     slot 1  |███░░░░░░░░░░░░░░░░░░░░░░░░░░|     ░ addresses without memory behind them
     slot 2  |░░░░░░░░░░░░░░░░░░░░░░░░░░░░░|
 
-Every slot has the addresses of its longest sequence from the start. Memory is allocated by the first write to a page and freed
-when the slot's sample ends. So a short sample takes no more than its length (vAttention, Prabhu et al. 2024,
-arXiv:2405.04437). The kernels read a sequence at consecutive addresses, as ever.
+Memory is allocated by the first write to a page (see BlockStore) and freed when the slot's sample ends. So a short sample
+takes no more than its length (vAttention, Prabhu et al. 2024, arXiv:2405.04437). The kernels read a sequence at consecutive
+addresses, as ever.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 from verl.rollout.native.compiled.library import BLOCK
 from verl.rollout.native.compiled.store import BlockStore, Shape
 
-_MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 _PAGE = mmap.PAGESIZE
 
 
@@ -31,10 +29,6 @@ class PagedStore(BlockStore):
         super().__init__(shape)
         self._maps: list[mmap.mmap] = []
         self._held = np.zeros(0, dtype=np.int64)  # blocks of each slot that may have memory
-
-    def reserve(self, num_slots: int, length: int, limit: int) -> None:
-        """See SlotStore: addresses for `limit` tokens at once, since they cost nothing."""
-        super().reserve(num_slots, max(length, limit), limit)
 
     def keep(self, lengths: np.ndarray) -> None:
         """Set the length of slot i to `lengths[i]` tokens. Stored tokens within that length stay. Memory behind them and
@@ -64,15 +58,10 @@ class PagedStore(BlockStore):
     def _grown(self, old: torch.Tensor, slots: int, blocks: int) -> torch.Tensor:
         if old.numel():
             slots, blocks = max(slots, old.shape[0]), max(blocks, old.shape[2])
-        shape, dtype = (slots, self.shape.kv_heads, blocks, 2, self.shape.width), self.shape.dtype
-        if not math.prod(shape):
-            return torch.zeros(shape, dtype=dtype)
-        pages = mmap.mmap(
-            -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        )
+        pages = self._pages(slots, blocks)
         pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page is longer than most samples
-        new = torch.frombuffer(pages, dtype=dtype).view(shape)
-        for slot, count in enumerate(self._held.tolist() if old.numel() else ()):
+        new = torch.frombuffer(pages, dtype=self.shape.dtype).view(self._size(slots, blocks))
+        for slot, count in enumerate(self._held[: len(old)].tolist()):
             new[slot, :, :count] = old[slot, :, :count]
         if len(self._maps) == self.shape.num_layers:
             self._maps = self._maps[1:]  # layers grow in order, so `old` lies in the first map

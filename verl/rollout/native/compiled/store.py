@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 from typing import NamedTuple
 
 import torch
 
 from verl.rollout.native.compiled.library import BLOCK, Store
 from verl.rollout.native.torch.kv_cache import SlotStore
+
+_MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 
 
 class Shape(NamedTuple):
@@ -25,17 +29,26 @@ class Shape(NamedTuple):
 
 
 class BlockStore(SlotStore):
-    """Per layer [slots, kv_heads, blocks, 2, shape.width]: the keys of a block, then its values (decoder.h)."""
+    """Per layer [slots, kv_heads, blocks, 2, shape.width]: the keys of a block, then its values (decoder.h).
+
+    Every slot has the addresses of its longest sequence from the start, since memory follows with the first write to a page.
+    Growing token by token copies nothing: a copy of gigabytes would stop all rows for seconds."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self._blocks: list[torch.Tensor] = []
         self._pointers: ctypes.Array[ctypes.c_void_p] | None = None
+        self._longest = 0  # tokens of a slot
+
+    def reserve(self, num_slots: int, length: int, limit: int) -> None:
+        """See SlotStore."""
+        self._longest = max(self._longest, length)
+        super().reserve(num_slots, max(length, limit), limit)
 
     def view(self) -> Store:
         """The store as the kernels see it, with the room that was reserved."""
-        slots, blocks = self.num_slots, -(-self.capacity // BLOCK)
+        slots, blocks = max(1, self.num_slots), max(1, -(-self.capacity // BLOCK))
         held = self._blocks[0] if self._blocks else None
         if held is None or len(held) < slots or held.shape[2] < blocks:
             # layer by layer, so that at most one layer exists twice
@@ -50,11 +63,19 @@ class BlockStore(SlotStore):
     def _grown(self, old: torch.Tensor, slots: int, blocks: int) -> torch.Tensor:
         if old.numel():
             slots, blocks = max(slots, old.shape[0]), max(blocks, old.shape[2])
-        size = (slots, self.shape.kv_heads, blocks, 2, self.shape.width)
-        new = torch.zeros(size, dtype=self.shape.dtype)  # what pads a head is multiplied too
+        new = torch.frombuffer(self._pages(slots, blocks), dtype=self.shape.dtype).view(self._size(slots, blocks))
         if old.numel():
-            new[: old.shape[0], :, : old.shape[2]] = old
+            count = min(old.shape[2], -(-self._longest // BLOCK))
+            new[: old.shape[0], :, :count] = old[:, :, :count]
         return new
+
+    def _size(self, slots: int, blocks: int) -> tuple[int, ...]:
+        return slots, self.shape.kv_heads, blocks, 2, self.shape.width
+
+    def _pages(self, slots: int, blocks: int) -> mmap.mmap:
+        """Memory of a layer, zeros: what pads a head is multiplied too."""
+        num_bytes = math.prod(self._size(slots, blocks)) * self.shape.dtype.itemsize
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         count = -(-length // BLOCK)
@@ -91,11 +112,11 @@ class BlockStore(SlotStore):
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._blocks)
+        return sum(t[:, :, : -(-self._longest // BLOCK)].numel() * t.element_size() for t in self._blocks)
 
     def clear(self) -> None:
         super().clear()
-        self._blocks, self._pointers = [], None
+        self._blocks, self._pointers, self._longest = [], None, 0
 
 
 def _by_token(blocks: torch.Tensor) -> list[torch.Tensor]:
