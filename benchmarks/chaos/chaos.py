@@ -7,6 +7,7 @@
     python benchmarks/chaos/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
     python benchmarks/chaos/chaos.py --kills 12 --program images --runtimes local     prompts with pictures
     python benchmarks/chaos/chaos.py --kills 12 --runtimes local --set KEY=VALUE     keys of the killed runs
+    python benchmarks/chaos/chaos.py --kills 12 --runtimes agents --drafts ngram model   drafts in the killed runs
 
 Each run gets several SIGKILLs; the seed determines their moments and kinds of processes (chaos_task.py). A kill counts when it
 hit a living process. Runs recover by themselves. Only when the first process of the command (its supervisor or launcher) was
@@ -14,6 +15,7 @@ killed, the script runs the same command again, as a person would. A command tha
 end every run must have the undisturbed run's last checkpoint (weights, optimizer), bit for bit, must have trained on the same
 multiset of samples, and must have left nothing behind. Exit code 1: a run did not.
 For agents, no result of a tool may be recorded twice, and only calls that a kill has cut may be made again.
+With --drafts the undisturbed run has none, and each killed run must have tried some (chaos_drafts.py).
 
 Time to recover is from the kill until the interrupted step is being taken again; work lost is the number of steps that were
 taken again. All runs train a tiny model whose steps take a fraction of a second, so recovery time is start-up time.
@@ -26,7 +28,7 @@ import random
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +36,7 @@ from statistics import fmean
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))
 
-from chaos_compare import differences, idleness, repeated_calls
+from chaos_compare import differences, idleness, repeated_calls, tried_drafts
 from chaos_run import Kill, Lost, Victim
 from chaos_scale import RUNTIME as SCALED
 from chaos_scale import ScaledVictim
@@ -51,18 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     kills: list[Kill] = []
     failures: list[str] = []
+    drafts: Counter[str] = Counter()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verl-chaos-") as scratch:
         folder, steps = Path(arguments.keep or scratch), 3 * arguments.kills_per_run + 2
-        task = make_task(folder, steps=steps, dtype=arguments.dtype, program=arguments.program)
+        kinds = {"dtype": arguments.dtype, "program": arguments.program, "drafts": arguments.drafts}
+        task = make_task(folder, steps=steps, changes=arguments.set, **kinds)
         for runtime, count in shares(arguments.runtimes, arguments.kills).items():
             try:
-                attack(task, runtime, count, arguments, kills, failures)
+                attack(task, runtime, count, arguments, kills, failures, drafts)
             except Lost as error:
                 failures.append(f"{runtime}, the undisturbed run: {error}")
             _write(arguments, time.monotonic() - began, kills, failures)
     minutes, early = (time.monotonic() - began) / 60, sum(kill.early for kill in kills)
     print(f"{report(kills)}\n\n{len(kills)} kills, {early} before a first checkpoint, in {minutes:.1f} min.")
+    if arguments.drafts:
+        print(f"Drafts of killed runs: {drafts['tried']} tried, {drafts['accepted']} accepted.")
     print(f"{len(failures)} differences from undisturbed runs.")
     print("".join(f"FAILED {failure}\n" for failure in failures), end="")
     return 1 if failures else 0
@@ -86,6 +92,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--set", nargs="+", default=[], metavar="KEY=VALUE",
         help="keys of the killed runs that must change no bit; MODEL stands for the folder of the model",
     )  # fmt: skip
+    parser.add_argument(
+        "--drafts", nargs="+", default=[], metavar="METHOD", choices=("ngram", "history", "model", "mtp"),
+        help="drafts in the killed runs, whatever they cost; the model drafts for itself, as it was at the start",
+    )  # fmt: skip
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run folders there")
     parser.add_argument("--json", help="file for the figures, written after each runtime")
     arguments = parser.parse_args(argv)
@@ -107,20 +117,20 @@ def shares(runtimes: Sequence[str], kills: int) -> dict[str, int]:
 
 
 def attack(
-    task: Task, runtime: str, count: int, arguments: argparse.Namespace, kills: list[Kill], failures: list[str]
-) -> None:
-    """Runs of one runtime with `count` kills in all. Adds the kills to `kills` and the errors to `failures`. Raises Lost when
-    the undisturbed run does not end."""
+    task: Task, runtime: str, count: int, arguments: argparse.Namespace, kills: list[Kill], failures: list[str],
+    drafts: Counter[str],
+) -> None:  # fmt: skip
+    """Runs of one runtime with `count` kills in all. Adds the kills to `kills`, the errors to `failures`, and the numbers of
+    drafts to `drafts`. Raises Lost when the undisturbed run does not end."""
     kind = ScaledVictim if runtime == SCALED else Victim
     task = task.lasting(RUNTIMES[runtime].steps_of_a_kill * arguments.kills_per_run + 2)
-    alone = kind(task, runtime, "alone")
+    alone = kind(replace(task, changes=()), runtime, "alone")
     try:
         alone.to_the_end()
     finally:
         alone.end()
     failures += [f"{runtime}, the undisturbed run: {what}" for what in idleness(task, alone.folder)]
     target, usual_s = len(kills) + count, alone.usual()
-    task = replace(task, keys=(*task.keys, *(key.replace("MODEL", str(task.model)) for key in arguments.set)))
     for index in itertools.count():
         if len(kills) >= target:
             break
@@ -134,6 +144,10 @@ def attack(
             victim.to_the_end()
             survivors = [f"a process is left: {command}" for command in victim.left_in_the_end()]
             wrong = differences(task, victim.folder, alone.folder) + survivors
+            if arguments.drafts:
+                tried = tried_drafts(victim.folder)
+                drafts += tried
+                wrong += [] if tried["tried"] else ["no draft was tried"]
             if (alone.folder / CALLS).exists():
                 wrong += repeated_calls(victim.folder, alone.folder, len(kills) - before)
         except Lost as error:

@@ -89,6 +89,13 @@ def trained_samples(task: Task, folder: Path) -> Counter[Any]:
         return ledger.multiset_of_trained()
 
 
+def tried_drafts(folder: Path) -> Counter[str]:
+    """Drafts that the steps of a run tried and accepted."""
+    rows = _metrics(folder)
+    names = {"tried": "rollout/num_drafts", "accepted": "rollout/num_accepted_drafts"}
+    return Counter({name: int(sum(row.get(metric, 0) for row in rows)) for name, metric in names.items()})
+
+
 def _state(checkpoint: Path) -> dict[str, Any]:
     """The trainer's state without the values that differ between two runs: seconds, name and time of the start."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())

@@ -121,7 +121,8 @@ class Victim:
 
     def keys(self) -> list[str]:
         """Arguments of `verl train`."""
-        return [*self.task.keys, *RUNTIMES[self.runtime].keys, f"trainer.default_local_dir={self.folder}"]
+        runtime, changes = RUNTIMES[self.runtime].keys, self.task.changes
+        return [*self.task.keys, *runtime, *changes, f"trainer.default_local_dir={self.folder}"]
 
     def launch(self, log: Path) -> Any:
         """The first process of the command, with `pid` and `poll`; its output is appended to `log`."""

@@ -149,12 +149,13 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Task:
-    """Settings that all runs of a session share."""
+    """Settings that all runs of a session share, and `changes` to keys of killed runs, which must change no bit."""
 
     folder: Path
     model: Path
     keys: tuple[str, ...]
     steps: int
+    changes: tuple[str, ...] = ()
     program: Program = PROGRAMS["ppo"]
 
     def lasting(self, steps: int) -> Task:
@@ -181,11 +182,20 @@ class Moment:
 
 
 def make_task(
-    folder: Path, *, steps: int, model: str | None = None, dtype: str = "float32", program: str = "ppo"
-) -> Task:
-    """Write the files of the task, and the keys that name them."""
+    folder: Path, *, steps: int, model: str | None = None, dtype: str = "float32", program: str = "ppo",
+    drafts: Sequence[str] = (), changes: Sequence[str] = (),
+) -> Task:  # fmt: skip
+    """Write the files of the task, and the keys that name them. Killed runs have `drafts` by these methods, and `changes`, in
+    which MODEL stands for the folder of the model."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = model or str(_model(folder / "model", program))
+    model = model or str(_model(folder / "model", "mtp" if "mtp" in drafts else program))
+    if drafts:
+        libraries = ",".join(str(Path(__file__).with_name(f"chaos_{name}.py")) for name in ("tools", "drafts"))
+        guesses = {"methods": f"[{','.join(drafts)}]", **({"model_path": model} if "model" in drafts else {})}
+        changes = (
+            f"actor_rollout_ref.model.external_lib=[{libraries}]", *changes,
+            *(f"{_ROLLOUT}.speculative.{name}={value}" for name, value in guesses.items()),
+        )  # fmt: skip
     rows, keys = (_prompts if PROGRAMS[program].has_ledger else _pairs)(folder, model, dtype, program)
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = (
@@ -193,19 +203,24 @@ def make_task(
         "trainer.val_before_train=False", f"{_STEPS}{steps}", f"trainer.save_freq={SAVE_FREQ}", "trainer.max_restarts=10",
         "trainer.restart_backoff_s=0.05",
     )  # fmt: skip
-    return Task(folder, Path(model), (*keys, *common), steps, PROGRAMS[program])
+    changes = tuple(key.replace("MODEL", model) for key in changes)
+    return Task(folder, Path(model), (*keys, *common), steps, changes, PROGRAMS[program])
 
 
-def _model(folder: Path, program: str) -> Path:
-    """A tiny random model."""
+def _model(folder: Path, kind: str) -> Path:
+    """A tiny random model: for the program `images`, with a head for further tokens (`mtp`), or a plain model of text."""
     from verl.models.tiny import make_tiny_model
 
-    if program != "images":
-        return make_tiny_model(folder)
     sys.path.append(str(Path(__file__).parents[2]))
-    from tests.vision_families import vision_folder
+    if kind == "images":
+        from tests.vision_families import vision_folder
 
-    return vision_folder(folder, "qwen2_vl")
+        return vision_folder(folder, "qwen2_vl")
+    if kind == "mtp":
+        from tests.engines.tiny import make_model_with_head
+
+        return Path(make_model_with_head(folder, "qwen3"))
+    return make_tiny_model(folder)
 
 
 def _prompts(folder: Path, model: str, dtype: str, program: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
