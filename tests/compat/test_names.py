@@ -120,7 +120,7 @@ class TestNested:
         assert no_padding_2_padding(data["input_ids"], data).tolist() == [[2, 3, 0], [8, 9, 10]]
 
     def test_positions_of_several_components_and_equal_lengths(self):
-        """As images have them; torch alone would take the components for the sequence (a public report of September 2026)."""
+        """As images have them; torch would take the components for the sequence (a public report of September 2026)."""
         from verl.workers.utils.padding import left_right_2_no_padding
 
         data = self.batch()

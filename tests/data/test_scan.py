@@ -337,7 +337,7 @@ class TestCache:
             path.unlink()
 
     def test_an_entry_that_cannot_be_touched_is_read(self, cache, monkeypatch, caplog):
-        """Of a read-only folder, or of another user, who alone may set its time."""
+        """Of a read-only folder, or of another user, since only its owner may set its time."""
         self.scanned("theirs")
 
         def forbidden(path):

@@ -20,7 +20,7 @@ STEP = AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.01, 0.5)
 
 
 def benches(folder, dtype, rank):
-    """The service's computation on this rank alone, on all ranks together and, in bfloat16, on this rank in float32."""
+    """The service's computation on this rank only, on all ranks together and, in bfloat16, on this rank in float32."""
     path = folder / "llama"
     if dist.get_rank() == 0 and not path.exists():
         make_tiny_model(path)

@@ -277,7 +277,7 @@ def memory(field):
 
 
 def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared):
-    """Nor do the sizes that they name take memory: the largest body alone has 64 MiB."""
+    """Nor do the sizes that they name take memory: the largest body has 64 MiB."""
     assert len(HOSTILE) >= 40
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS from here on
     before_mib = memory("VmRSS")
