@@ -213,7 +213,7 @@ ROLLOUT_ENGINES = Registry(
         "sglang": _row(
             "verl.rollout.http.sglang:SGLangRollout",
             "holds_weights starts_process asks_service divides_model reads_images takes_buckets takes_adapters "
-            "samples_adapters stores_fp8",
+            "samples_adapters quantizes_fp8 stores_fp8",
         ),
     },
     base="verl.rollout.api:RolloutEngine",

@@ -104,16 +104,16 @@ def make_prompts(lengths, seed=0, first_ordinal=0):
 
 @pytest.fixture
 def connect(load, tokenizer):
-    """connect(url, name="http", **config) -> an engine of a service with `config` of both."""
+    """connect(url, name="http", module=, **config) -> an engine of a service with `config` of both."""
 
-    def build(url, name="http", **config):
+    def build(url, name="http", module=None, **config):
         fields = {field.name for field in dataclasses.fields(ServiceConfig)} & config.keys()
         service = ServiceConfig(
             **{"timeout_s": 5.0, "num_retries": 2} | {key: config.pop(key) for key in fields}, url=url
         )
         rollout = RolloutConfig(**{"max_num_seqs": 4, **config}, name=name, service=service)
         settings = {"eos_token_ids": [EOS], "transfer": weight_transfer("a/model")}
-        return ENGINES.get(name)(load("llama"), tokenizer, rollout, **settings)
+        return ENGINES.get(name)(module or load("llama"), tokenizer, rollout, **settings)
 
     return build
 

@@ -10,6 +10,8 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import nn
 
+from verl.models.quantized import fp8_blocks
+
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 FOREIGN_TOKEN = 3  # of SGLang's sampler
 
@@ -52,21 +54,27 @@ def import_inside(monkeypatch):
 
 class FusedModel(nn.Module):
     """The weights of a Llama `module` as SGLang has them: fused, and loaded by their names in files. Unknown names are passed
-    over. The value of the weight `loses` is not taken."""
+    over. The value of the weight `loses` is not taken. With `fp8` projections are levels, with scales of their blocks."""
 
-    def __init__(self, module, loses=""):
+    def __init__(self, module, loses="", fp8=False):
         super().__init__()
         self.loses, self._places = loses, {}
-        for name, parameter in module.named_parameters():
+        stored = dict(module.named_parameters())
+        if fp8:
+            for name in [name for name in stored if "_proj." in name]:
+                level, scale = fp8_blocks(stored[name].detach())
+                stored |= {name: level, f"{name}_scale_inv": scale}
+        for name, parameter in stored.items():
             *path, last, kind = name.split(".")
             fused, parts = next(((f, p) for f, p in FUSED.items() if last in p), (last, (last,)))
             held = ".".join([*path, fused, kind])
-            sizes = [module.get_parameter(".".join([*path, part, kind])).shape for part in parts]
+            sizes = [stored[".".join([*path, part, kind])].shape for part in parts]
             first = sum(size[0] for size in sizes[: parts.index(last)])
             self._places[name] = (held, slice(first, first + len(parameter)))
             if parts.index(last) == 0:
                 shape = (sum(size[0] for size in sizes), *parameter.shape[1:])
-                self.register_parameter(held.replace(".", "/"), nn.Parameter(torch.zeros(shape)))
+                empty = torch.zeros(shape, dtype=parameter.dtype)
+                self.register_parameter(held.replace(".", "/"), nn.Parameter(empty, requires_grad=False))
 
     def named_parameters(self, *args, **more):
         return ((name.replace("/", "."), p) for name, p in super().named_parameters(*args, **more))
@@ -76,4 +84,5 @@ class FusedModel(nn.Module):
         for name, tensor in weights:
             if name in self._places and name != self.loses:
                 fused, rows = self._places[name]
+                assert held[fused].dtype == tensor.dtype, "SGLang would convert it without a scale"
                 held[fused].data[rows] = tensor

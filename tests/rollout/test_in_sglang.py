@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.service import running
@@ -126,10 +127,74 @@ def test_weights_arrive_in_buckets_and_are_compared(serve, load):
     }
 
 
-@pytest.mark.parametrize("part", ["self_attn.k_proj.weight", "input_layernorm.weight"])
-def test_a_value_that_the_server_lost_is_found(part, serve, load):
+def test_weights_in_fp8_have_the_scales_of_each_update(serve, load, make_engine):
+    """The server holds the numbers of the emulation in the native engine."""
+    module = copy.deepcopy(load("llama"))
+    model = FusedModel(module, fp8=True)
+    _, engine = serve(model)
+    for version in (1, 2):
+        with torch.no_grad():
+            module.model.layers[0].mlp.up_proj.weight.mul_(-3.0)
+        send(engine, module, version)
+        held = dict(model.named_parameters())
+        emulated = make_engine("native", module=module, quantization="fp8").dense()
+        for number, layer in enumerate(emulated.decoder.layers):
+            for name, joined in (("self_attn.qkv_proj", layer.qkv), ("mlp.gate_up_proj", layer.gate_up)):
+                parts, at = [], 0
+                for part in joined.parts:
+                    prefix = f"model.layers.{number}.{name}.weight"
+                    rows = slice(at, at + part.out_features)
+                    scale = held[f"{prefix}_scale_inv"][
+                        len(parts) : len(parts) + 1, :1
+                    ]  # all of a part is one block here
+                    parts.append(held[prefix][rows].float() * scale)
+                    at += part.out_features
+                assert torch.equal(torch.cat(parts), emulated._products[id(joined)][1]._weight)
+
+
+def test_a_server_in_fp8_samples_nothing_before_an_update(connect):
+    server = SimulatedSGLang(
+        "a/model", lambda ids, position, params: (7, -0.5), VOCABULARY, receive=lambda message: None
+    )
+    module = even_llama()
+    with running(server.answers) as service:
+        engine = connect(service.url, "sglang", module=module, quantization="fp8")
+        with pytest.raises(ModelError, match="did not come"):
+            engine.generate(make_prompts([3]), SamplingParams(max_new_tokens=2), step=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("llama", {}, "a projection of 64 on 1 devices does not divide"),
+        ("qwen3_moe", {}, "is for dense text models on SGLang, and Qwen3MoeForCausalLM is none"),
+        ("llama", {"adapters_by_name": True}, "a run of adapters sends none to SGLang"),
+    ],
+)
+def test_models_that_sglang_does_not_compute_in_blocks_are_refused(family, config, words, load):
+    config = RolloutConfig(name="sglang", quantization="fp8", **config)
+    with pytest.raises(ConfigError, match=words):
+        ENGINES.get("sglang").require_model(load(family), config, torch.device("cuda", 0))
+    ENGINES.get("sglang").require_model(even_llama(), replace(config, adapters_by_name=False), torch.device("cuda", 0))
+
+
+def even_llama():
+    """A model on the meta device whose projections divide into blocks."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **sizes)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    "part", ["self_attn.k_proj.weight", "input_layernorm.weight", "mlp.down_proj.weight_scale_inv"]
+)
+def test_a_value_that_the_server_lost_is_found(part, fp8, serve, load):
     name = f"model.layers.1.{part}"
-    server, engine = serve(FusedModel(load("llama"), loses=name))
+    if "scale" in part and not fp8:
+        pytest.skip("there is no such value")
+    server, engine = serve(FusedModel(load("llama"), loses=name, fp8=fp8))
     with pytest.raises(ModelError, match=r"holds other values in model\.layers\.1\.\S+ than it was sent"):
         send(engine, load("llama"), 1)
     with pytest.raises(ModelError, match="did not end well"):

@@ -4,6 +4,7 @@ python -m pytest -m slow -p no:xdist tests/rollout/test_sglang_real.py
 """
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model
 from verl.rollout.api import ENGINES
+from verl.rollout.http.server import FP8_CHECKPOINT
 from verl.runtime.weight_sync import skeleton
 
 ON_CPU = {
@@ -133,6 +135,30 @@ def test_memory_is_freed_and_comes_back(engine, folder, monkeypatch):
         if syncs:
             send(engine, module, 2)
         assert gap(engine.generate(prompts, GREEDY, step=0), expected) < 1e-5
+
+
+def test_weights_in_fp8_are_the_native_emulation(tmp_path, monkeypatch):
+    """With the arguments of a GPU, and products that sitecustomize.py emulates: loading, scales and checks are SGLang's."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+    folder = make_tiny_model(tmp_path / "even", "llama", **sizes)
+    place = "+actor_rollout_ref.rollout.engine_kwargs.sglang"
+    checkpoint = json.dumps({"quantization_config": FP8_CHECKPOINT}).replace('"', "")
+    settings = {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": checkpoint}
+    engine = make(folder, *(f"{place}.{name}={value}" for name, value in settings.items()))
+    try:
+        for version in (1, 2):
+            module, prompts = changed(folder, version), make_prompts([3, 9, 17, 5])
+            send(engine, module, version)
+            config = RolloutConfig(max_num_seqs=8, quantization="fp8")
+            emulated = ENGINES.get("native")(module, engine.tokenizer, config, eos_token_ids=engine.eos_token_ids)
+            expected = emulated.generate(prompts, SAMPLED[0], step=1)
+            exact = native(module, engine).generate(prompts, SAMPLED[0], step=1)
+            assert gap(engine.generate(prompts, SAMPLED[0], step=1), expected) < 1e-3
+            assert [c.token_ids for c in exact] != [c.token_ids for c in expected]
+    finally:
+        engine.close()
 
 
 def test_a_model_divided_over_two_processes(folder, monkeypatch):

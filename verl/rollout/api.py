@@ -139,6 +139,11 @@ class RolloutEngine:
             raise ConfigError(f"it has {num_heads} attention heads; choose a divisor.")
 
     @classmethod
+    def require_model(cls, module: HFModule, config: RolloutConfig, device: torch.device) -> None:
+        """Raise ConfigError or ModelError if the engine does not generate with `module` on `device` as `config` asks. `module`
+        may lie on the meta device."""
+
+    @classmethod
     def for_module(cls, module: HFModule) -> type[RolloutEngine]:
         """This class, or the class that generates for a model that this class does not support."""
         return cls

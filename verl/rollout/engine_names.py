@@ -57,6 +57,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
             *_members(
                 "sglang.srt.arg_groups.fields:*.",
                 "model_path tokenizer_path trust_remote_code json_model_override_args host port device dtype tp_size "
+                "load_format quantization kv_cache_dtype "
                 "ep_size mem_fraction_static context_length max_running_requests random_seed disable_radix_cache "
                 "disable_decode_cuda_graph disable_prefill_cuda_graph enable_memory_saver log_level sampling_backend "
                 "enable_lora max_lora_rank lora_target_modules max_loras_per_batch lora_strict_loading lora_backend",

@@ -2,7 +2,7 @@
 
 SGLang imports packages of kernels and pictures even if nothing of them runs. An absent one of ABSENT becomes
 a module with every name, and no name does anything. Its LoRA asks for pinned memory, which needs a GPU's driver: it gets
-usual memory.
+usual memory. Its products in fp8 need a GPU or AMX: verl's emulation takes their place, in float32 too.
 """
 
 import functools
@@ -59,6 +59,32 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.append(Absent())
 
 
+class Emulated(importlib.abc.MetaPathFinder):
+    """Asked first: changes SGLang's module of fp8 once it is imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "sglang.srt.layers.quantization.fp8":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def changed(module):
+            execute(module)
+            module._is_cpu, module.dispatch_w8a8_block_fp8_linear = False, lambda **settings: product_in_fp8
+            module.Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+
+        spec.loader.exec_module = changed
+        return spec
+
+
+def product_in_fp8(input, weight, block_size, weight_scale, input_scale=None, bias=None):
+    from verl.models.quantized import on_grid
+
+    scale = weight_scale.repeat_interleave(block_size[0], 0).repeat_interleave(block_size[1], 1)
+    scale = scale[: weight.shape[0], : weight.shape[1]]
+    return torch.nn.functional.linear(on_grid(input, "fp8"), weight.float() * scale, bias)
+
+
 def unpinned(make):
     return functools.wraps(make)(lambda *args, pin_memory=False, **more: make(*args, **more))
 
@@ -66,6 +92,7 @@ def unpinned(make):
 if "VERL_OWN_SGLANG" in os.environ:  # in the server, not in the run that starts it
     import torch
 
+    sys.meta_path.insert(0, Emulated())
     for name in ("arange", "empty", "tensor", "zeros"):
         setattr(torch, name, unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *device: tensor

@@ -125,6 +125,14 @@ class DenseDecoder:
             read = _known[decoder] = _read(decoder, _layers(decoder))
         return read
 
+    @classmethod
+    def of_shapes(cls, module: Any) -> DenseDecoder | None:
+        """As `of`, of a `module` that may lie on the meta device: its weights may be copies, or have no values."""
+        decoder = language_model_of(module) if hasattr(module, "get_decoder") else module
+        if not _is_plain(decoder, may_be_meta=True):
+            return None
+        return _read(decoder, [_layer(layer, _row_of(decoder), in_a_copy) for layer in _layers_of(decoder)])
+
     def with_layer(self, module: Any, layer: nn.Module, norm: nn.Module) -> DenseDecoder:
         """The decoder of one further `layer` of the class of `module`'s, and a final `norm`; joined projections are copies."""
         row = _row_of(language_model_of(module))

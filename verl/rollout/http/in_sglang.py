@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from verl.errors import ModelError
+from verl.models.quantized import fp8_blocks
 from verl.parallel.device import to_device
 from verl.registry import load_object
 from verl.rollout.http.dialects import MESSAGE, OWN_SERVER
@@ -141,13 +142,22 @@ class Receiver:
     def _load(self, model: _SGLangs, reader: str, bucket: Description) -> None:
         if self._manifest is None:
             raise ModelError("No update has begun here: the server was started again, or another one failed.")
-        tensors = list(self._tensors(reader, bucket))
+        tensors = [held for weight in self._tensors(reader, bucket) for held in self._as_held(*weight)]
         model.load_weights(iter(tensors))
         for name, tensor in tensors:
             self._held.sent(name, tensor)
         if tensors and tensors[0][1].is_cuda:
             torch.cuda.synchronize()  # the bucket is written over after the answer
         self._manifest.add(bucket)
+
+    def _as_held(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """A weight as a checkpoint of the server's numbers has it: in fp8 with the scales of its blocks."""
+        if self._held.format_of(name) != torch.float8_e4m3fn:
+            yield name, tensor
+            return
+        level, scale = fp8_blocks(tensor)
+        yield name, level
+        yield f"{name}_scale_inv", scale
 
     def _finish(self, model: _SGLangs, manifest: str) -> None:
         if self._manifest is None or self._manifest.digest != manifest:

@@ -12,8 +12,11 @@ from safetensors.torch import save_file
 
 from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.errors import ConfigError, DeadlineError, ModelError, UnreachableError
+from verl.models.decoder.weights import DenseDecoder
 from verl.models.hf_module import HFModule
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, LoRASpec, adapted_layers, peft_names
+from verl.models.quantized import BLOCK
+from verl.models.vision import is_vision_model
 from verl.parallel.child_processes import python_command
 from verl.parallel.collectives import free_port
 from verl.rollout.api import Weights, WeightTransfer
@@ -28,6 +31,9 @@ _POLL_S = 0.5
 _HEALTH_S = 10.0  # for one answer about its health
 _SHARED_MEMORY = "/dev/shm"
 _MAIN = "verl.rollout.http.in_sglang"
+FP8_CHECKPOINT = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+}  # fmt: skip
 # the margin may go beyond the model's positions, without a token there; log-probs are at the sampling temperature
 _ENVIRONMENT = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -144,6 +150,24 @@ class NamedAdapters:
         (folder / CONFIG_FILE).write_text(json.dumps(self._config), encoding="utf-8")
 
 
+def require_blocks(skeleton: HFModule, config: RolloutConfig) -> None:
+    """Raise ConfigError if SGLang does not compute the model of `skeleton` with weights of the run in blocks of fp8."""
+    key, name, size = full_key("rollout.quantization"), type(skeleton).__name__, config.tensor_model_parallel_size
+    end, decoder = f"Set {key}=null", DenseDecoder.of_shapes(skeleton)
+    if config.adapters_by_name:
+        raise ConfigError(f"{key}=fp8 needs updates of all weights, and a run of adapters sends none to SGLang. {end}.")
+    if decoder is None or decoder.has_experts or "latent" in decoder.departures or is_vision_model(skeleton):
+        raise ConfigError(f"{key}=fp8 is for dense text models on SGLang, and {name} is none. {end}.")
+    for layer in decoder.layers:
+        widths = [part.out_features for joined in (layer.qkv, layer.gate_up) for part in joined.parts]
+        widths += [part.in_features for joined in (layer.o, layer.down) for part in joined.parts if size > 1]
+        if uneven := next((width for width in widths if width % (size * BLOCK)), None):
+            raise ConfigError(
+                f"{key}=fp8 has blocks of {BLOCK} on SGLang, and a projection of {uneven} on {size} devices does not divide "
+                f"into them. {end}, or choose another {full_key('rollout.tensor_model_parallel_size')}."
+            )
+
+
 def require_space(folder: Path, skeleton: HFModule, dtype: torch.dtype) -> None:
     """Raise ConfigError when `folder` has no room for the weights."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
@@ -163,13 +187,15 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: HFModul
     """The arguments of sglang.launch_server. Entries of rollout.engine_kwargs.sglang override them."""
     model = transfer.model
     sleeps = config.free_cache_engine and transfer.device.type == "cuda"
+    overridden = {k: v for k, v in (model.override_config or {}).items() if k != "attn_implementation"}
+    # a checkpoint in fp8, which updates bring
+    overridden |= {"quantization_config": FP8_CHECKPOINT} if config.quantization else {}
     defaults: dict[str, object] = {
         "model_path": model.path,
         "tokenizer_path": model.tokenizer_path or model.path,
         "trust_remote_code": model.trust_remote_code,
-        "json_model_override_args": {
-            k: v for k, v in (model.override_config or {}).items() if k != "attn_implementation"
-        },
+        "json_model_override_args": overridden,
+        "load_format": "dummy" if config.quantization else None,
         "host": "127.0.0.1",
         "port": port,
         "device": transfer.device.type,
@@ -185,7 +211,7 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: HFModul
         "disable_prefill_cuda_graph": config.enforce_eager,
         "enable_memory_saver": sleeps,
         "log_level": "warning",
-        **fp8_arguments(config, transfer.device.type == "cpu", {"kv_cache_dtype": "fp8_e4m3"}),
+        **fp8_arguments(config, transfer.device.type == "cpu", {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}),
         **(NamedAdapters(model, skeleton).options(transfer.device) if config.adapters_by_name else {}),
     }
     words: list[str] = []

@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, MissingExtraError, ModelError, UnreachableError, WorkerLostError
 from verl.families import ROLLOUT_ENGINES
+from verl.models.hf_module import HFModule
 from verl.rollout.api import Weights
 from verl.rollout.http.dialects import SGLang
 from verl.rollout.http.engine import HTTPGeneration, HTTPRollout
-from verl.rollout.http.server import NamedAdapters, SGLangServer
+from verl.rollout.http.server import NamedAdapters, SGLangServer, require_blocks
 
 _MEMORY = ("kv_cache", "weights")  # of SGLang, by its names
 _IDLE_S = 30  # for its server to end what was dropped
@@ -41,7 +44,14 @@ class SGLangRollout(HTTPRollout):
         if config.service.url is not None:
             super().require_package(config, key)
 
+    @classmethod
+    def require_model(cls, module: HFModule, config: RolloutConfig, device: torch.device) -> None:
+        """See RolloutEngine."""
+        if config.quantization is not None:
+            require_blocks(module, config)
+
     def __post_init__(self) -> None:
+        self.require_model(self.module, self.config, self.transfer.device)
         self.server: SGLangServer | None = None
         if self.config.service.url is None:
             self.server = SGLangServer(self.config, self.transfer, self.module)
@@ -51,10 +61,21 @@ class SGLangRollout(HTTPRollout):
         self._adapters = NamedAdapters(self.transfer.model, self.module) if by_name else None
         try:
             super().__post_init__()
+            if self.config.quantization is not None:
+                self._require_buckets()
         except BaseException:
             self.close()
             raise
         self._asleep: set[str] = set()  # parts of the server's memory that are freed
+
+    def _require_buckets(self) -> None:
+        """For weights in fp8: the server has none yet, and only its receiver of buckets makes their scales."""
+        self.discard()
+        if self._buckets_problem:
+            raise ModelError(
+                f"SGLang's server cannot read the memory of this run, which {full_key('rollout.quantization')}=fp8 needs: "
+                f"{self._buckets_problem}"
+            )
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
         self.require_whole()

@@ -46,14 +46,14 @@ class HeldWeights:
 
     def sent(self, name: str, tensor: torch.Tensor) -> None:
         """A weight under its name in the model's files."""
-        path, number = name.split("."), 0
-        for at, part in enumerate(path):
-            if part in self._fused and name not in self._formats:
-                path[at], number = self._fused[part]
-        held_name = ".".join(path)
+        held_name, number = self._place(name)
         self._came.setdefault(held_name, set()).add(number)
         if self._formats.get(held_name) == tensor.dtype:
             self._sent.setdefault(held_name, {})[number] = word_sum(tensor)
+
+    def format_of(self, name: str) -> torch.dtype | None:
+        """The dtype of the parameter that holds a weight; None if no parameter has its name."""
+        return self._formats.get(self._place(name)[0])
 
     def missing(self) -> str:
         """A parameter that was not sent, or not with all its parts; "" also if names were sent that the model does not have, as
@@ -85,6 +85,14 @@ class HeldWeights:
         for method in self._hooked:
             vars(method).pop(_HOOK, None)
         self._hooked = []
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The parameter that holds a weight, and its number among the parts of it."""
+        path, number = name.split("."), 0
+        for at, part in enumerate(path):
+            if part in self._fused and name not in self._formats:
+                path[at], number = self._fused[part]
+        return ".".join(path), number
 
     def _watch(self, prefix: str, layer: nn.Module, method: object) -> None:
         process: Callable[[object], None] = getattr(method, _HOOK)
