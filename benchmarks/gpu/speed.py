@@ -33,7 +33,7 @@ from verl.models.lora import LoRASpec, add_adapters
 from verl.models.ops.varlen import FLASH
 from verl.models.optim import MasterOptimizer
 from verl.parallel.collectives import Collectives, Peer, free_port
-from verl.parallel.device import give_back_cache
+from verl.parallel.device import fp8_obstacle, give_back_cache
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.reshard import delivery
 from verl.reshard.device_memory import read_device_bucket
@@ -84,6 +84,9 @@ def decode(chosen: tuple[str, ...], results: Results) -> None:
                 partial(_decode, bench, size, 8, "few long rows", samples=1, prompt_tokens=6144 if ON_GPU else 48)
             ],
         }
+        fp8 = {"quantization": "fp8"}
+        if not ON_GPU or not fp8_obstacle(DEVICE):
+            cases["fp8"] = [partial(_decode, bench, size, rows, "fp8", config=fp8) for rows in _ROWS]
         if ON_GPU:
             cases["no overlap"] = [partial(_decode, bench, size, rows, "no overlap") for rows in _ROWS]
         if FLASH.page_multiple or not ON_GPU:
@@ -91,7 +94,7 @@ def decode(chosen: tuple[str, ...], results: Results) -> None:
             cases["slots"] = [partial(_decode, bench, size, middle, "slots", config={"kv_cache_config": slots})]
         cases["LoRA"] = [partial(_with_adapters, bench, size, _ROWS[0])]  # the last, since adapters stay
         if size == "7b":  # the remaining time is for the other sizes
-            cases = {name: cases[name] for name in cases if name in ("deterministic", "slots")}
+            cases = {name: cases[name] for name in cases if name in ("deterministic", "fp8", "slots")}
         for name, parts in cases.items():
             for part in parts:
                 bench.section(f"{size}, {name}", part)
@@ -134,7 +137,8 @@ def _decode(
         engine.release()
     bench.note(name, rows / step, "tokens/s")
     bytes_ = sizes.decode_bytes(bench.module, rows, len(prompts), shape)
-    bench.note(f"{name}, share of bandwidth", 100 * bytes_ / step / bench.limits["bytes"], "%")
+    if case != "fp8":  # whose weights have fewer bytes
+        bench.note(f"{name}, share of bandwidth", 100 * bytes_ / step / bench.limits["bytes"], "%")
     bench.note(f"{name}, prefill", len(prompts) * shape.prompt_tokens / prefill, "tokens/s")
     bench.note(f"{name}, first generation, added time", first - prefill - step * (shape.response_tokens - 1), "s")
     if case and (equal := bench.values.get(f"{size}, {rows} rows")):

@@ -126,6 +126,9 @@ def test_bad_input_is_refused(name, verl, overrides):
     assert any(all(word in line for word in words) for line in failures(said)), said
 
 
+DRAFTS, FLOAT64 = {"rollout.speculative.methods": "[ngram]"}, "actor.fsdp_config.dtype"
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "sentence"),
     [
@@ -145,10 +148,26 @@ def test_bad_input_is_refused(name, verl, overrides):
             {"rollout.quantization": "int8"},
             "is for plain dense decoders, and Qwen3_5ForCausalLM is none",
         ),
+        (
+            "llama",
+            {"rollout.quantization": "int8", FLOAT64: "float64"},
+            "does not compute LlamaForCausalLM in torch.float64",
+        ),
+        ("llama", {**DRAFTS, FLOAT64: "float64"}, "would change samples: torch computes it"),
+        ("llama", {**DRAFTS, "rollout.batch_invariant": "off"}, "or actor_rollout_ref.rollout.batch_invariant=auto"),
+        (
+            "llama",
+            {"rollout.speculative.methods": "[mtp]"},
+            "Set actor_rollout_ref.rollout.speculative.methods=[ngram]",
+        ),
+        ("llama", {**DRAFTS, "rollout.tensor_model_parallel_size": 2}, "would change samples: torch computes it"),
+        ("qwen3_5_text", DRAFTS, "would change samples: the model's own modules compute it"),
+        ("gemma2", {"rollout.batch_invariant": "require"}, "batch_invariant=require cannot be kept: torch computes it"),
     ],
 )
 def test_what_the_start_refuses_of_a_model_is_refused(family, settings, sentence, verl, overrides, tmp_path):
     changes = {f"actor_rollout_ref.{key}": value for key, value in settings.items()}
+    changes["trainer.n_gpus_per_node"] = settings.get("rollout.tensor_model_parallel_size", 1)
     changes["actor_rollout_ref.model.path"] = make_tiny_model(tmp_path / "model", family)
     assert sentence in "".join(failures(verl.ends(1, "check", *overrides(changes))))
 

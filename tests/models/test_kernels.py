@@ -14,7 +14,7 @@ from tests.models.test_cpu_decoder import columns_of, gradients_with
 from tests.rollout.counted_launches import KERNELS, Launches
 from verl.models import forward, kernel_log_probs, log_probs, rounding
 from verl.models.load import load_causal_lm
-from verl.models.ops import decoding, logits, pointwise
+from verl.models.ops import decoding, logits, low_precision, pointwise
 from verl.models.ops.table import OPS, by_torch, has_triton, load
 from verl.models.packing import pack_rows
 from verl.models.tiny import make_tiny_model
@@ -37,8 +37,8 @@ VOCABULARIES = [1, 2, 17, 255, 256, 257, 1000, 4096, 4099, 5000]
 
 @pytest.fixture(autouse=True)
 def repaired_interpreter(monkeypatch):
-    """The interpreter of Triton 3.6 cuts float32 off to bfloat16, where compiled kernels round to nearest; it multiplies the
-    bits of bfloat16 matrices, and takes no loaded number as the bound of a loop with NumPy 2.4."""
+    """The interpreter of Triton 3.6 cuts float32 off to bfloat16, where compiled kernels round to nearest, and drops carries
+    in fp8; it multiplies the bits of bfloat16 matrices, and takes no loaded number as the bound of a loop with NumPy 2.4."""
     if not INTERPRETED:
         return
     import triton.language as tl
@@ -47,9 +47,11 @@ def repaired_interpreter(monkeypatch):
     convert = interpreter._convert_float
 
     def rounded(values, source, target, mode):
-        if (source, target) != (tl.float32, tl.bfloat16):
+        narrow = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}.get(target)
+        if source != tl.float32 or narrow is None:
             return convert(values, source, target, mode)
-        return torch.from_numpy(values.view("float32")).bfloat16().view(torch.int16).numpy().view("uint16")
+        bits = torch.from_numpy(values.view("float32")).to(narrow)
+        return bits.view({2: torch.int16, 1: torch.int8}[bits.itemsize]).numpy().view(f"uint{8 * bits.itemsize}")
 
     def wide(handle):
         if handle.dtype != tl.bfloat16:
@@ -547,3 +549,19 @@ def test_ops_on_a_gpu_are_differentiable():
         expected = torch.autograd.grad(theirs.sum(), [a for a in wide if isinstance(a, torch.Tensor)])
         for a, b in zip(torch.autograd.grad(ours.sum(), on), expected, strict=True):
             assert_near(a, b, 1e-5)
+
+
+@both_dtypes
+def test_rows_in_fp8(dtype):
+    """Levels and scales are torch's bits: of outliers, tiny numbers, zeros, and one row that is not finite."""
+    for seed in range(NUM_SHAPES):
+        inputs = Inputs(seed, dtype)
+        rows, columns = inputs.one_of([1, 2, 5]), inputs.one_of([1, 7, 64, 300, 8192, 9000])
+        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).mul_(10.0 ** (seed % 9 - 4))
+        x[0, 0], x[-1] = 1000.0, 0.0
+        x[0, -1] = float("nan") if seed % 4 == 3 else x[0, -1]
+        x = x.to(dtype=dtype, device=DEVICE)
+        (level, scale), (expected, scales) = load("fp8:launch_fp8_rows")(x), by_torch(low_precision.fp8_rows)(x)
+        assert torch.equal(scale.nan_to_num(-1.0), scales.nan_to_num(-1.0))
+        finite = scales[:, 0].isfinite()
+        assert torch.equal(level[finite].view(torch.uint8), expected[finite].view(torch.uint8))

@@ -1,8 +1,10 @@
 """A sampler in int8 and fp8: products against integers, forwards against modules that round to the same numbers."""
 
+import contextlib
 import copy
 import ctypes
 import itertools
+import math
 import subprocess
 from dataclasses import replace
 
@@ -15,16 +17,20 @@ from tests.house.source import PACKAGE
 from tests.rollout.conftest import make_prompts
 from tests.rollout.simulated import weight_transfer
 from tests.rollout.test_cpu_kernels import DTYPES, ODD, SETS, odd_models  # noqa: F401 - a fixture
-from verl.config import RolloutConfig
+from verl.config import ModelConfig, RolloutConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
+from verl.models.load import empty_model
 from verl.models.quantized import BLOCK, fp8_blocks, levels, on_grid, outliers
+from verl.models.tiny import make_tiny_model
 from verl.rollout.hf import eager_view
 from verl.rollout.http.server import arguments as server_arguments
 from verl.rollout.native.compiled import library
 from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.recording import obstacle
 from verl.rollout.vllm.settings import make_setup
+from verl.runtime.rank_workers import _generation_facts
 
 needs_kernels = pytest.mark.skipif(library._library() is None, reason="verl was installed without a C compiler")
 SHAPES = [(1, 1), (47, 33), (48, 64), (50, 31), (97, 130), (24, 20000)]  # outputs, inputs
@@ -140,13 +146,19 @@ def test_levels_and_blocks_by_hand():
     assert on_grid(torch.tensor([[float("nan")] + [1.0] * 3]), "int8").isnan().all()
 
 
-def rounding(module, grid):
+def on_rows(x, grid, weights=False):
+    """The values of `x` with a scale for each row."""
+    level, scale = levels(x, grid)
+    return level.float() * scale
+
+
+def rounding(module, grid, rounded=on_grid):
     """A copy of `module` whose layers round weights and inputs to `grid`; the head does not."""
     module = copy.deepcopy(module)
     for layer in module.model.modules():
         if isinstance(layer, nn.Linear):
-            layer.weight.data = on_grid(layer.weight.data, grid, weights=True)
-            layer.register_forward_pre_hook(lambda layer, inputs: on_grid(inputs[0], grid))
+            layer.weight.data = rounded(layer.weight.data, grid, weights=True)
+            layer.register_forward_pre_hook(lambda layer, inputs: rounded(inputs[0], grid))
     return module
 
 
@@ -195,6 +207,7 @@ def test_int8_samples_do_not_depend_on_their_batch(isa, dtype, load, make_engine
     assert runs[0] == runs[1] == runs[2]
     assert "trainer" not in engine.invariance().why
     assert "int8" in obstacle(module, replace(engine.config, reuse_activations_gb=1.0))
+    assert _generation_facts(engine)["sampler"] == "int8 layers"
 
 
 @needs_kernels
@@ -212,6 +225,57 @@ def test_weights_that_changed_are_quantized_again_and_nan_shows(load, make_engin
     engine.publish(2)
     with pytest.raises(Exception, match=r"NaN|not finite|nan"):
         engine.generate(prompts, params, step=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_layers_of_a_gpu_multiply_rows_in_fp8(name, load, make_engine, monkeypatch):
+    """By torch's product, here on a CPU: four a layer in each forward, by the present weights, and none for the head. In
+    float32, since values at the border of two levels would go either way after each rounding to bfloat16."""
+    module, product, shapes = copy.deepcopy(load(name)), torch._scaled_mm, []
+
+    def scaled_mm(a, b, **more):
+        assert (a.dtype, b.dtype, more["out_dtype"]) == (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32)
+        assert a.is_contiguous(), "rows of tokens"
+        assert b.t().is_contiguous(), "columns of weights"
+        assert all(more[f"scale_{x}"].is_contiguous() and more[f"scale_{x}"].dtype == torch.float32 for x in "ab")
+        shapes.append(tuple(b.shape))
+        return product(a, b, **more)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    engine = make_engine("device", module=module, max_num_seqs=5, max_num_batched_tokens=24, quantization="fp8")
+    prompts, params = make_prompts([3, 20, 7, 33]), SamplingParams(n=2, max_new_tokens=16, ignore_eos=True)
+    for version in (1, 2):
+        done = engine.generate(prompts, params, step=1)
+        alike, exact = gap(done, prompts, rounding(module, "fp8", on_rows)), gap(done, prompts, module)
+        assert np.quantile(alike, 0.2) < 1e-5
+        assert alike.mean() < 0.1 * exact.mean()
+        assert engine.stats()["weight_copy_bytes"] > sum(map(math.prod, shapes[: 4 * len(module.model.layers)]))
+        with torch.no_grad():
+            module.model.layers[0].mlp.down_proj.weight.mul_(-1.0)
+        engine.publish(version)
+    assert shapes[:4] == [(64, 128), (64, 64), (64, 256), (128, 64)]
+    assert shapes == shapes[:4] * (len(shapes) // 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "words"),
+    [
+        ({}, (9, 0), ""),
+        ({}, (8, 0), "needs a GPU with fp8 instructions .*, and cuda:0 has 8.0"),
+        ({"dtype": torch.float32}, (9, 0), "rounded to bfloat16 on a GPU, and the model is in torch.float32"),
+        ({"intermediate_size": 130}, (9, 0), "multiples of 16 on a GPU, and one has 130"),
+        ({"kv_cache_dtype": "int8"}, (9, 0), "computes in int8 on a CPU, and the model is on cuda"),
+    ],
+)
+def test_gpus_and_models_that_do_not_multiply_in_fp8_are_refused(change, capability, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    sizes = {"intermediate_size": 128, **change}
+    dtype, cache = sizes.pop("dtype", torch.bfloat16), sizes.pop("kv_cache_dtype", "auto")
+    module = empty_model(ModelConfig(path=str(make_tiny_model(tmp_path, **sizes))), "lm", dtype, False)
+    refused = pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext()
+    with refused:
+        config = RolloutConfig(quantization="fp8", kv_cache_dtype=cache)
+        NativeRollout.require_model(module, config, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +308,7 @@ def test_a_model_or_processor_that_cannot_is_refused_at_the_start(
         ("vllm", {"quantization": "fp8"}, {"quantization": "fp8_per_block"}),
         ("vllm", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
         ("vllm", {}, {}),
+        ("sglang", {"quantization": "fp8"}, {"--quantization": "fp8"}),
         ("sglang", {"kv_cache_dtype": "fp8"}, {"--kv-cache-dtype": "fp8_e4m3"}),
         ("sglang", {}, {}),
     ],
@@ -260,7 +325,7 @@ def test_fp8_is_an_argument_of_engines_on_a_gpu_and_refused_on_a_cpu(engine, con
     chosen = {
         name: value
         for name, value in engine_arguments.items()
-        if "quantization" in name or "kv" in name and "dtype" in name
+        if name.lstrip("-").replace("-", "_") in ("quantization", "kv_cache_dtype")
     }
     assert chosen == expected
     if expected:

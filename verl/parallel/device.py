@@ -131,6 +131,18 @@ def has_only_float16(device: torch.device) -> bool:
     return device.type == "cuda" and (7, 0) <= torch.cuda.get_device_capability(device) < (8, 0)
 
 
+def fp8_obstacle(device: torch.device) -> str:
+    """The reason why torch does not multiply rows in fp8 (e4m3) on the device; "" if it does."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"needs an NVIDIA GPU, and the model is on {'an AMD GPU' if torch.version.hip else device.type}"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        return (
+            f"needs a GPU with fp8 instructions (compute capability 8.9, as of L4, RTX 4090 and H100), and {device} has "
+            f"{'.'.join(map(str, capability))}"
+        )
+    return ""
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 operations per second of a GPU at its peak; None for a CPU and a GPU that is not in PEAK_FLOPS."""
     return named_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

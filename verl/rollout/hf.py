@@ -18,11 +18,13 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from verl.config import RolloutConfig, full_key
 from verl.config.active_keys import WITHOUT, quantized_keys
 from verl.data_proto.media import Media
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError
 from verl.families import ROLLOUT_ENGINES
+from verl.models.hf_module import HFModule
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
 from verl.models.vision import padded_inputs
@@ -38,12 +40,27 @@ class HFRollout(RolloutEngine):
 
     facts = ROLLOUT_ENGINES.facts["hf"]
 
-    def __post_init__(self) -> None:
-        for key in quantized_keys(self.config):  # the native engine may have passed a model on
+    @classmethod
+    def require_model(cls, module: HFModule, config: RolloutConfig, device: torch.device) -> None:
+        """See RolloutEngine. The native engine may have passed a model on."""
+        for key in quantized_keys(config):
             raise ConfigError(
-                f"{type(self.module).__name__} is sampled by transformers, which does not quantize it here. Set "
+                f"{type(module).__name__} is sampled by transformers, which does not quantize it here. Set "
                 f"{key}={WITHOUT[key]}."
             )
+        wishes = {
+            "speculative.methods": config.speculative.methods,
+            "batch_invariant": config.batch_invariant == "require",
+        }
+        for name, without in (("speculative.methods", "[]"), ("batch_invariant", "auto")):
+            if wishes[name]:
+                raise ConfigError(
+                    f"{type(module).__name__} is sampled by transformers, which neither verifies drafts nor keeps the bits of "
+                    f"a sample in each batch. Set {full_key(f'rollout.{name}')}={without}."
+                )
+
+    def __post_init__(self) -> None:
+        self.require_model(self.module, self.config, next(self.module.parameters()).device)
         self.is_padded = forward_kind(self.module) != "packed"
         self.view = own_view(self.module) if self.is_padded else eager_view(self.module)
         self.caches = not self.is_padded or _cache_is_exact(self.view)

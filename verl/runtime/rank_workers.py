@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl.config.active_keys import quantized_keys
 from verl.engines.api import TrainEngine
 from verl.models.forward import computed_by
 from verl.parallel import dev_shm
@@ -123,10 +124,13 @@ def _with_device_names(context: RankContext, comm: Collectives | None) -> RankCo
 
 
 def _generation_facts(engine: RolloutEngine) -> dict[str, str]:
-    """Whether samples are batch-invariant, and why, and whether updates read their activations."""
+    """The numbers of the sampler, whether samples are batch-invariant, and why, and whether updates read their activations."""
     dtype, recording = str(next(engine.module.parameters()).dtype).removeprefix("torch."), engine.recording()
     reused = {} if recording is None else {"reused_activations": recording}
-    return {"batch_invariant": f"{engine.invariance()} ({dtype})", **reused}
+    parts = {"quantization": "layers", "kv_cache_dtype": "KV cache"}
+    narrow = [f"{value} {parts[key.rpartition('.')[2]]}" for key, value in quantized_keys(engine.config).items()]
+    sampler = {"sampler": ", ".join(narrow)} if narrow else {}
+    return {**sampler, "batch_invariant": f"{engine.invariance()} ({dtype})", **reused}
 
 
 def _module_facts(engine: TrainEngine | RolloutEngine, device: torch.device) -> dict[str, object]:

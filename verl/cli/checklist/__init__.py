@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verl.cli.report import Line, fail, passed
 from verl.config import FSDPConfig, LoadedConfig, ModelConfig
+from verl.config.active_keys import runs_on_several_devices
 from verl.data.order import prompts_per_generation
 from verl.errors import ConfigError, FewRowsError
 
 if TYPE_CHECKING:
+    import torch
+
     from verl.data.check import DataReport
     from verl.models.shapes import ModelShape
 
@@ -46,6 +49,15 @@ class Subject:
         """The section of the training engine."""
         config, is_ppo = self.config, self.loaded.schema.name == "ppo"
         return cast("FSDPConfig", config.actor_rollout_ref.actor.fsdp_config if is_ppo else config.engine)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the run; None if it is a GPU of another machine. Raises ConfigError."""
+        from verl.parallel.device import resolve_device, visible_devices
+
+        name = self.config.trainer.device
+        is_elsewhere = runs_on_several_devices(self.config) and name.startswith("cuda") and not visible_devices()
+        return None if is_elsewhere else resolve_device(name)
 
     @property
     def num_steps(self) -> int | None:

@@ -10,9 +10,9 @@ from verl.cli.arguments import with_model
 from verl.cli.checklist import Subject
 from verl.cli.report import Line, fail, info, passed, warn
 from verl.config import ModelConfig
-from verl.config.active_keys import WITHOUT, quantized_keys, runs_on_several_devices, uses_critic
-from verl.errors import ModelError
-from verl.families import engine_facts
+from verl.config.active_keys import runs_on_several_devices, uses_critic
+from verl.errors import ModelError, VerlError
+from verl.families import ROLLOUT_ENGINES
 from verl.models.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -28,35 +28,37 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
     with_model(subject.loaded)
     model = subject.model
     load_external(model.external_lib)
-    module, subject.policy = _skeleton(model)
+    module, subject.policy = _skeleton(model, subject)
     if runs_on_several_devices(subject.config):
         wrapped_classes(module, subject.engine.wrap_policy.transformer_layer_cls_to_wrap or ())
     yield passed(f"{model.path}: {_described(subject.policy)}")
     if why := why_modules(module):
         yield info(f"transformers' modules compute its layers, since {why}")
-    yield from _refused(subject, module, is_dense=not why and not subject.policy.num_experts)
+    yield from _refused(subject, module)
     yield _weights(model.path, module)
     if subject.loaded.schema.name == "ppo" and uses_critic(subject.config):
         critic = subject.config.critic.model
-        module, subject.critic = _skeleton(critic)
+        module, subject.critic = _skeleton(critic, subject)
         if critic.path != model.path:
             yield passed(f"critic {critic.path}: {_described(subject.critic)}")
             yield _weights(critic.path, module)
 
 
-def _refused(subject: Subject, module: Any, is_dense: bool) -> Iterator[Line]:
+def _refused(subject: Subject, module: Any) -> Iterator[Line]:
     """The refusals of the start for this model."""
     from verl.models.further_heads import read_head
 
-    rollout = subject.config.actor_rollout_ref.rollout if subject.loaded.schema.name == "ppo" else None
-    quantized = quantized_keys(rollout) if rollout and engine_facts(rollout.name).quantizes_int8 else {}
-    for key, value in {} if is_dense else quantized.items():
-        yield fail(
-            f"{key}={value} is for plain dense decoders, and {type(module).__name__} is none. Set it to {WITHOUT[key]}."
-        )
-    mtp = subject.model.mtp
-    if mtp.enable and mtp.enable_train and Path(subject.model.path).expanduser().is_dir():
-        read_head(module, subject.model.path, "model.mtp.enable_train=False")
+    mtp, rollout = subject.model.mtp, None
+    if subject.loaded.schema.name == "ppo":
+        rollout = subject.config.actor_rollout_ref.rollout
+    try:
+        if rollout is not None and (device := subject.device) is not None:
+            engine = ROLLOUT_ENGINES.get(rollout.name).for_module(module)
+            engine.require_model(module, rollout, device)
+        if mtp.enable and mtp.enable_train and Path(subject.model.path).expanduser().is_dir():
+            read_head(module, subject.model.path, "model.mtp.enable_train=False")
+    except VerlError as error:
+        yield fail(str(error))
 
 
 def check_tokenizer(subject: Subject) -> Iterator[Line]:
@@ -97,14 +99,14 @@ def check_sequence_lengths(subject: Subject) -> Iterator[Line]:
         yield passed(limits + (f", the model holds {limit}" if limit else ""))
 
 
-def _skeleton(model: ModelConfig) -> tuple[Any, ModelShape]:
+def _skeleton(model: ModelConfig, subject: Subject) -> tuple[Any, ModelShape]:
     """The model without values, for the layers that adapters take, and its shape."""
-    import torch
-
     from verl.models.load import empty_model, num_parameters
     from verl.models.lora import LoRASpec, adapted_layers
+    from verl.parallel.device import compute_dtype, resolve_device
 
-    module = empty_model(model, "lm", torch.float32, False)  # shapes without memory
+    dtype = compute_dtype(subject.engine.dtype, subject.device or resolve_device("cpu"))
+    module = empty_model(model, "lm", dtype, False)  # shapes without memory
     if spec := LoRASpec.of(model):
         adapted_layers(module, spec)
     return module, ModelShape.from_config(module.config.get_text_config(), model.path, num_parameters(module))

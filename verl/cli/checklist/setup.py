@@ -116,11 +116,9 @@ def check_device(subject: Subject) -> Iterator[Line]:
     from verl.parallel.device import compute_dtype, has_only_float16, native_bf16, resolve_device, visible_devices
 
     config = subject.config
-    if runs_on_several_devices(config) and config.trainer.device.startswith("cuda") and not visible_devices():
+    if (device := subject.device) is None:
         yield skip(f"trainer.device={config.trainer.device} is checked where the run starts")
         device = resolve_device("cpu")
-    else:
-        device = resolve_device(config.trainer.device)
     if runs_on_several_devices(config) and device.type == "cuda":
         yield from advice(links())
     if runs_on_several_devices(config) and not visible_devices():

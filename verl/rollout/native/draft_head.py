@@ -11,6 +11,7 @@ of the policy's forward: a head that trains follows at the next generation.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from weakref import ref
 
 import torch
@@ -21,16 +22,35 @@ from verl.errors import ConfigError
 from verl.models.decoder.projection import Projection
 from verl.models.decoder.reuse import version_of
 from verl.models.decoder.weights import DenseDecoder
-from verl.models.further_heads import FurtherHead
+from verl.models.further_heads import FurtherHead, read_head
 from verl.models.hf_module import HFModule
 from verl.models.load import num_parameters
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.store import BlockStore, Shape
 from verl.rollout.native.draft_model import MOST_CONTEXT, MOST_SAMPLES, DraftFollower, Followed
-from verl.rollout.native.torch.forward import Product, compiled, product
+from verl.rollout.native.torch.forward import Product, compiled, plain_parts, product
 from verl.rollout.requests import vocab_size
 
 _METHODS = full_key("rollout.speculative.methods")
+_SETTING = f"{_METHODS}=[ngram]"
+
+
+def require_head(module: HFModule) -> None:
+    """Raise ModelError or ConfigError if DraftHead does, as far as a `module` on the meta device and its folder tell."""
+    source = str(module.config._name_or_path)
+    if Path(source).is_dir():
+        read_head(module, source, _SETTING)
+    _require_dense(module)
+
+
+def _require_dense(module: HFModule) -> DenseDecoder:
+    read = plain_parts(module)
+    if read is None or read[0].has_experts:
+        raise ConfigError(
+            f"{_METHODS}=[mtp] needs a dense model on the decoding kernels of a CPU, and {type(module).__name__} is none. "
+            "Choose ngram and history."
+        )
+    return read[0]
 
 
 @dataclass
@@ -48,7 +68,7 @@ class DraftHead(DraftFollower):
     Raises ModelError for a folder without a head, and ConfigError for a head that the decoding kernels do not compute."""
 
     def __init__(self, module: HFModule):
-        self._module, self._head = module, FurtherHead.of(module, f"{_METHODS}=[ngram]")
+        self._module, self._head = module, FurtherHead.of(module, _SETTING)
         num_head = num_parameters(self._head) + module.get_output_embeddings().weight.numel()
         super().__init__(vocab_size(module), num_head / num_parameters(module))
         self._policy: Callable[[], CpuForward | None] = lambda: None
@@ -56,12 +76,7 @@ class DraftHead(DraftFollower):
         self._join: Product
         self._seen: OrderedDict[Hashable, _States] = OrderedDict()
         self._before: dict[int, torch.Tensor] = {}  # by slot, the states before the tokens without stored keys
-        decoder = DenseDecoder.of(module, adapters=True)
-        if decoder is None or decoder.has_experts:
-            raise ConfigError(
-                f"{_METHODS}=[mtp] needs a dense model on the decoding kernels of a CPU, and {type(module).__name__} is none. "
-                "Choose ngram and history."
-            )
+        decoder = _require_dense(module)
         self._store = BlockStore(Shape(1, decoder.num_kv_heads, decoder.head_dim, decoder.embed.dtype))
 
     def open(self, policy: CpuForward) -> None:

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from verl.config import RolloutConfig, full_key
+from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.models.decoder.forward import embedded
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.hf_module import HFModule
-from verl.models.load import load_causal_lm, load_tokenizer, num_parameters
+from verl.models.load import empty_model, load_causal_lm, load_tokenizer, num_parameters
 from verl.rollout.layout import Chunk
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.store import BlockStore
 from verl.rollout.native.compiled.tokens import StepTokens
-from verl.rollout.native.torch.forward import DenseForward
+from verl.rollout.native.torch.forward import DenseForward, compiled, plain_parts
 from verl.rollout.requests import vocab_size
 
 _PATH = full_key("rollout.speculative.model_path")
@@ -66,6 +66,20 @@ def require_tokens_of(tokenizer: Tokenizer, path: str) -> None:
             f"{_PATH}={path} splits text into other tokens than the policy: {len(differing)} of the policy's "
             f"{len(vocabulary)} differ, as {min(differing)!r}. Choose a draft model with the policy's tokenizer."
         )
+
+
+def require_kernels(path: str, dtype: torch.dtype) -> None:
+    """Raise ConfigError if the decoding kernels do not compute the draft model in `path`; its weights are not read."""
+    module = empty_model(ModelConfig(path=path), "lm", dtype, False)
+    if (read := plain_parts(module)) is None or compiled(module, *read, prepack=True) is None:
+        raise _not_computed(module)
+
+
+def _not_computed(module: HFModule) -> ConfigError:
+    return ConfigError(
+        f"{_PATH} names a {type(module).__name__}, which the decoding kernels of a CPU do not compute. Choose a dense model "
+        "of another family, such as llama or qwen3."
+    )
 
 
 class DraftFollower:
@@ -140,10 +154,7 @@ class DraftModel(DraftFollower):
         quantization = None if decoder is None or decoder.has_experts else "int8"
         forward = DenseForward.of(module, prepack=True, quantization=quantization)
         if not isinstance(forward, CpuForward):
-            raise ConfigError(
-                f"{_PATH} names a {type(module).__name__}, which the decoding kernels of a CPU do not compute. Choose a dense "
-                "model of another family, such as llama or qwen3."
-            )
+            raise _not_computed(module)
         super().__init__(vocab_size, share)
         self._forward, self._store = forward, BlockStore(forward.store_shape)
 

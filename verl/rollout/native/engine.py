@@ -11,10 +11,9 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.config import RolloutConfig, full_key
@@ -24,7 +23,6 @@ from verl.distributions import load_part
 from verl.errors import ConfigError, ModelError
 from verl.families import ROLLOUT_ENGINES
 from verl.models.adapter_weights import AdapterWeights
-from verl.models.decoder.projection import Projection
 from verl.models.decoder.reuse import version_of
 from verl.models.hf_module import HFModule
 from verl.models.ops.varlen import FLASH, VarlenKernel
@@ -40,13 +38,15 @@ from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
 from verl.rollout.native.cuda.backend import DeviceBackend
 from verl.rollout.native.draft_costs import DraftMemory
+from verl.rollout.native.draft_head import require_head
+from verl.rollout.native.draft_model import require_kernels
 from verl.rollout.native.drafts import Drafter
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.paging import Paging
 from verl.rollout.native.recording import obstacle, open_records
 from verl.rollout.native.scheduler import Scheduler
-from verl.rollout.native.torch.forward import DenseForward, compiled, require_quantized
+from verl.rollout.native.torch.forward import DenseForward, compiled, plain_parts, require_quantized
 from verl.rollout.native.torch.kv_cache import SlotStore, rounded
 from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
@@ -86,7 +86,8 @@ class NativeRollout(RolloutEngine):
         self.adapters: Mapping[str, AdapterWeights] | None = None
         self.row_store: SlotStore = SlotStore(keys_as_columns=True)
         self.prefix: SlotStore = SlotStore()
-        self.device = DeviceBackend(self.module, self.device_kernel, eager=self.config.enforce_eager)
+        fp8 = self.config.quantization == "fp8"
+        self.device = DeviceBackend(self.module, self.device_kernel, eager=self.config.enforce_eager, fp8=fp8)
         self._dense: DenseForward | CpuForward | None = None
         self._dense_of = -1
         self._has_rested = self._has_trained = False  # weights of another version came after a `release`
@@ -96,17 +97,32 @@ class NativeRollout(RolloutEngine):
         self._drafts: DraftMemory | None = None
         if self.config.enable_rollout_routing_replay:
             follow_routing(self.module)
-        for key, value in quantized_keys(self.config).items():
-            require_quantized(self.module, key, value)
-        if self.config.batch_invariant == "require" or self.config.speculative.methods:
-            self.invariance()
+        self.require_model(self.module, self.config, next(self.module.parameters()).device)
         if self.config.speculative.methods:
             self._drafts = DraftMemory.of(self.module, self.tokenizer, self.config)
+
+    @classmethod
+    def require_model(cls, module: HFModule, config: RolloutConfig, device: torch.device) -> None:
+        """See RolloutEngine: numbers of few bits, the guarantee of bits, and drafts."""
+        for key, value in quantized_keys(config).items():
+            require_quantized(module, key, value, device)
+        invariance, methods = _examined(module, config, device), config.speculative.methods
+        if config.batch_invariant == "require" and not invariance.holds:
+            raise ConfigError(
+                f"{_INVARIANT}=require cannot be kept: {invariance.why}. Set it to auto to run without the guarantee."
+            )
+        if methods and not invariance.holds:
+            other = f", or {_INVARIANT}=auto" if config.batch_invariant == "off" else ""
+            raise ConfigError(f"{_METHODS}={methods} would change samples: {invariance.why}. Set it to []{other}.")
+        if "mtp" in methods:
+            require_head(module)
+        if "model" in methods and Path(str(config.speculative.model_path)).is_dir():
+            require_kernels(str(config.speculative.model_path), next(module.parameters()).dtype)
 
     def invariance(self) -> Invariance:
         """Whether a sample's bits depend on the other samples of its batch; determined at the first call."""
         if self._invariance is None:
-            self._invariance = _examine(self.module, self.config)
+            self._invariance = _examined(self.module, self.config, next(self.module.parameters()).device)
         return self._invariance
 
     def recording(self) -> str | None:
@@ -342,38 +358,22 @@ def _kept_bytes(config: RolloutConfig) -> int | None:
     return None if size_mb is None else int(size_mb * (1 << 20))
 
 
-def _examine(module: nn.Module, config: RolloutConfig) -> Invariance:
-    """Whether samples of `module` are batch-invariant: the compiled kernels add up every row in one order, and torch
-    in an order that depends on the number of rows. Raises ConfigError when they are not, and batch_invariant=require."""
-    invariance = _examined(module, config)
-    if config.batch_invariant == "require" and not invariance.holds:
-        raise ConfigError(
-            f"{_INVARIANT}=require cannot be kept: {invariance.why}. Set it to auto to run without the guarantee."
-        )
-    if config.speculative.methods and not invariance.holds:
-        other = f", or {_INVARIANT}=auto" if config.batch_invariant == "off" else ""
-        raise ConfigError(
-            f"{_METHODS}={config.speculative.methods} would change samples: {invariance.why}. Set it to []{other}."
-        )
-    return invariance
-
-
-def _examined(module: Any, config: RolloutConfig) -> Invariance:
+def _examined(module: HFModule, config: RolloutConfig, device: torch.device) -> Invariance:
+    """Whether samples of `module` on `device` are batch-invariant: the compiled kernels add up every row in one order, and
+    torch in an order that depends on the number of rows."""
     if config.batch_invariant == "off":
         return Invariance(False, f"{_INVARIANT}=off")
-    device = next(module.parameters()).device
     if device.type != "cpu":
         return Invariance(False, f"it is not verified on {device.type}")
-    forward = DenseForward.of(module, prepack=False)
-    if not isinstance(forward, DenseForward):
+    if (read := plain_parts(module)) is None:
         return Invariance(False, "the model's own modules compute it, by kernels that were not verified")
-    decoder, head = forward.decoder, module.get_output_embeddings()
-    projection = Projection(head.weight.detach(), head.bias, (head,))
-    kernels = compiled(module, decoder, projection, prepack=config.prepack_weights)
+    is_divided = config.tensor_model_parallel_size > 1  # torch computes its parts
+    kernels = None if is_divided else compiled(module, *read, prepack=config.prepack_weights)
     if kernels is None:
         return Invariance(False, "torch computes it, whose order of adding depends on the number of rows")
     if config.quantization == "fp8":
         return Invariance(False, "torch emulates fp8, and its order of adding depends on the number of rows")
-    equal = head.weight.dtype == torch.bfloat16 and not quantized_keys(config) and kernels.equals_trainer(decoder)
+    is_bfloat16 = read[1].weight.dtype == torch.bfloat16
+    equal = is_bfloat16 and not quantized_keys(config) and kernels.equals_trainer(read[0])
     trainers = ", the order of the fused training forward" if equal else ""
     return Invariance(True, f"the compiled kernels add up every row in one order{trainers}")

@@ -144,10 +144,10 @@ class CpuForward:
 
     @staticmethod
     def fits(decoder: DenseDecoder, head: Projection) -> bool:
-        """Whether the kernels compute this model."""
+        """Whether the kernels compute this model; its weights may have no values yet."""
         tensors = [decoder.embed, head.weight, *(p.weight for p in decoder.projections())]
         return (
-            all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
+            all(t.device.type in ("cpu", "meta") and t.dtype == tensors[0].dtype for t in tensors)
             and tensors[0].dtype in (torch.float32, torch.bfloat16)
             and len(decoder.layers) > 0
             and not decoder.departures

@@ -49,13 +49,13 @@ _SPARE = 2  # tokens: a row that has ended may take part in one more step
 class DeviceBackend:
     """See Backend. Computes on the module's device with `kernel`. Stores and graphs stay until `release`, or until sizes,
     sampling parameters or weight tensors change. Graphs read weights in place, so new values need no new graph. `eager`
-    means no graphs.
+    means no graphs. With `fp8` the layers multiply in fp8, by copies of the weights that each generation renews.
     """
 
     lag, joins_prompts = 1, False
 
-    def __init__(self, module: HFModule, kernel: VarlenKernel = FLASH, *, eager: bool = False):
-        self.module, self.kernel, self.eager = module, kernel, eager
+    def __init__(self, module: HFModule, kernel: VarlenKernel = FLASH, *, eager: bool = False, fp8: bool = False):
+        self.module, self.kernel, self.eager, self.fp8 = module, kernel, eager, fp8
         self.num_computed = 0
         self.stores: DeviceRows | None = None
         self._made_for: tuple[object, ...] = ()  # the settings that stores and graphs were made for
@@ -168,7 +168,7 @@ class DeviceBackend:
         self.stores.bounds = StepBounds(capacity, next_power(longest_prompt + preempted), prefixes)
 
     def _build(self, decoder: DenseDecoder, sizes: DeviceSizes) -> DeviceRows:
-        forward = StraightForward(decoder, self.module.get_output_embeddings().weight, sizes.longest)
+        forward = StraightForward(decoder, self.module.get_output_embeddings().weight, sizes.longest, fp8=self.fp8)
         graphs = StepGraphs(decoder.embed.device, enabled=not self.eager)
         return DeviceRows(forward, sizes, self.scheduler.params, self.kernel, graphs)
 
@@ -279,8 +279,10 @@ class DeviceBackend:
     def stats(self) -> dict[str, float]:
         """Bytes of the stores, and the number of captured graphs."""
         stores = self.stores
-        num_bytes, num_graphs = (stores.num_bytes, stores.graphs.num_graphs) if stores is not None else (0, 0)
-        stats: dict[str, float] = {"kv_cache_bytes": num_bytes, "weight_copy_bytes": 0, "num_graphs": num_graphs}
+        stats: dict[str, float] = {"kv_cache_bytes": 0, "weight_copy_bytes": 0, "num_graphs": 0}
+        if stores is not None:
+            copied, graphs = stores.forward.num_copied_bytes, stores.graphs.num_graphs
+            stats = {"kv_cache_bytes": stores.num_bytes, "weight_copy_bytes": copied, "num_graphs": graphs}
         return stats if self.paging is None else stats | self.paging.stats()
 
     def _keep(self, *, counts: bool = False) -> None:

@@ -5,7 +5,7 @@ It reads the weights of the module (verl.models.decoder.weights) in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from verl.models.hf_module import HFModule
 from verl.models.ops.decoding import HeadNorms
 from verl.models.ops.experts import is_grouped
 from verl.models.ops.linear import wide_product
+from verl.models.ops.low_precision import Fp8Weight
 from verl.models.vision import ImageFeatures
 
 _TAKEN = {"norms", "embedding", "activation", "router"}  # of DenseDecoder.departures
@@ -62,10 +63,13 @@ class Attend(Protocol):
 
 
 class StraightForward:
-    """`longest` bounds the positions, so that cos and sin can be looked up and need not be computed."""
+    """`longest` bounds the positions, so that cos and sin can be looked up and need not be computed. With `fp8` the layers
+    multiply in fp8."""
 
-    def __init__(self, decoder: DenseDecoder, head: torch.Tensor, longest: int):
+    def __init__(self, decoder: DenseDecoder, head: torch.Tensor, longest: int, *, fp8: bool = False):
         self.decoder, self.head = decoder, head
+        narrow = decoder.projections() if fp8 else ()
+        self._products = {id(p): Fp8Weight(p.weight.detach(), p.local_bias) for p in narrow}
         places = torch.arange(longest, device=head.device).unsqueeze(0)
         cos, sin = decoder.rotary(decoder.embed[:1], places)
         self._cos, self._sin = cos[0], sin[0]
@@ -75,9 +79,16 @@ class StraightForward:
         self.windows = [None if window is None or window >= longest else window for window in windows]
 
     def refresh(self) -> None:
-        """Take the present values of the adapters; all other weights are read in place."""
+        """Take the present values of adapters and of weights in fp8; all other weights are read in place."""
         for adapters in self._adapters.values():
             adapters.refresh()
+        for product in self._products.values():
+            product.refresh()
+
+    @property
+    def num_copied_bytes(self) -> int:
+        """Memory of the weights in fp8."""
+        return sum(product.num_bytes for product in self._products.values())
 
     @classmethod
     def reads(cls, module: HFModule) -> bool:
@@ -100,7 +111,7 @@ class StraightForward:
             cos, sin = self._cos[positions], self._sin[positions]
         else:
             cos, sin = (t[0] for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(1)))
-        run = _DevicePass(self.decoder, self._adapters, lambda number, qkv, norms: attend(number, qkv, cos, sin, norms))
+        run = _DevicePass(self, lambda number, qkv, norms: attend(number, qkv, cos, sin, norms))
         return run.normed(*run.states(x, images), self.decoder.final_norm)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -109,18 +120,14 @@ class StraightForward:
 
 
 class _DevicePass(DecoderPass):
-    def __init__(
-        self,
-        decoder: DenseDecoder,
-        adapters: Mapping[int, JoinedAdapters],
-        attend: Callable[[int, torch.Tensor, HeadNorms], torch.Tensor],
-    ):
-        super().__init__(decoder)
-        self._adapters, self._attend = adapters, attend
+    def __init__(self, forward: StraightForward, attend: Callable[[int, torch.Tensor, HeadNorms], torch.Tensor]):
+        super().__init__(forward.decoder)
+        self._products, self._adapters, self._attend = forward._products, forward._adapters, attend
 
     def linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         """See DecoderPass."""
-        y = F.linear(x, projection.weight, projection.bias)
+        product = self._products.get(id(projection))
+        y = F.linear(x, projection.weight, projection.bias) if product is None else product(x)
         adapters = self._adapters.get(id(projection))
         return y if adapters is None else adapters.add_(y, x)
 

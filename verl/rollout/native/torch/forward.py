@@ -29,16 +29,19 @@ from verl.models.hf_module import HFModule
 from verl.models.log_probs import Head
 from verl.models.lora import LoRALinear
 from verl.models.ops.linear import Matmul
+from verl.models.ops.low_precision import Fp8Weight
 from verl.models.ops.pointwise import Turns, inverse_rms, scaled_norm
 from verl.models.ops.table import by_torch
 from verl.models.quantized import on_grid
 from verl.models.vision import ImageFeatures
+from verl.parallel.device import fp8_obstacle
 from verl.rollout.layout import StepLayout
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.library import Kernels, kernels
 from verl.rollout.rollout_model import WholeVocabulary
 
+_FP8_MULTIPLE = 16  # of the sizes of torch's products in fp8
 _PLAIN_LOGITS = {"softcap": None, "logit_scale": 1.0}
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # x [tokens, inputs] -> [tokens, outputs], in x's dtype
@@ -51,7 +54,8 @@ class DenseForward:
         self.decoder, self._transform = decoder, head_transform(module.config)
         projections = [*decoder.projections(), head]
         self._adapters = ArrangedAdapters(module, projections, _products)
-        products = [_Fp8(p) if fp8 and p is not head else product(p, prepack=prepack) for p in projections]
+        narrow = _Fp8 if head.weight.device.type == "cpu" else _fp8_product
+        products = [narrow(p) if fp8 and p is not head else product(p, prepack=prepack) for p in projections]
         self._products = {id(p): (number, products[number]) for number, p in enumerate(projections)}
         self._head, self._joins = head, tuple(head.parts[0]._forward_hooks.values())
 
@@ -67,15 +71,11 @@ class DenseForward:
     ) -> DenseForward | CpuForward | None:
         """The fused forward of a causal language model, with compiled kernels if `compiled` returns them. None if only the
         model's forward computes it. `prepack` allows a copy of the weights. With `quantization` layers multiply in int8, by
-        compiled kernels, or in fp8, which torch emulates. Requests may have `adapters`. With `int8_cache` the compiled
+        compiled kernels, or in fp8, which torch emulates on a CPU. Requests may have `adapters`. With `int8_cache` the compiled
         kernels store keys and values in int8."""
-        decoder, head = DenseDecoder.of(module, adapters=True), module.get_output_embeddings()
-        is_plain = type(module).__module__.startswith("transformers.models.") and type(head) in (nn.Linear, LoRALinear)
-        hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
-        if decoder is None or not is_plain or not all(isinstance(hook, WholeVocabulary) for hook in hooks):
+        if (read := plain_parts(module)) is None:
             return None
-        bias = None if head.bias is None else head.bias.detach()
-        projection = Projection(head.weight.detach(), bias, (head,))
+        decoder, projection = read
         if quantization == "fp8":
             return cls(module, decoder, projection, prepack=prepack, fp8=True)
         kernels = compiled(module, decoder, projection, prepack=prepack)
@@ -86,7 +86,7 @@ class DenseForward:
     @property
     def num_copied_bytes(self) -> int:
         """Memory of the copies of weights that it holds."""
-        return sum(p.num_bytes for _, p in self._products.values() if isinstance(p, _Widened | _Fp8))
+        return sum(p.num_bytes for _, p in self._products.values() if isinstance(p, _Widened | _Fp8 | Fp8Weight))
 
     def logits(
         self,
@@ -202,6 +202,21 @@ class _HostPass(DecoderPass):
         return images.deepened(number, x)
 
 
+def plain_parts(module: HFModule) -> tuple[DenseDecoder, Projection] | None:
+    """The decoder of a causal language model and its output projection; None if only the model's forward computes it. `module`
+    may lie on the meta device."""
+    head = module.get_output_embeddings()
+    is_plain = type(module).__module__.startswith("transformers.models.") and type(head) in (nn.Linear, LoRALinear)
+    if not is_plain:
+        return None
+    decoder = DenseDecoder.of_shapes(module) if head.weight.is_meta else DenseDecoder.of(module, adapters=True)
+    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
+    if decoder is None or not all(isinstance(hook, WholeVocabulary) for hook in hooks):
+        return None
+    bias = None if head.bias is None else head.bias.detach()
+    return decoder, Projection(head.weight.detach(), bias, (head,))
+
+
 def compiled(module: HFModule, decoder: DenseDecoder, head: Projection, *, prepack: bool) -> Kernels | None:
     """The compiled kernels; None if torch computes the module. They compute experts in bfloat16 only, where these have the
     trainer's sums."""
@@ -213,23 +228,37 @@ def compiled(module: HFModule, decoder: DenseDecoder, head: Projection, *, prepa
     return chosen if head.weight.dtype == torch.bfloat16 and chosen.equals_trainer(decoder) else None
 
 
-def require_quantized(module: Any, key: str, value: str) -> None:
-    """Raise ConfigError if the native engine cannot compute `module` with the `value` of `key`."""
-    device, forward = next(module.parameters()).device, DenseForward.of(module, prepack=False)
-    name, end = type(module).__name__, f"Set {key}={WITHOUT[key]}"
-    if device.type != "cpu":
+def require_quantized(module: Any, key: str, value: str, device: torch.device) -> None:
+    """Raise ConfigError if the native engine cannot compute `module` on `device` with the `value` of `key`."""
+    read, name, end = plain_parts(module), type(module).__name__, f"Set {key}={WITHOUT[key]}"
+    if device.type != "cpu" and value == "int8":
         raise ConfigError(
-            f"rollout.name=native quantizes on a CPU, and the model is on {device.type}. {end}, or fp8 with "
-            f"{full_key('rollout.name')}=vllm."
+            f"rollout.name=native computes in int8 on a CPU, and the model is on {device.type}. {end}, or fp8 for weights."
         )
-    if forward is None or forward.decoder.has_experts or forward.decoder.departures:
-        raise ConfigError(f"The native engine quantizes plain dense decoders, and {name} is none. {end}.")
-    head = module.get_output_embeddings()
-    projection = Projection(head.weight.detach(), head.bias, (head,))
-    if value == "int8" and compiled(module, forward.decoder, projection, prepack=True) is None:
+    if read is None or read[0].has_experts or read[0].departures:
+        raise ConfigError(f"{key}={value} is for plain dense decoders, and {name} is none. {end}.")
+    if device.type != "cpu":
+        _require_fp8(read[0], f"{key}=fp8", device, end)
+    if value == "int8" and compiled(module, *read, prepack=True) is None:
         raise ConfigError(
-            f"{key}=int8 needs the compiled decoder, which does not compute {name} in {head.weight.dtype} here: the processor "
-            f"has no AVX2, verl was installed without a C compiler, or VERL_CPU_ISA=none. {end}."
+            f"{key}=int8 needs the compiled decoder, which does not compute {name} in {read[0].embed.dtype} here: the "
+            "dtype is neither float32 nor bfloat16, the processor has no AVX2, verl was installed without a C compiler, or "
+            f"VERL_CPU_ISA=none. {end}."
+        )
+
+
+def _require_fp8(decoder: DenseDecoder, setting: str, device: torch.device, end: str) -> None:
+    if fault := fp8_obstacle(device):
+        raise ConfigError(f"{setting} {fault}. {end}.")
+    if decoder.embed.dtype != torch.bfloat16:
+        raise ConfigError(
+            f"{setting} has products that are rounded to bfloat16 on a GPU, and the model is in {decoder.embed.dtype}. {end}, "
+            f"or {full_key('actor.fsdp_config.dtype')}=bfloat16."
+        )
+    sizes = {size for projection in decoder.projections() for size in projection.weight.shape}
+    if uneven := min((size for size in sizes if size % _FP8_MULTIPLE), default=None):
+        raise ConfigError(
+            f"{setting} needs projections of multiples of {_FP8_MULTIPLE} on a GPU, and one has {uneven}. {end}."
         )
 
 
@@ -253,7 +282,7 @@ class _Widened:
 
 
 class _Fp8:
-    """A product of fp8 operands, emulated: their values in float32."""
+    """A product of fp8 operands in blocks, emulated: their values in float32."""
 
     def __init__(self, projection: Projection):
         parts = projection.weight.detach().split([len(part.weight) for part in projection.parts])
@@ -263,6 +292,10 @@ class _Fp8:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = F.linear(on_grid(x, "fp8"), self._weight, None if self._bias is None else self._bias.float())
         return y.to(x.dtype)
+
+
+def _fp8_product(projection: Projection) -> Fp8Weight:
+    return Fp8Weight(projection.weight.detach(), projection.local_bias)
 
 
 def _products(joined: list[LowRank | None]) -> list[tuple[Product, Product] | None]:
