@@ -25,7 +25,7 @@ def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
         wrong.append(f"the last checkpoint differs in {', '.join(names[:5])}")
     if not any("optimizer" in name for name in digests):
         wrong.append("the last checkpoint has no state of an optimizer")
-    state, expected = (_state(folder / f"global_step_{task.steps}") for folder in (ours, theirs))
+    state, expected = (_state(folder / f"global_step_{task.steps}", task) for folder in (ours, theirs))
     wrong += [f"the trainer's {k} is {state.get(k)}, not {v}" for k, v in expected.items() if state.get(k) != v]
     trained, meant = trained_samples(task, ours), trained_samples(task, theirs)
     if trained != meant:
@@ -96,12 +96,15 @@ def tried_drafts(folder: Path) -> Counter[str]:
     return Counter({name: int(sum(row.get(metric, 0) for row in rows)) for name, metric in names.items()})
 
 
-def _state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state without the values that differ between two runs: seconds, name and time of the start."""
+def _state(checkpoint: Path, task: Task) -> dict[str, Any]:
+    """The trainer's state without the values that differ between two runs: seconds, name and time of the start, and files of
+    keys that killed runs change."""
+    changed = {key.partition("=")[0] for key in task.changes}
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     state.pop("seconds")
     state.pop("started_at", None)
     state.get("samples", {}).pop("run", None)
+    state["inputs"] = {name: digest for name, digest in state.get("inputs", {}).items() if name not in changed}
     return dict(state)
 
 

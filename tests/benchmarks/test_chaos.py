@@ -255,7 +255,8 @@ def write(name, text):
 )  # fmt: skip
 def test_what_differs_is_said(folders, change, words):
     change(folders)
-    wrong = "; ".join(differences(SimpleNamespace(steps=2, program=PROGRAMS["ppo"]), folders.ours, folders.theirs))
+    task = SimpleNamespace(steps=2, program=PROGRAMS["ppo"], changes=())
+    wrong = "; ".join(differences(task, folders.ours, folders.theirs))
     assert (re.search(words, wrong) is not None) if words else wrong == ""
 
 

@@ -21,8 +21,8 @@ MAX_LINES = {
     "clusters": 7_830,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 91_877,
-    "benchmarks": 6_235,
+    "tests": 91_878,
+    "benchmarks": 6_238,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
