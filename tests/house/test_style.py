@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_680,
+    "core": 72_690,
     "compat": 9_180,
     "page": 4_075,
     "planner": 2_849,
@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 7_830,
     "agents": 6_388,
     "tasks": 2_973,
-    "tests": 91_878,
+    "tests": 91_894,
     "benchmarks": 6_238,
 }
 MAX_MEAN_FUNCTION_LINES = 12
