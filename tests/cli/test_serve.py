@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from verl.cli.main import main
-from verl.cli.serve import read_bases
+from verl.cli.serve import read_bases, serving_config
 from verl.errors import ConfigError
 from verl.tinker.tenants import Tenant, TenantLimits, read_tenants
 
@@ -19,12 +19,18 @@ KEYS = "a" * 64
         (["model"], "'model' is no setting"),
         (["model=m", "port=x"], "port=x is no number"),
         (["model=MODEL", "port=99999"], "127.0.0.1:99999 cannot be taken: a port is at most 65535"),
-        (["model=m", "rank=0"], "rank=0 is no number from 1 on"),
+        (["model=m", "rank=-1"], "rank=-1 is no number from 0 on"),
         (["model=m", "keys=missing"], "keys= missing does not exist"),
         (["model=m", "host=0.0.0.0"], "give their API keys with keys=FILE"),
         (["model=m", "tls_key=missing"], "TLS needs two files"),
         (["model=m", "tls_key=missing", "tls_cert=missing"], "missing does not exist"),
         (["model=m", "actor_rollout_ref.rollot.n=1"], "rollot"),
+        (
+            ["model=m", "actor_rollout_ref.rollout.in_flight_updates=True"],
+            "in_flight_updates is not read by a training",
+        ),
+        (["model=m", "actor_rollout_ref.rollout.agent.num_retries=2"], "agent.num_retries is not read by a training"),
+        (["model=m", "actor_rollout_ref.rollout.speculative.num_speculative_tokens=3"], "so there are no drafts"),
         (["model=m", "bases=b.yaml"], "or bases=FILE for several"),
         (["model=m", "memory=nan"], "memory=nan is no number above 0"),
         (["bases=b.yaml"], "bases= b.yaml does not exist"),
@@ -75,6 +81,12 @@ def test_a_wrong_key_file_is_a_sentence(text, sentence, tmp_path):
     (tmp_path / "keys").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
         read_tenants(str(tmp_path / "keys"))
+
+
+def test_a_base_model_may_train_all_its_weights(tmp_path):
+    (tmp_path / "bases.yaml").write_text("- {model: a, rank: 0}")
+    assert read_bases(str(tmp_path / "bases.yaml")) == [{"model": "a", "rank": 0}]
+    assert serving_config("a", [], 0).actor_rollout_ref.model.lora_rank == 0
 
 
 def test_a_key_file_has_tenants_with_limits(tmp_path):

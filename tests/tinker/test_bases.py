@@ -238,7 +238,7 @@ def test_a_base_model_that_leaves_gives_its_memory_back(teacher, tiny_llama):
         assert held.loaded(held.bases[0]) is None
         assert tokenizer() is None
         assert embedding() is None
-    with pytest.raises(ConfigError, match="more than memory="), Bases.opened(entries, min(sizes) - 1):
+    with pytest.raises(ConfigError, match="kB of memory="), Bases.opened(entries, min(sizes) - 1):
         pass
     placed = [
         BaseEntry(serving_config(path, [FLOAT, "trainer.placement={actor:[0],rollout:[1]}"], rank=8)) for path in paths

@@ -67,6 +67,7 @@ REFUSED = answers(TEXT.partition("answered with a sentence:")[2].partition("\n##
 STARTS = {
     "`actor_rollout_ref.rollout.name=vllm`": (["actor_rollout_ref.rollout.name=vllm"], {}),
     "`trainer.n_gpus_per_node=2`": (["trainer.n_gpus_per_node=2"], {}),
+    "`actor_rollout_ref.rollout.in_flight_updates=True`": (["actor_rollout_ref.rollout.in_flight_updates=True"], {}),
     "start by torchrun": ([], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
 }
 

@@ -54,6 +54,7 @@ def test_an_adapter_of_peft_samples_and_trains(bench, tiny_llama, tmp_path, monk
     ("changes", "sentence"),
     [
         ({"base_model_name_or_path": "other"}, "was trained on other, and this server has"),
+        ({"base_model_name_or_path": None}, "adapter_config.json names no base model. Set"),
         ({"r": 1000}, "has rank 1000, and the largest one"),
     ],
 )

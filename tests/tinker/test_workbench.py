@@ -11,11 +11,14 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
+from verl.cli.serve import serving_config  # noqa: E402
 from verl.data_proto.samples import PromptRequest, SamplingParams  # noqa: E402
 from verl.models.adapter_weights import ALPHA  # noqa: E402
 from verl.models.optim import AdamStep  # noqa: E402
+from verl.rollout.native.drafts import Drafter  # noqa: E402
 from verl.tinker.records import Datum, SamplingRequest, TrainingRequest  # noqa: E402
 from verl.tinker.rows import computed_rows  # noqa: E402
+from verl.tinker.workbench import Workbench  # noqa: E402
 
 SETTINGS = {
     "cross_entropy": {},
@@ -166,6 +169,24 @@ def test_requests_join_an_open_lane_and_have_the_samples_of_lanes_for_themselves
     while not lane.is_empty:
         outputs |= bench.advance(lane, 64)
     assert [drawn(outputs[number]) for number in range(4)] == alone
+
+
+def test_drafts_act_and_change_no_sample(bench, tiny_llama, monkeypatch):
+    """Of the base model and of an adapter, in one lane."""
+    monkeypatch.setattr(Drafter, "_best_count", lambda self, certainties, now: len(certainties))
+    key = "actor_rollout_ref.rollout.speculative.methods=[ngram]"
+    drafting = Workbench(serving_config(str(tiny_llama), ["actor_rollout_ref.actor.fsdp_config.dtype=float32", key], 8))
+    ask = SamplingRequest((3, 4, 5) * 6, 2, 60, SamplingParams(temperature=0.1, ignore_eos=True), 0)
+    pairs = [(None, ask), (new_adapter(bench, 1).snapshot(), ask)]
+    lane, outputs = drafting.open_lane(ask.params, 256), {}
+    for number, pair in enumerate(pairs):
+        lane.add(number, *pair)
+    outputs |= drafting.advance(lane, 64)
+    drafter = lane._generation.scheduler.drafter
+    while not lane.is_empty:
+        outputs |= drafting.advance(lane, 64)
+    assert drafter.num_accepted > 0
+    assert [drawn(outputs[number]) for number in range(2)] == [drawn(one) for one in sampled(bench, pairs)]
 
 
 def test_equal_prompts_of_requests_are_computed_once(bench):

@@ -8,7 +8,9 @@ from typing import Any
 
 from verl.cli.parser import Parser
 from verl.config import PPOConfig, load_config
+from verl.config.checks import verdict
 from verl.config.keys import yaml_loader
+from verl.config.loaded import LoadedConfig
 from verl.errors import ConfigError, MissingExtraError, first_line
 from verl.regular_files import read_user_text, require_regular
 
@@ -53,7 +55,7 @@ def run_serve(argv: list[str]) -> int:
 
     folder = Path(options.get("folder", "runs/tinker")).expanduser()
     keys = [f"trainer.default_local_dir={folder}", *keys]
-    rank = _count("rank", options.get("rank", "64"), 1)
+    rank = _count("rank", options.get("rank", "64"))
     rows: list[dict[str, Any]] = read_bases(options["bases"]) if "bases" in options else [{"model": options["model"]}]
     entries = []
     for row in rows:
@@ -112,7 +114,7 @@ def read_bases(path: str) -> list[dict[str, Any]]:
 def _is_entry(key: object, value: object) -> bool:
     """Whether a row may have this entry."""
     if key == "rank":
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if key == "name":
         return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
     return isinstance(key, str) and key in _ROW and isinstance(value, _ROW[key])
@@ -123,16 +125,39 @@ def _names(row: Mapping[str, Any]) -> list[str]:
     return [names] if isinstance(names, str) else names
 
 
+_CLIENTS = tuple(  # what a run has, and clients of a service bring
+    ["algorithm.", "critic.", "data.", "distillation.", "online.", "preference.", "rejection.", "reward."]
+    + [f"actor_rollout_ref.rollout.{key}" for key in (
+        "n", "temperature", "top_p", "top_k", "min_p", "do_sample", "stop", "stop_token_ids", "ignore_eos", "prompt_length",
+        "response_length", "prefetch_num", "partial_rollout", "keep_partial_kv_cache", "in_flight_updates",
+        "in_flight_keys", "val_kwargs.", "multi_turn.", "agent.",
+    )]
+    + [f"actor_rollout_ref.{key}" for key in (
+        "ref.", "actor.optim.lr", "actor.ppo_mini_batch_size", "actor.ppo_epochs", "actor.shuffle", "actor.entropy_coeff",
+        "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type",
+    )]
+    + [f"trainer.{key}" for key in ("total_epochs", "total_training_steps", "save_freq", "test_freq", "guards.")]
+)  # fmt: skip
+
+
 def serving_config(model: str, keys: list[str], rank: int) -> PPOConfig:
-    """The config of the service: `keys` of docs/config.md over its own values. Raises ConfigError."""
+    """The config of the service: `keys` of docs/config.md over its own values. Raises ConfigError, for keys that it does not
+    read too."""
     values: dict[str, object] = {
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.model.lora_rank": rank,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 2048,
     }
-    config: PPOConfig = load_config(keys, values=[values], check=False).config
-    return config
+    loaded: LoadedConfig[PPOConfig] = load_config(keys, values=[values], check=False)
+    for path, setting in loaded.settings.items():
+        if setting.source == "command line" and any(
+            path == key or (key.endswith(".") and path.startswith(key)) for key in _CLIENTS
+        ):
+            raise ConfigError(f"{path} is not read by a training service: its clients choose that. Leave it out.")
+        if (outcome := verdict(loaded, path, setting)).kind == "refused":
+            raise ConfigError(outcome.reason)
+    return loaded.config
 
 
 def _options(settings: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -158,9 +183,9 @@ def _amount(name: str, text: str) -> float:
     return amount
 
 
-def _count(name: str, text: str, least: int = 0) -> int:
-    if not (text.isdecimal() and int(text) >= least):
-        raise ConfigError(f"{name}={text} is no number from {least} on.")
+def _count(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text} is no number from 0 on.")
     return int(text)
 
 

@@ -94,7 +94,7 @@ class Bases:
         for base in bases:
             if base.num_bytes > most_bytes:
                 raise ConfigError(
-                    f"{base.path} takes {base.num_bytes / GB:.1f} GB, more than memory={most_bytes / GB:g}."
+                    f"{base.path} takes {_size(base.num_bytes)}, more than the {_size(most_bytes)} of memory=."
                 )
         if len(entries) > 1 and any(entry.config.trainer.placement for entry in entries):
             raise ConfigError("Several base models share one process. Leave out trainer.placement.")
@@ -161,8 +161,8 @@ class Bases:
         if base not in self._promised and base.num_bytes > free:
             names = ", ".join(held.names[0] for held in self._promised if held not in leaving)
             raise RefusedRequest(
-                f"The base model {base.names[0]} ({base.num_bytes / GB:.1f} GB) does not fit with {names}, in use now: the "
-                f"server has {self.most_bytes / GB:g} GB for base models. Try again later.",
+                f"The base model {base.names[0]} ({_size(base.num_bytes)}) does not fit with {names}, in use now: the "
+                f"server has {_size(self.most_bytes)} for base models. Try again later.",
                 status, RETRY_S if status == 429 else None,
             )  # fmt: skip
         return leaving
@@ -218,6 +218,12 @@ def described_base(entry: BaseEntry) -> BaseModel:
         eos_token_ids_of(sections.model, tokenizer),
     )  # fmt: skip
     return BaseModel(path, names, facts, tokenizer, lambda: open_bench(config), _num_bytes(config, path), entry.trains)
+
+
+def _size(num_bytes: float) -> str:
+    """The bytes in the largest unit that gives a number from 1 on: "270 kB"."""
+    units = (("GB", GB), ("MB", 10**6), ("kB", 1000), ("bytes", 1))
+    return next(f"{num_bytes / size:.3g} {unit}" for unit, size in units if num_bytes >= size or size == 1)
 
 
 def _num_bytes(config: PPOConfig, path: str) -> int:

@@ -45,10 +45,14 @@ def _import(source: Path, checkpoints: Checkpoints, bases: Sequence[BaseModel]) 
         raise ConfigError(f"{source} needs a name of letters, digits, _ and -.")
     config = read_document(source / CONFIG_FILE)
     rank, alpha, trained_on = config.get("r"), config.get("lora_alpha"), config.get("base_model_name_or_path")
-    fitting = [base for base in bases if trained_on in base.names or Path(str(trained_on)).name in base.names]
+    names = ", ".join(base.names[0] for base in bases)
+    if not isinstance(trained_on, str) or not trained_on:
+        raise ConfigError(f"{source / CONFIG_FILE} names no base model. Set base_model_name_or_path there to {names}.")
+    fitting = [base for base in bases if trained_on in base.names or Path(trained_on).name in base.names]
     if not fitting:
-        names = ", ".join(base.names[0] for base in bases)
-        raise ConfigError(f"{source} was trained on {trained_on}, and this server has {names}. Remove the folder.")
+        raise ConfigError(
+            f"{source} was trained on {clean(trained_on, 100)}, and this server has {names}. Remove the folder."
+        )
     (base, *_), model_id = fitting, f"{PREFIX}-{source.name}"
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not 1 <= rank <= base.facts.most_rank:
         raise ConfigError(
