@@ -1,5 +1,6 @@
 """The endpoint for agents: formats, continuation on the very tokens, branches, rewards, refusals, strangers."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -20,6 +21,8 @@ from tests.data.conversations.templates import tokenizer_of
 from tests.processes import wait_until
 from verl.agents.agents import Agents
 from verl.agents.gateway import app, runner
+from verl.agents.gateway.formats import read_body
+from verl.agents.gateway.sessions import RequestError
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
@@ -304,6 +307,7 @@ def test_a_conversation_in_another_format_continues_on_its_tokens(play, kind):
         ({"messages": []}, "`messages` must be a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
         ({"messages": ASK, "tools": [1]}, "`tools` must be a list"),
+        ({"messages": ASK, "tools": [{"function": {"name": "f", "parameters": "x"}}]}, "`tools` must be a list"),
         ({"messages": ASK, "max_tokens": 0}, "at least 1"),
         ({"messages": [{"role": "user", "content": "x" * 8000}]}, "more than data.max_prompt_length=700"),
         ([1], "not a JSON object"),
@@ -320,6 +324,41 @@ def test_what_cannot_be_done_is_refused_with_a_sentence(play, body, sentence):
     assert result.error is None
     assert replies[0].status_code == 400
     assert sentence in replies[0].json()["error"]["message"]
+
+
+def test_half_a_character_is_refused_where_a_request_is_read():
+    """A stop text with one ended the run: the engine compares bytes."""
+    for content in (rb'{"stop": "\ud800"}', rb'{"tools": [{"a": ["x\udfff"]}]}', rb'{"\ud83d": 1}'):
+        with pytest.raises(RequestError, match="half a character"):
+            read_body(content)
+    assert read_body(json.dumps({"stop": "\U0001f600"}).encode()) == {"stop": "\U0001f600"}
+
+
+def test_equal_requests_at_once_have_an_answer_each():
+    """A client whose answer was read counts as gone; another request took its answer, and one more status 500."""
+    session, numbers = app.EndpointSession("", *[None] * 6), itertools.count()
+
+    async def handle():
+        await asyncio.sleep(0.002)
+        return next(numbers)
+
+    async def ask(number):
+        left = asyncio.Event()
+
+        async def is_gone():
+            await asyncio.sleep(0.001)
+            return left.is_set()
+
+        await asyncio.sleep(number * 0.0003)
+        reply = await session.answered("equal", handle, is_gone)
+        left.set()
+        return reply
+
+    async def replies():
+        return await asyncio.gather(*map(ask, range(60)))
+
+    assert sorted(asyncio.run(replies())) == list(range(60))
+    assert session._calls == {"equal": []}
 
 
 def test_a_request_of_any_form_is_refused_with_a_sentence(play):

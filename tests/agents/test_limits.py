@@ -111,6 +111,33 @@ def test_a_schema_that_nothing_satisfies_ends_by_its_limit_or_is_refused(engine,
     generation.close()
 
 
+TEXT = {"type": "string"}
+PASSED_OVER = [
+    ({"type": "string", "not": {"const": "a"}}, "`not`"),
+    ({"type": "array", "items": TEXT, "uniqueItems": True}, "`uniqueItems`"),
+    ({"anyOf": [{"if": {"type": "string"}, "then": {"maxLength": 1}}]}, "`if`"), ({"allOf": [TEXT, TEXT]}, "`allOf`"),
+    ({"type": "string", "pattern": "a+", "maxLength": 2}, "`pattern` with a length"),
+    ({"type": "number", "multipleOf": 5}, "`multipleOf`"), ({"$ref": "http://x/y"}, "another document"),
+    ({"type": "object", "properties": {"a": TEXT}, "anyOf": [{"required": ["a"]}]}, "beside `properties`"),
+    ({"type": "object", "properties": {"a": TEXT}, "required": ["b"]}, "a name of `required`"),
+    ({"type": "object", "properties": {f"k{n}": {} for n in range(600)}}, "more than 500 parts"),
+    (json.loads('{"items":' * 100 + "{}" + "}" * 100), "64 levels"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "sentence"), PASSED_OVER)
+def test_a_schema_that_would_not_be_kept_or_takes_long_is_refused(engine, schema, sentence):
+    """xgrammar passes over these keywords: what breaks them would have probability."""
+    pytest.importorskip("xgrammar", reason="needs the extra schemas")
+    generation = engine.open(SamplingParams(max_new_tokens=4), step=1, keep=True)
+    with pytest.raises(ModelError, match=sentence):
+        generation.add(PromptRequest(0, (5, 6), num_samples=1, grammar=json.dumps(schema)))
+    names = {"not": TEXT, "if": {"enum": [{"not": 1}]}, "pattern": {"anyOf": [TEXT, {"type": "null"}]}}
+    kept = {"type": "object", "properties": names, "required": ["not"], "additionalProperties": False}
+    generation.add(PromptRequest(1, (5, 6), num_samples=1, grammar=json.dumps(kept)))
+    generation.close()
+
+
 def test_several_choices_are_conversations_that_can_continue(play):  # noqa: F811
     replies = []
 

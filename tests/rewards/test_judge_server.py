@@ -59,6 +59,8 @@ def test_a_reply_is_the_judges_by_either_path(server):
     question = [{"role": "user", "content": "Right?"}]
     status, body = ask(server, "/v1/chat/completions", {"messages": question, "temperature": 0})
     assert (status, body["choices"][0]["message"]["content"]) == (200, expected)
+    parts = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    assert ask(server, "/v1/chat/completions", {"messages": parts})[0] == 400
     ids = server.judge.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     status, body = ask(server, "/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 100}})
     assert (status, body["text"]) == (200, expected)

@@ -4,8 +4,10 @@ A matcher reads the tokens of a sample and says which ones may come next; others
 without this filter, as for top-k, so that they compare with the training forward.
 """
 
+import json
 import re
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +22,12 @@ from verl.rollout.requests import vocab_size
 from verl.rollout.sampling import sample
 
 _MOST_COMPILED = 256
+_MOST_PARTS, _MOST_DEPTH = 500, 64  # of a schema: about a second of compiling, which grows with their squares
+_PASSED_OVER = (  # by xgrammar, without an error: values that break them would have probability
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired",
+    "dependentSchemas", "dependencies",
+)  # fmt: skip
+_DATA, _NAMED = ("enum", "const", "default", "examples"), ("properties", "patternProperties", "$defs", "definitions")
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # of xgrammar's source
 
 
@@ -59,6 +67,8 @@ class Grammars:
         """Compile a JSON schema. Raises ModelError if it cannot be used."""
         if grammar in self._compiled:
             return
+        if reason := _obstacle(json.loads(grammar)):
+            raise ModelError(f"The JSON schema of response_format cannot be used: {reason}")
         try:
             compiled = self._compiler.compile_json_schema(grammar, any_whitespace=False)  # blanks without end
         except Exception as error:  # xgrammar's errors come from its C++
@@ -111,3 +121,45 @@ class Grammars:
             matching.matcher.accept_token(token)
             matching.num_read += 1
         return matching.matcher
+
+
+def _obstacle(schema: object) -> str | None:
+    """Why a schema cannot be kept, or would take long to compile."""
+    waiting, num_parts = [(schema, 0)], 0
+    while waiting:
+        part, depth = waiting.pop()
+        inner = part if isinstance(part, list) else []
+        if isinstance(part, Mapping):
+            num_parts += 1
+            if reason := _passed_over(part):
+                return f"{clean(reason, 100)} would not be kept. Leave it out, and check it in your program"
+            named = [part.get(name) for name in _NAMED]
+            inner = [value for one in named if isinstance(one, Mapping) for value in one.values()]
+            inner += [value for name, value in part.items() if name not in (*_DATA, *_NAMED)]
+        if depth > _MOST_DEPTH or num_parts > _MOST_PARTS:
+            return f"it has more than {_MOST_PARTS} parts, or {_MOST_DEPTH} levels. Use a smaller one"
+        level = depth + isinstance(part, Mapping)
+        waiting += [(value, level) for value in inner if isinstance(value, list | Mapping)]
+    return None
+
+
+def _passed_over(part: Mapping[str, Any]) -> str | None:
+    """A keyword of a part of a schema that xgrammar passes over."""
+    given = [name for name, value in part.items() if value is not None and value is not False]
+    both = next((name for name in ("anyOf", "oneOf", "allOf") if name in given), "")
+    listed, required = part.get("properties"), part.get("required")
+    if keyword := next((name for name in _PASSED_OVER if name in given), None):
+        return f"`{keyword}`"
+    if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1:
+        return "`allOf` of several schemas"
+    if both and listed:
+        return f"`{both}` beside `properties`"
+    if "pattern" in given and ("minLength" in given or "maxLength" in given):
+        return "`pattern` with a length"
+    if part.get("type") == "number" and "multipleOf" in given:
+        return "`multipleOf` of a number that may be no integer"
+    if not str(part.get("$ref", "#")).startswith("#"):
+        return "a `$ref` to another document"
+    if isinstance(required, list) and any(name not in (listed or {}) for name in required if isinstance(name, str)):
+        return "a name of `required` that `properties` does not have"
+    return None

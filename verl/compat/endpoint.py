@@ -251,9 +251,9 @@ def _handler(endpoint: PolicyEndpoint) -> type[BaseHTTPRequestHandler]:
                     return
                 if not length.isdecimal() or len(length) > 12 or int(length) > MAX_BODY:
                     raise RequestError(f"the request needs a Content-Length of at most {MAX_BODY} bytes")
-                body = json.loads(self.rfile.read(int(length)))
-                if not isinstance(body, dict) or body.get("stream"):
-                    raise RequestError("the request is a JSON object without stream")
+                body = formats.read_body(self.rfile.read(int(length)))
+                if body.get("stream"):
+                    raise RequestError("stream is not available here; leave it out")
                 with self.server.answering(self.connection):
                     answer = answers[path](body)
                 self._reply(200, answer)

@@ -74,6 +74,13 @@ def message_of(message: object, place: str, *, images: bool = False) -> dict[str
     raise DataError(f"{place} has no text 'content' (it is {type(content).__name__}).")
 
 
+def messages_of(messages: object, *, images: bool = False) -> Messages:
+    """The checked messages of a request's field `messages`. Raises DataError, also for none."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError("`messages` must be a list of messages {role, content}")
+    return [message_of(message, f"messages[{number}]", images=images) for number, message in enumerate(messages)]
+
+
 def _checked_parts(parts: list[dict[str, Any]], place: str, images: bool) -> str | list[dict[str, object]]:
     media_parts = [p for p in parts if not (p.get("type") == "text" and isinstance(p.get("text"), str))]
     if not media_parts:

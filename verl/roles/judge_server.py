@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from verl.data.prompts import render_chat
+from verl.data.schema import messages_of
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.errors import ModelError, is_failure
+from verl.errors import DataError, ModelError, is_failure
 from verl.roles.judges import EngineJudge, warn_of_cut_replies
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class JudgeServer:
 
     def chat(self, body: Body) -> Body:
         """The answer of /v1/chat/completions."""
-        text = render_chat(self.judge.tokenizer, body["messages"], "a judge's question", add_generation_prompt=True)
+        messages = messages_of(body["messages"])
+        text = render_chat(self.judge.tokenizer, messages, "a judge's question", add_generation_prompt=True)
         ids = self.judge.tokenizer(text, add_special_tokens=False)["input_ids"]
         done = self._reply(ids, body.get("max_completion_tokens", body.get("max_tokens")), body)
         message = {"role": "assistant", "content": self._text(done)}
@@ -158,7 +160,7 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
                     )
                 else:
                     self._reply(200, answers[self.path](json.loads(self.rfile.read(int(length)))))
-            except (ModelError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (DataError, ModelError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 self._reply(400, {"error": {"message": f"{type(error).__name__}: {error}"}})
             except Exception as error:  # the fault is not the function's: its run says what happened
                 log.exception("A question to the judge could not be answered.")

@@ -192,13 +192,7 @@ async def _body(request: Request) -> dict[str, object]:
         if size > MAX_BODY:
             raise RequestError(f"the request has more than {MAX_BODY >> 20} MiB")
         chunks.append(chunk)
-    try:
-        body = json.loads(b"".join(chunks))
-    except (ValueError, RecursionError) as error:
-        raise RequestError("the request is not JSON") from error
-    if not isinstance(body, dict):
-        raise RequestError("the request is not a JSON object")
-    return body
+    return formats.read_body(b"".join(chunks))
 
 
 async def _chat(session: EndpointSession, body: dict[str, object]) -> object:

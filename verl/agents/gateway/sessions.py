@@ -23,7 +23,7 @@ from verl.agents.images import EpisodeImages
 from verl.agents.parsers import Schemas, ToolParser
 from verl.config import full_key
 from verl.data.prompts import answer_prefix
-from verl.data.schema import MEDIA_PARTS, VIDEO_PARTS, Messages, message_of
+from verl.data.schema import MEDIA_PARTS, VIDEO_PARTS, Messages, messages_of
 from verl.data_proto.media import Media, VideoSource, images_in, texts_of
 from verl.errors import DataError, VerlError
 from verl.tools.schemas import FunctionCall
@@ -100,8 +100,10 @@ class EndpointSession:
         """The reply to a request: of an equal request with a client that has gone, else of `handle`. Raises RequestError if the
         client of this request has gone too."""
         calls = self._calls.setdefault(content, [])
-        for call in calls:
-            if await call.is_gone():
+        for call in list(calls):
+            asked = call.is_gone
+            # while it was asked, the call may have been read, or another request may have taken it
+            if await asked() and call in calls and call.is_gone is asked:
                 break
         else:
             call = EndpointCall(asyncio.ensure_future(handle()), is_gone)
@@ -274,14 +276,13 @@ def _for_template(messages: Messages) -> Messages:
 
 
 def _messages(messages: object) -> Messages:
-    if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
-        raise RequestError("`messages` must be a list of messages {role, content}")
-    conversation = []
-    for number, message in enumerate(messages):
-        try:
-            checked = message_of(message, f"messages[{number}]", images=True)
-        except DataError as error:
-            raise RequestError(str(error)) from error
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise RequestError(f"`messages` has {len(messages)} messages; at most {MAX_MESSAGES} are taken")
+    try:
+        conversation = messages_of(messages, images=True)
+    except DataError as error:
+        raise RequestError(str(error)) from error
+    for number, checked in enumerate(conversation):
         checked["role"] = "system" if checked["role"] == "developer" else checked["role"]
         checked["content"] = checked.get("content") or ""
         for call in checked.get("tool_calls") or []:
@@ -291,7 +292,6 @@ def _messages(messages: object) -> Messages:
                 or "name" not in call["function"]
             ):
                 raise RequestError(f"messages[{number}].tool_calls has an entry without function.name")
-        conversation.append(checked)
     return conversation
 
 
@@ -323,7 +323,10 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     if tools is None:
         return []
     fits = isinstance(tools, list) and all(
-        isinstance(t, Mapping) and isinstance(t.get("function"), Mapping) and isinstance(t["function"].get("name"), str)
+        isinstance(t, Mapping)
+        and isinstance(t.get("function"), Mapping)
+        and isinstance(t["function"].get("name"), str)
+        and isinstance(t["function"].get("parameters") or {}, Mapping)
         for t in tools
     )
     if not fits:
