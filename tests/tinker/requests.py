@@ -143,6 +143,8 @@ def bodies(rng, caller):
             ("load_weights", {**numbered, "path": f"tinker://{caller.model}/weights/a", "optimizer": True}),
             ("asample", sample(sampling_session_id=caller.sampler, seq_id=caller.sample_seq, num_samples=1,
                                topk_prompt_logprobs=0, topk_sample_logprobs=0, prompt_logprobs_last_n=None)),
+            ("asample", sample(sampling_session_id=caller.sampler, seq_id=caller.sample_seq, num_samples=1,
+                               target_prompt_logprobs={"data": [4, -1], "dtype": "int64", "shape": [1, 2]})),
             ("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"}),
             ("create_model", {**named, "model_seq_id": 1, "lora_config": {"rank": 2, "seed": 1}}),
             ("create_sampling_session", {**named, "sampling_session_seq_id": 1}),

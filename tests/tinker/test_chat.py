@@ -1,5 +1,8 @@
 """The endpoint for clients of OpenAI's API samples what the SDK samples."""
 
+import json
+import socket
+
 import pytest
 
 tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
@@ -7,6 +10,7 @@ openai = pytest.importorskip("openai", reason="openai is not installed")
 
 from tinker import types  # noqa: E402
 
+from tests.processes import wait_until  # noqa: E402
 from tests.tinker.data import datum  # noqa: E402
 
 ODD = "{% if m['role'] == 'odd' %}{{ raise_exception('no') }}{% endif %}"
@@ -44,6 +48,16 @@ def test_a_checkpoint_answers_with_the_samples_of_the_sdk(served, chat):
     assert texts[path] != texts[served.service.bases.names[0]]
 
 
+def test_parts_of_text_are_one_text(served, chat):
+    settings = {"model": served.service.bases.names[0], "max_tokens": 4, "seed": 1}
+    parts = [{"type": "text", "text": text} for text in ("a", "bc")]
+    texts = [
+        chat.chat.completions.create(messages=[{"role": "user", "content": content}], **settings).choices[0].message
+        for content in ("abc", parts)
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_a_stop_ends_the_text_before_it(served, chat):
     settings = {"model": served.service.bases.names[0], "max_tokens": 20, "seed": 1, "prompt": "abc"}
     text = chat.completions.create(**settings).choices[0].text
@@ -64,6 +78,12 @@ def test_a_stop_ends_the_text_before_it(served, chat):
         ({"tools": []}, "tools"),
         ({"temperature": -1.0}, "temperature"),
         ({"n": 0}, "samples"),
+        ({"n": "2"}, "valid integer"),
+        ({"stop": "x" * 1001}, "at most 1000 letters"),
+        ({"messages": [{"role": "user", "content": "x" * 10**6}]}, "characters exceeds"),
+        ({"messages": []}, "must be a list of messages"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] has no text 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]}, "images"),
         ({"messages": [{"role": "odd", "content": ""}]}, "chat template"),
     ],
 )
@@ -76,3 +96,20 @@ def test_what_is_not_served_is_a_sentence(served, chat, change, sentence):
     with pytest.raises(openai.APIStatusError, match=sentence) as raised:
         chat.chat.completions.create(**{**settings, **change})
     assert raised.value.status_code in (400, 404)
+
+
+def test_a_request_whose_client_has_gone_is_not_begun(served, chat):
+    """One at a time of a tenant's large requests runs; the ones behind it leave with their clients."""
+    base = served.service.bases.bases[0]
+    body = {"model": base.names[0], "prompt": "abc", "n": 64, "max_tokens": 1000}
+    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nx-api-key: tml-test\r\ncontent-length: "
+    content = json.dumps(body)
+    address = served.url.removeprefix("http://").split(":")
+    for _ in range(6):
+        with socket.create_connection((address[0], int(address[1]))) as gone:
+            gone.sendall(f"{head}{len(content)}\r\n\r\n{content}".encode())
+    assert wait_until(lambda: len([f for f in served.service.futures.values() if f.is_gone]) >= 5, 60)
+    assert wait_until(lambda: all(f.answer is not None for f in served.service.futures.values()), 60)
+    failed = [f.answer.failure for f in served.service.futures.values() if f.is_gone]
+    assert sum(reason == "The client has gone." for reason in failed) >= 4
+    assert chat.completions.create(model=base.names[0], prompt="abc", max_tokens=2).choices

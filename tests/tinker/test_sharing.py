@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+import torch
 
 tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
@@ -205,6 +206,30 @@ def test_top_log_probs_begin_with_the_scored_tokens_of_a_prompt(served):
     )
     assert last.prompt_logprobs == [None, None, *every.prompt_logprobs[2:]]
     assert last.topk_prompt_logprobs == [None, None, *every.topk_prompt_logprobs[2:]]
+
+
+def test_named_tokens_of_a_prompt_have_their_log_probs(served):
+    """Dense and sparse, in the layout of the request; -1 and what is not listed have none."""
+    sampler = served.client().create_sampling_client(base_model=served.service.bases.names[0]).result()
+    params = types.SamplingParams(max_tokens=1)
+    ids = torch.tensor([[4, -1], [-1, -1], [6, 4]])
+    scores = sampler.compute_logprobs(PROMPT).result()
+    top = sampler.sample(PROMPT, 1, params, topk_prompt_logprobs=100).result().topk_prompt_logprobs
+    wide = torch.nn.functional.pad(ids, (0, 14), value=-1)
+    forms = [types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(wide, pad_value=-1)]
+    assert forms[1].sparse_crow_indices is not None
+    for form in forms:
+        answer = sampler.sample(PROMPT, 1, params, target_prompt_logprobs=form).result().target_prompt_logprobs
+        assert (answer.shape, answer.sparse_crow_indices) == (form.shape, form.sparse_crow_indices)
+        found = answer.to_torch()[:, :2]
+        assert found[0].tolist() == pytest.approx([scores[1], 0], abs=1e-6)
+        assert found[1].tolist() == [0, 0]
+        assert found[2, 0].item() == pytest.approx(scores[3], abs=1e-6)
+        if 4 in dict(top[3]):
+            assert found[2, 1].item() == pytest.approx(dict(top[3])[4], abs=1e-6)
+    for odd, sentence in ((ids[:2], r"shape \[3, 1 to"), (ids + 10**6, "none of the model's")):
+        with pytest.raises(tinker.BadRequestError, match=sentence):
+            sampler.sample(PROMPT, 1, params, target_prompt_logprobs=types.TensorData.from_torch(odd)).result()
 
 
 def test_clip_thresholds_in_the_wrong_order_are_refused(served):

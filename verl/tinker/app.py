@@ -175,7 +175,9 @@ async def _call(service: Service, route: str, request: Request) -> tuple[ClientC
     digest = hashlib.sha256(body).hexdigest()
     parameters = (request.path_params, request.query_params)
     address = str(request.base_url).rstrip("/")
-    call = ClientCall(route, body, tenant, digest, *parameters, method=request.method, address=address)
+    call = ClientCall(
+        route, body, tenant, digest, *parameters, method=request.method, address=address, is_gone=request.is_disconnected
+    )  # fmt: skip
     return call, refusal or unread
 
 

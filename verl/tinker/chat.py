@@ -6,6 +6,7 @@
 A request becomes a sample request of a session that the tenant has for this endpoint, with its limits and turns.
 """
 
+import asyncio
 import hashlib
 import itertools
 import time
@@ -14,23 +15,27 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic
+from starlette.requests import ClientDisconnect
 from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
+from verl.data.schema import messages_of
 from verl.data_proto.tokenizer import Tokenizer
+from verl.errors import DataError
 from verl.tinker.bases import BaseModel
 from verl.tinker.checkpoints import KINDS
 from verl.tinker.records import RefusedRequest
 from verl.tinker.routes import Routes
-from verl.tinker.served import ClientCall
+from verl.tinker.served import ENDPOINT, ClientCall
 
-_WAIT_S = 3600.0
+_WAIT_S, _LOOK_S = 3600.0, 2.0
+_SPARE = 2  # times the characters of the model's longest text, before which a text is not read
 
 
 class GenerationRequest(pydantic.BaseModel):
     """The settings that both requests have."""
 
-    model_config = pydantic.ConfigDict(extra="forbid")
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
     model: str
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -43,7 +48,7 @@ class GenerationRequest(pydantic.BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[dict[str, Any]]
+    messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
 
@@ -67,6 +72,7 @@ class ChatRoutes:
 
     def __init__(self, routes: Routes):
         self.routes, self.service, self._numbers = routes, routes.service, itertools.count(time.time_ns())
+        self._longest_tokens = dict[BaseModel, int]()
 
     async def models(self, call: ClientCall) -> object:
         checkpoints, mine = self.service.checkpoints, self.service.checkpoints.models(call.tenant.sees)
@@ -77,9 +83,16 @@ class ChatRoutes:
 
     async def chat(self, call: ClientCall) -> object:
         message = call.read(ChatRequest)
-        tokenizer = self._base(call, message.model).tokenizer
+        base = self._base(call, message.model)
+        tokenizer = base.tokenizer
         try:
-            ids = tokenizer.apply_chat_template(message.messages, add_generation_prompt=True, return_dict=False)
+            messages = messages_of(message.messages)
+        except DataError as error:
+            raise RefusedRequest(str(error)) from error
+        self._require_short(base, sum(len(str(said.get("content") or "")) for said in messages))
+        settings = {"add_generation_prompt": True, "return_dict": False}
+        try:
+            ids = await asyncio.to_thread(tokenizer.apply_chat_template, messages, **settings)
         except Exception as error:  # templates of users raise whatever they like
             raise RefusedRequest(f"The chat template takes no such messages ({type(error).__name__}).") from error
         if message.max_completion_tokens is not None:
@@ -97,8 +110,10 @@ class ChatRoutes:
 
     async def complete(self, call: ClientCall) -> object:
         message = call.read(CompletionRequest)
-        tokenizer = self._base(call, message.model).tokenizer
-        ids = message.prompt if isinstance(message.prompt, list) else tokenizer.encode(message.prompt)
+        base, ids = self._base(call, message.model), message.prompt
+        if isinstance(ids, str):
+            self._require_short(base, len(ids))
+            ids = await asyncio.to_thread(base.tokenizer.encode, ids)
         samples = await self._samples(call, message, ids)
         choices = [
             {"index": number, "finish_reason": sample.finish_reason, "text": sample.text, "logprobs": None}
@@ -121,9 +136,15 @@ class ChatRoutes:
             prompt=types.ModelInput.from_ints(ids), sampling_params=sampling,
         )  # fmt: skip
         future = self.service.futures[(await self.routes.sample(_as(call, "asample", request))).request_id]
-        answer = await future.wait(_WAIT_S)
-        if answer is None or answer.failure is not None:
-            raise RefusedRequest(answer.failure or "" if answer else f"No samples came in {_WAIT_S:g} s.", 500)
+        until = time.monotonic() + _WAIT_S
+        while (answer := await future.wait(_LOOK_S)) is None and not future.ends and time.monotonic() < until:
+            if await call.is_gone():
+                future.is_gone = True
+                raise ClientDisconnect
+        if answer is None:
+            raise RefusedRequest("The server ends, or has no time for this request. Ask again later.", 503)
+        if answer.failure is not None:
+            raise RefusedRequest(answer.failure, 500)
         samples = list[_Sample]()
         for sequence in wire.SampleResponse.FromString(answer.body).sequences:
             tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
@@ -134,6 +155,13 @@ class ChatRoutes:
             samples.append(_Sample(text, reason, tokens, scores))
         return samples
 
+    def _require_short(self, base: BaseModel, num_chars: int) -> None:
+        """Raise RefusedRequest for a text that the model cannot hold, before it is read: that takes seconds a megabyte."""
+        if base not in self._longest_tokens:
+            self._longest_tokens[base] = max(map(len, base.tokenizer.get_vocab()), default=1)
+        if num_chars > _SPARE * base.facts.longest * self._longest_tokens[base]:
+            raise RefusedRequest(f"A text of {num_chars:,} characters exceeds the model's {base.facts.longest} tokens.")
+
     def _base(self, call: ClientCall, model: str) -> BaseModel:
         """The base model of a model's name: its own, or that of a checkpoint."""
         saved = self.service.saved(call, model) if model.startswith("tinker://") else None
@@ -141,7 +169,7 @@ class ChatRoutes:
 
     async def _sampler(self, call: ClientCall, model: str) -> str:
         """The sampler of a model in the tenant's session for this endpoint."""
-        session_id = f"openai-{call.tenant.name}"
+        session_id = f"{ENDPOINT}{call.tenant.name}"
         if session_id not in self.service.sessions:
             self.service.new_session(session_id, call.tenant, {"display_name": "OpenAI endpoint"})
         is_saved = model.startswith("tinker://")

@@ -24,6 +24,7 @@ from verl.tinker.records import (
     RefusedRequest,
     SampleOutput,
     SamplingRequest,
+    Targets,
     TopTokens,
     TrainingOutput,
     TrainingRequest,
@@ -35,6 +36,8 @@ MAX_BYTES = 64 << 20  # of a request, decompressed
 TOO_LARGE = f"The body has more than {MAX_BYTES >> 20} MiB. Send fewer rows in a request."
 _PART_BYTES, _HEAD = 1 << 16, 256  # read at a time; characters of a damaged body that are looked at
 _MAX_SAMPLES, _MAX_TOP = 1024, 100
+_MOST_STOPS, _MOST_LETTERS = 64, 1000
+_MOST_TARGETS = 1024  # a token of the prompt
 _MAX_TEMPERATURE = 1e6  # beyond, float32 cannot divide by it
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4", wire.DTYPE_BFLOAT16: "<u2"}
 
@@ -217,7 +220,7 @@ def training_result(output: TrainingOutput) -> bytes:
 
 def sampling_request(request: types.SampleRequest, vocabulary: int, longest: int) -> SamplingRequest:
     """The checked request. Raises RefusedRequest for everything that could not be computed."""
-    unavailable = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+    unavailable = ("prompt_alt_tokens_k", "record_stability_info")
     if names := [name for name in unavailable if getattr(request, name)]:
         raise RefusedRequest(f"{names[0]} is not available in this version. Leave it out.")
     if any(not isinstance(chunk, types.EncodedTextChunk) for chunk in request.prompt.chunks):
@@ -247,12 +250,41 @@ def sampling_request(request: types.SampleRequest, vocabulary: int, longest: int
         top_of_prompt=request.topk_prompt_logprobs,
         top_of_samples=request.topk_sample_logprobs,
         last_tokens=request.prompt_logprobs_last_n,
+        targets=None if request.target_prompt_logprobs is None else _targets(request, len(tokens) - 1, vocabulary),
     )
+
+
+def _targets(request: types.SampleRequest, num_rows: int, vocabulary: int) -> Targets:
+    """The tokens of `target_prompt_logprobs`, which pydantic has read as a model with lists."""
+    place, tensor = "target_prompt_logprobs", cast("Any", request.target_prompt_logprobs)
+    shape = tuple(tensor.shape or ())
+    if tensor.dtype != "int64" or len(shape) != 2 or shape[0] != num_rows or not 1 <= shape[1] <= _MOST_TARGETS:
+        raise RefusedRequest(
+            f"{place} is an int64 matrix of shape [{num_rows}, 1 to {_MOST_TARGETS}]: a row for each token but the first."
+        )
+    is_sparse, lists = tensor.sparse_crow_indices is not None, (tensor.sparse_crow_indices, tensor.sparse_col_indices)
+    try:
+        values, starts, columns = (np.asarray(one or [], np.int64).reshape(-1) for one in (tensor.data, *lists))
+    except (OverflowError, ValueError, TypeError) as error:
+        raise RefusedRequest(f"{place} has a number that does not fit 64 bits.") from error
+    if is_sparse:
+        csr = wire.SparseCsr(crow_indices=starts.tobytes(), col_indices=columns.tobytes())
+        ids = _dense(csr, values + 1, shape, place) - 1
+    elif values.size == math.prod(shape):
+        ids = values.reshape(shape)
+    else:
+        raise RefusedRequest(f"{place} has {values.size} values and shape {list(shape)}.")
+    if ids.size and not -1 <= ids.min() <= ids.max() < vocabulary:
+        raise RefusedRequest(f"{place} has a value that is none of the model's {vocabulary} tokens, and not -1.")
+    return Targets(ids, starts, columns) if is_sparse else Targets(ids)
 
 
 def _sampling_params(sampling: types.SamplingParams) -> SamplingParams:
     """Rules of sampling. Stops that a request names replace the end-of-sequence tokens."""
     stop = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
+    texts = [text for text in stop if isinstance(text, str)]
+    if len(texts) > _MOST_STOPS or any(len(text) > _MOST_LETTERS for text in texts):  # each step looks back as far
+        raise RefusedRequest(f"A request has at most {_MOST_STOPS} stop texts of at most {_MOST_LETTERS} letters.")
     in_range = 0 <= sampling.temperature <= _MAX_TEMPERATURE and 0 < sampling.top_p <= 1
     if not in_range or not -1 <= sampling.top_k < 1 << 31:
         raise RefusedRequest(
@@ -264,7 +296,7 @@ def _sampling_params(sampling: types.SamplingParams) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or -1,
-        stop=tuple(sorted(text for text in stop if isinstance(text, str))),
+        stop=tuple(sorted(texts)),
         stop_token_ids=tuple(sorted(token for token in stop if isinstance(token, int))),
         ignore_eos=sampling.stop is not None,
     )
@@ -285,7 +317,21 @@ def sample_result(output: SampleOutput) -> bytes:
         message.prompt_logprobs = output.prompt_log_probs.astype("<f4").tobytes()
     if output.prompt_top is not None:
         message.topk_prompt_logprobs.CopyFrom(_top(output.prompt_top))
+    if output.targets is not None:
+        message.target_prompt_logprobs.CopyFrom(_target_tensor(output.targets))
     return cast("bytes", message.SerializeToString())
+
+
+def _target_tensor(targets: Targets) -> wire.Tensor:
+    values, starts, columns = targets.ids, targets.starts, targets.columns
+    tensor = wire.Tensor(dtype=wire.DTYPE_FLOAT32, shape=values.shape)
+    if starts is None or columns is None:
+        tensor.dense = values.astype("<f4").tobytes()
+    else:
+        listed = values[np.repeat(np.arange(len(values)), np.diff(starts)), columns].astype("<f4").tobytes()
+        csr = wire.SparseCsr(values=listed, crow_indices=starts.tobytes(), col_indices=columns.tobytes())
+        tensor.sparse_csr.CopyFrom(csr)
+    return tensor
 
 
 def _top(top: TopTokens) -> wire.TopkLogprobs:

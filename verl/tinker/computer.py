@@ -196,7 +196,9 @@ class Computer:
         running, new = [job for job in jobs if job.number is not None], list[QueuedJob]()
         for job in [job for job in jobs if job.number is None]:
             used, rows = self._used[_room(job)], job.work.request.num_samples
-            if not used.rows or (
+            if job.future.is_gone:
+                self._give(job, _failed(RefusedRequest("The client has gone.")), runs_again=False)
+            elif not used.rows or (
                 used.rows + rows <= lane.base.facts.most_rows and used.tokens + job.cost <= _MOST_TOKENS
             ):
                 self._used[_room(job)] = _Used(used.rows + rows, used.tokens + job.cost)

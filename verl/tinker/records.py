@@ -58,6 +58,17 @@ class TrainingOutput:
 
 @record
 @dataclass(frozen=True)
+class Targets:
+    """Tokens whose log-probs a request wants: `ids` [prompt - 1, K], for the tokens of the prompt after the first; -1 for none.
+    In an answer their log-probs, 0 for none. `starts` and `columns` list the cells of a sparse matrix (CSR)."""
+
+    ids: np.ndarray
+    starts: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+
+@record
+@dataclass(frozen=True)
 class SamplingRequest:
     """`num_samples` samples of at most `max_tokens` tokens after `tokens`. `params` is equal for requests that are computed
     together. `ordinal` keys the random numbers."""
@@ -71,6 +82,7 @@ class SamplingRequest:
     top_of_prompt: int = 0  # most probable tokens that are listed at each token of the prompt
     top_of_samples: int = 0
     last_tokens: int | None = None  # of the prompt that are scored; None: all
+    targets: Targets | None = None
 
 
 @record
@@ -91,3 +103,4 @@ class SampleOutput:
     prompt_log_probs: np.ndarray | None = None
     prompt_top: TopTokens | None = None
     sample_tops: list[TopTokens] = field(default_factory=list)
+    targets: Targets | None = None

@@ -1,7 +1,7 @@
 """Records of what the service holds: sessions, models, samplers, requests, and work that is ready to compute."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -142,10 +142,19 @@ def _integers(message: pydantic.BaseModel) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
+ENDPOINT = (
+    "openai-"  # the session of a tenant for OpenAI's API begins with it; its clients cannot ask again after a kill
+)
+
+
+async def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class ClientCall:
     """A request as routes read it: from a client, or after a kill from the journal; `stored` is its entry. `path` and `query`
-    are parameters of the URL, `digest` the SHA-256 of `body`."""
+    are parameters of the URL, `digest` the SHA-256 of `body`. `is_gone` tells whether the client has closed the connection."""
 
     route: str
     body: bytes
@@ -156,6 +165,7 @@ class ClientCall:
     stored: AcceptedRequest | None = None
     method: str = "POST"
     address: str = ""  # of the server, as the client calls it
+    is_gone: Callable[[], Awaitable[bool]] = _never
 
     def read(self, kind: type[Message]) -> Message:
         try:

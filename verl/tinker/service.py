@@ -24,6 +24,7 @@ from verl.tinker.parked import Parked
 from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
 from verl.tinker.served import (
+    ENDPOINT,
     ClientCall,
     ClientSession,
     SampleJob,
@@ -316,6 +317,7 @@ class Service:
         self._admit(call, base, tokens)
         future = self._future(call, sampler.sampler_id, sampler.session_id, seq_id, tokens)
         future.place = self._least_busy()
+        future.is_gone = call.stored is not None and sampler.session_id.startswith(ENDPOINT)
         job = QueuedJob(future, SampleJob(sampler.digest, request), sampler.tenant.name, tokens)
         lane = SampleLane.of(base, request.params, request.max_tokens)
         if self.in_work.is_suspect(future.request_id):

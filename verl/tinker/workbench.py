@@ -5,7 +5,7 @@ hand-written decoders read the model. Only one thread may call it.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -166,7 +166,8 @@ class Workbench:
         self, weights: AdapterWeights | None, request: SamplingRequest, completions: list[Completion]
     ) -> SampleOutput:
         log_probs, top, tops = None, None, []
-        if request.prompt_log_probs or request.top_of_prompt or request.top_of_samples:
+        targets = request.targets
+        if request.prompt_log_probs or request.top_of_prompt or request.top_of_samples or targets is not None:
             self.engine.show(weights)
         if request.prompt_log_probs or request.top_of_prompt:
             log_probs, top = self._scores(request.tokens[:1], request.tokens[1:], request.top_of_prompt)
@@ -182,7 +183,18 @@ class Workbench:
             tops = [
                 t for end in ends if (t := self._scores(request.tokens, end, request.top_of_samples)[1]) is not None
             ]
-        return SampleOutput(completions, log_probs if request.prompt_log_probs else None, top, tops)
+        if targets is not None:
+            targets = replace(targets, ids=self._target_scores(request.tokens, targets.ids))
+        return SampleOutput(completions, log_probs if request.prompt_log_probs else None, top, tops, targets)
+
+    def _target_scores(self, tokens: Sequence[int], ids: np.ndarray) -> np.ndarray:
+        """Log-probs [prompt - 1, K] of the tokens `ids` at the places of tokens[1:], at temperature 1; 0 for -1."""
+        if not ids.size:
+            return np.zeros(ids.shape, np.float32)
+        columns = token_columns([(np.asarray(tokens[:1]), np.asarray(tokens[1:]), np.ones(len(ids), dtype=bool))])
+        columns["candidate_ids"] = torch.from_numpy(ids.clip(0))[None]
+        scores = self.engine.forward(DataProto.from_dict(columns), (_LOG_PROBS,), self.micro)[_LOG_PROBS]
+        return np.where(ids >= 0, scores[0].float().cpu().numpy(), 0)
 
     def _scores(self, start: Sequence[int], end: Sequence[int], top: int) -> tuple[np.ndarray, TopTokens | None]:
         """Log-probs [end] of the tokens `end` after `start` at temperature 1, and the `top` most probable tokens there."""
