@@ -21,8 +21,7 @@ from tests.data.conversations.templates import tokenizer_of
 from tests.processes import wait_until
 from verl.agents.agents import Agents
 from verl.agents.gateway import app, runner
-from verl.agents.gateway.formats import read_body
-from verl.agents.gateway.sessions import RequestError
+from verl.agents.gateway.sessions import RequestError, read_body
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams

@@ -32,7 +32,7 @@ import torch
 from verl.agents.continuity import ChatContinuity
 from verl.agents.gateway import formats
 from verl.agents.gateway.app import MAX_BODY, reachable
-from verl.agents.gateway.sessions import ContextFullError, EndpointSession, RequestError
+from verl.agents.gateway.sessions import ContextFullError, EndpointSession, RequestError, read_body
 from verl.agents.images import EpisodeImages
 from verl.agents.parsers import ToolParser
 from verl.data_proto.merge import object_array
@@ -251,7 +251,7 @@ def _handler(endpoint: PolicyEndpoint) -> type[BaseHTTPRequestHandler]:
                     return
                 if not length.isdecimal() or len(length) > 12 or int(length) > MAX_BODY:
                     raise RequestError(f"the request needs a Content-Length of at most {MAX_BODY} bytes")
-                body = formats.read_body(self.rfile.read(int(length)))
+                body = read_body(self.rfile.read(int(length)))
                 if body.get("stream"):
                     raise RequestError("stream is not available here; leave it out")
                 with self.server.answering(self.connection):

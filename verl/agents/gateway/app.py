@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.gateway import formats
-from verl.agents.gateway.sessions import EndpointSession, RequestError
+from verl.agents.gateway.sessions import EndpointSession, RequestError, read_body
 from verl.config import full_key
 from verl.errors import ConfigError, DataError, MissingExtraError, UnreachableError
 from verl.parallel.framing import listening_socket
@@ -192,7 +192,7 @@ async def _body(request: Request) -> dict[str, object]:
         if size > MAX_BODY:
             raise RequestError(f"the request has more than {MAX_BODY >> 20} MiB")
         chunks.append(chunk)
-    return formats.read_body(b"".join(chunks))
+    return read_body(b"".join(chunks))
 
 
 async def _chat(session: EndpointSession, body: dict[str, object]) -> object:

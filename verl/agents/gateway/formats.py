@@ -23,22 +23,6 @@ _MOST_CHOICES, _MOST_STOPS, _MOST_LETTERS = 64, 16, 1000  # of a stop text
 _MOST_SCHEMA = 1 << 16
 
 
-def read_body(content: bytes) -> dict[str, Any]:
-    """The object of a request. Raises RequestError for any other content, and for half of a character (a lone surrogate),
-    which no tokenizer takes."""
-    try:
-        body = json.loads(content)
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise RequestError(f"the request holds half a character (the surrogate {half}); write it whole") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError("the request is not JSON") from error
-    if not isinstance(body, dict):
-        raise RequestError("the request is not a JSON object")
-    return body
-
-
 def _rules(body: Mapping[str, Any], *limits: str, form: object = None) -> TurnRules:
     """Rules of the sampling of a turn; `limits` are names of its most tokens. Raises RequestError for options that the policy
     does not support."""

@@ -41,6 +41,22 @@ class ContextFullError(RequestError):
     code = "context_length_exceeded"
 
 
+def read_body(content: bytes) -> dict[str, Any]:
+    """The object of a request. Raises RequestError for any other content, and for half of a character (a lone surrogate),
+    which no tokenizer takes."""
+    try:
+        body = json.loads(content)
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise RequestError(f"the request holds half a character (the surrogate {half}); write it whole") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError("the request is not JSON") from error
+    if not isinstance(body, dict):
+        raise RequestError("the request is not a JSON object")
+    return body
+
+
 @dataclass
 class ModelTurn:
     """A turn of the model, for the agent."""
