@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 7_832,
     "agents": 6_453,
     "tasks": 2_973,
-    "tests": 92_061,
+    "tests": 92_060,
     "benchmarks": 6_110,
 }
 MAX_MEAN_FUNCTION_LINES = 12
