@@ -7,6 +7,7 @@ import pytest
 
 from verl.config import SCHEMAS, load_config
 from verl.errors import ConfigError
+from verl.models.tiny import make_tiny_model
 from verl.planner import Cluster, Lengths
 from verl.planner.request import PlanRequest, read_lengths, shape_of
 
@@ -122,6 +123,16 @@ def test_a_plan_whose_engine_refuses_the_model_says_so(engine, refused, verl):
     )
     said = verl.ends(0, "plan", *ARGUMENTS[1:-1], *changes, "plan.async=off")
     assert ("verl train cannot start this plan: the model has latent attention and shared experts" in said) == refused
+
+
+def test_keys_that_a_plan_does_not_follow_are_named(verl, tmp_path):
+    make_tiny_model(tmp_path, max_position_embeddings=512)
+    changes = (f"actor_rollout_ref.model.path={tmp_path}", "trainer.placement={actor: [0], rollout: [1]}")
+    fp8 = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.quantization=fp8")
+    said = verl.ends(0, "plan", *ARGUMENTS[1:-1], *changes, *fp8)
+    assert "are longer than the model's max_position_embeddings=512" in said
+    assert "the plan chooses trainer.placement in place of the value of this command" in said
+    assert "rollout.quantization=fp8 is planned with the times and bytes of the model's dtype" in said
 
 
 def test_a_plan_that_is_applied_runs_with_its_prediction(verl, overrides, task):

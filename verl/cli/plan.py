@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -84,8 +84,9 @@ def run_plan(argv: list[str]) -> int:
         console = Console(highlight=False)
         show_plan(best, second, chosen, console)
         _show_weights(config, flow.shapes["actor"].num_parameters, console)
-    if notice := engine_notice(engine, flow.shapes["actor"]):
-        print(f"verl: {notice}", file=sys.stderr)
+    for notice in [engine_notice(engine, flow.shapes["actor"]), *_unplanned(config, loaded.settings, best)]:
+        if notice:
+            print(f"verl: {notice}", file=sys.stderr)
     beside = arguments.options.beside or (config.trainer.default_local_dir if request.apply else None)
     _simulate(best, arguments.options.simulate, beside, arguments.options.steps)
     for name in {arguments.options.simulate, beside} - {None}:
@@ -199,6 +200,23 @@ def engine_notice(engine: str, shape: ModelShape) -> str:
         f"verl train cannot start this plan: the model has {' and '.join(refused)}, and strategy=megatron takes the families "
         f"{', '.join(families_with('megatron'))}. Set plan.engine=fsdp for a plan that starts."
     )
+
+
+def _unplanned(config: object, settings: Collection[str], plan: RunPlan) -> list[str]:
+    """Sentences about keys of the run that the plan does not follow."""
+    from verl.config import PPOConfig
+
+    notices, work, limit = [], plan.workload, plan.flow.shapes["actor"].max_positions
+    if limit is not None and (longest := work.longest) > limit:
+        notices.append(
+            f"sequences of {longest:,.0f} tokens are longer than the model's max_position_embeddings={limit:,}."
+        )
+    if "trainer.placement" in settings:
+        notices.append("the plan chooses trainer.placement in place of the value of this command.")
+    quantization = config.actor_rollout_ref.rollout.quantization if isinstance(config, PPOConfig) else None
+    if quantization:
+        notices.append(f"rollout.quantization={quantization} is planned with the times and bytes of the model's dtype.")
+    return notices
 
 
 def _show_layouts(plan: RunPlan, console: Console) -> None:
