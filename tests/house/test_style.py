@@ -16,12 +16,12 @@ MAX_LINES = {
     "core": 72_697,
     "compat": 9_180,
     "page": 4_075,
-    "planner": 2_849,
+    "planner": 2_867,
     "tinker": 5_629,
     "clusters": 7_832,
     "agents": 6_453,
     "tasks": 2_973,
-    "tests": 92_060,
+    "tests": 92_108,
     "benchmarks": 6_110,
 }
 MAX_MEAN_FUNCTION_LINES = 12
