@@ -52,6 +52,8 @@ _RANKS = ("launcher", "driver", "rank", "rank", "reward worker", "any")
 _RAY = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2")
 _ENGINE, _TOOLS, _RUNNER = (Path(__file__).with_name(f"chaos_{name}.py") for name in ("engine", "tools", "runner"))
 _ROLLOUT = "actor_rollout_ref.rollout"
+# samples of a random model that repeat, so that texts guess, and are right now and then
+_REPEATING = (f"{_ROLLOUT}.top_k=2", "data.max_response_length=48")
 _LONGER = ("data.max_response_length=96", f"{_ROLLOUT}.stop_token_ids={list(range(80))}")  # turns of some tokens each
 # few slots, so that samples of several batches pause in them
 _IN_FLIGHT = (*_LONGER, f"{_ROLLOUT}.max_num_seqs=6", f"{_ROLLOUT}.in_flight_updates=True")
@@ -203,6 +205,7 @@ def make_task(
         "trainer.val_before_train=False", f"{_STEPS}{steps}", f"trainer.save_freq={SAVE_FREQ}", "trainer.max_restarts=10",
         "trainer.restart_backoff_s=0.05",
     )  # fmt: skip
+    keys = (*keys, *(_REPEATING if drafts else ()))
     changes = tuple(key.replace("MODEL", model) for key in changes)
     return Task(folder, Path(model), (*keys, *common), steps, changes, PROGRAMS[program])
 

@@ -161,6 +161,7 @@ error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_up
 error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True
         ROLLOUT.multi_turn.enable=True
 error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True  ROLLOUT.stop=[END]
+error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True  ROLLOUT.speculative.methods=[ngram]
 error    ROLLOUT.in_flight_updates  ROLLOUT.prefetch_num=1  ROLLOUT.in_flight_updates=True
         ROLLOUT.partial_rollout=True
 error    MODEL.quantization  MODEL.quantization=nf4

@@ -5,6 +5,7 @@ inside = import_inside(monkeypatch)      # the module in_sglang
 
 import importlib
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -64,10 +65,16 @@ class FusedModel(nn.Module):
             for name in [name for name in stored if "_proj." in name]:
                 level, scale = fp8_blocks(stored[name].detach())
                 stored |= {name: level, f"{name}_scale_inv": scale}
+                if name.endswith("k_proj.weight"):
+                    cache = f"{name.removesuffix('k_proj.weight')}attn"
+                    stored |= {f"{cache}.{scale}": torch.zeros(()) for scale in ("k_scale", "v_scale")}
         for name, parameter in stored.items():
             *path, last, kind = name.split(".")
             fused, parts = next(((f, p) for f, p in FUSED.items() if last in p), (last, (last,)))
             held = ".".join([*path, fused, kind])
+            if kind in ("k_scale", "v_scale"):
+                self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.tensor(-1e-4), requires_grad=False))
+                continue
             sizes = [stored[".".join([*path, part, kind])].shape for part in parts]
             first = sum(size[0] for size in sizes[: parts.index(last)])
             self._places[name] = (held, slice(first, first + len(parameter)))
@@ -75,11 +82,22 @@ class FusedModel(nn.Module):
                 shape = (sum(size[0] for size in sizes), *parameter.shape[1:])
                 empty = torch.zeros(shape, dtype=parameter.dtype)
                 self.register_parameter(held.replace(".", "/"), nn.Parameter(empty, requires_grad=False))
+                getattr(self, held.replace(".", "/")).weight_loader = partial(self._load_part, held)
 
     def named_parameters(self, *args, **more):
         return ((name.replace("/", "."), p) for name, p in super().named_parameters(*args, **more))
 
+    def _load_part(self, held, parameter, tensor, part=None):
+        """The loader of a parameter: `part` is q, k or v, or a number."""
+        *path, fused, kind = held.split(".")
+        parts = FUSED.get(fused, (fused,))
+        name = parts[0 if part is None else "qkv".index(part) if isinstance(part, str) else part]
+        self._store([(".".join([*path, name, kind]), tensor)])
+
     def load_weights(self, weights):
+        self._store((name, tensor) for name, tensor in weights if "_scale" not in name)
+
+    def _store(self, weights):
         held = dict(self.named_parameters())
         for name, tensor in weights:
             if name in self._places and name != self.loses:

@@ -137,6 +137,7 @@ def test_weights_in_fp8_have_the_scales_of_each_update(serve, load, make_engine)
             module.model.layers[0].mlp.up_proj.weight.mul_(-3.0)
         send(engine, module, version)
         held = dict(model.named_parameters())
+        assert all(held[f"model.layers.{n}.self_attn.attn.{x}_scale"] == 1.0 for n in range(2) for x in "kv")
         emulated = make_engine("native", module=module, quantization="fp8").dense()
         for number, layer in enumerate(emulated.decoder.layers):
             for name, joined in (("self_attn.qkv_proj", layer.qkv), ("mlp.gate_up_proj", layer.gate_up)):

@@ -285,6 +285,12 @@ def check_ahead(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             f"{in_flight}=True is for single turns without partial_rollout, enable_rollout_routing_replay and stop strings, "
             f"which may lie across a pause. Set it to False, or remove these; {_ROLLOUT}.stop_token_ids ends responses too.",
         )
+    elif rollout.in_flight_updates and rollout.speculative.methods:
+        yield error(
+            in_flight,
+            f"{in_flight}=True lets new weights enter between two decode steps, and drafts change the tokens of a step by "
+            f"measured times, so samples would depend on time. Set it to False, or {_ROLLOUT}.speculative.methods=[].",
+        )
     keeps = f"{_ROLLOUT}.keep_partial_kv_cache"
     if rollout.keep_partial_kv_cache and not facts.keeps_partial_kv:
         yield error(

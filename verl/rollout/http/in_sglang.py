@@ -41,6 +41,9 @@ _FUSED = {
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
 }  # fmt: skip
 
+_PARTS: dict[str, str | tuple[int, ...]] = {"qkv_proj": "qkv", "gate_up_proj": (0, 1)}  # by the names of its loaders
+_CACHE_SCALES = (".k_scale", ".v_scale")  # of the KV cache, in a model in fp8
+
 _SGLangs: TypeAlias = Any  # an object of SGLang, which has no types here
 _Receive: TypeAlias = Callable[[_SGLangs, _SGLangs], tuple[bool, str]]
 _rules = SamplingRules()
@@ -138,26 +141,33 @@ class Receiver:
     def _begin(self, model: _SGLangs) -> None:
         self._manifest, self._held = Manifest(), HeldWeights(model, _group(), _FUSED)
         self._held.end()  # SGLang packs weights after the last step
+        for name, parameter in model.named_parameters():
+            if name.endswith(_CACHE_SCALES):  # no update brings them, and a server without files has noise there
+                self._held.sent(name, parameter.data.fill_(1.0))
 
     def _load(self, model: _SGLangs, reader: str, bucket: Description) -> None:
         if self._manifest is None:
             raise ModelError("No update has begun here: the server was started again, or another one failed.")
-        tensors = [held for weight in self._tensors(reader, bucket) for held in self._as_held(*weight)]
-        model.load_weights(iter(tensors))
-        for name, tensor in tensors:
+        tensors: dict[str, torch.Tensor] = {}
+        scales: dict[str, torch.Tensor] = {}
+        for name, tensor in self._tensors(reader, bucket):
+            tensors[name] = tensor
+            if self._held.format_of(name) == torch.float8_e4m3fn:
+                tensors[name], scales[f"{name}_scale_inv"] = fp8_blocks(tensor)
+        model.load_weights(iter(tensors.items()))
+        self._load_scales(dict(model.named_parameters()), scales)
+        for name, tensor in (*tensors.items(), *scales.items()):
             self._held.sent(name, tensor)
-        if tensors and tensors[0][1].is_cuda:
+        if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()  # the bucket is written over after the answer
         self._manifest.add(bucket)
 
-    def _as_held(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """A weight as a checkpoint of the server's numbers has it: in fp8 with the scales of its blocks."""
-        if self._held.format_of(name) != torch.float8_e4m3fn:
-            yield name, tensor
-            return
-        level, scale = fp8_blocks(tensor)
-        yield name, level
-        yield f"{name}_scale_inv", scale
+    def _load_scales(self, parameters: dict[str, _SGLangs], scales: dict[str, torch.Tensor]) -> None:
+        """Scales of blocks by the loaders of their parameters: SGLang's Llama takes none by their names."""
+        for name, scale in scales.items():
+            held_name, number = self._held.place(name)
+            parts = _PARTS.get(held_name.split(".")[-2], "")
+            parameters[held_name].weight_loader(parameters[held_name], scale, *parts[number : number + 1])
 
     def _finish(self, model: _SGLangs, manifest: str) -> None:
         if self._manifest is None or self._manifest.digest != manifest:

@@ -46,14 +46,14 @@ class HeldWeights:
 
     def sent(self, name: str, tensor: torch.Tensor) -> None:
         """A weight under its name in the model's files."""
-        held_name, number = self._place(name)
+        held_name, number = self.place(name)
         self._came.setdefault(held_name, set()).add(number)
         if self._formats.get(held_name) == tensor.dtype:
             self._sent.setdefault(held_name, {})[number] = word_sum(tensor)
 
     def format_of(self, name: str) -> torch.dtype | None:
         """The dtype of the parameter that holds a weight; None if no parameter has its name."""
-        return self._formats.get(self._place(name)[0])
+        return self._formats.get(self.place(name)[0])
 
     def missing(self) -> str:
         """A parameter that was not sent, or not with all its parts; "" also if names were sent that the model does not have, as
@@ -86,7 +86,7 @@ class HeldWeights:
             vars(method).pop(_HOOK, None)
         self._hooked = []
 
-    def _place(self, name: str) -> tuple[str, int]:
+    def place(self, name: str) -> tuple[str, int]:
         """The parameter that holds a weight, and its number among the parts of it."""
         path, number = name.split("."), 0
         for at, part in enumerate(path):
