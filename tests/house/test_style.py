@@ -13,16 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 72_697,
+    "core": 72_703,
     "compat": 9_180,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_629,
-    "clusters": 7_832,
+    "clusters": 7_842,
     "agents": 6_453,
     "tasks": 2_973,
-    "tests": 92_108,
-    "benchmarks": 6_110,
+    "tests": 92_130,
+    "benchmarks": 6_114,
 }
 MAX_MEAN_FUNCTION_LINES = 12
 MAX_ANY_IN_1000_LINES = 11.9
