@@ -35,7 +35,9 @@ class WeightUpdater:
 def import_inside(monkeypatch):
     sampler = {"Sampler": Sampler, "register_sampler_backend": lambda name, factory: None}
     group = SimpleNamespace(world_size=1)
+    cache = {"process_weights_after_loading": lambda method, layer: None}
     for path, names in {
+        "layers.quantization.kv_cache": {"BaseKVCacheMethod": type("BaseKVCacheMethod", (), cache)},
         "layers.sampler": sampler,
         "model_executor.model_runner_components.weight_updater": {"WeightUpdater": WeightUpdater},
         "runtime_context": {"get_parallel": lambda: SimpleNamespace(tp_group=group)},
@@ -73,7 +75,7 @@ class FusedModel(nn.Module):
             fused, parts = next(((f, p) for f, p in FUSED.items() if last in p), (last, (last,)))
             held = ".".join([*path, fused, kind])
             if kind in ("k_scale", "v_scale"):
-                self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.tensor(-1e-4), requires_grad=False))
+                self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.tensor(1.0), requires_grad=False))
                 continue
             sizes = [stored[".".join([*path, part, kind])].shape for part in parts]
             first = sum(size[0] for size in sizes[: parts.index(last)])

@@ -140,7 +140,7 @@ def test_memory_is_freed_and_comes_back(engine, folder, monkeypatch):
         assert gap(engine.generate(prompts, GREEDY, step=0), expected) < 1e-5
 
 
-def test_weights_in_fp8_are_those_of_each_update(tmp_path, monkeypatch):
+def test_weights_in_fp8_follow_each_update(tmp_path, monkeypatch):
     """With the arguments of a GPU, and products that sitecustomize.py emulates: loading and parameters are SGLang's."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)

@@ -78,6 +78,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
                 "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.",
                 "adjusted_from_schedule_batch adjusted_filter_batch adjusted_merge_batch sampling_seed custom_params",
             ),
+            "sglang.srt.layers.quantization.kv_cache:BaseKVCacheMethod.process_weights_after_loading",
             "sglang.srt.runtime_context:get_parallel",
         )
     },

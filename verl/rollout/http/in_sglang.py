@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_parallel
@@ -142,8 +143,8 @@ class Receiver:
         self._manifest, self._held = Manifest(), HeldWeights(model, _group(), _FUSED)
         self._held.end()  # SGLang packs weights after the last step
         for name, parameter in model.named_parameters():
-            if name.endswith(_CACHE_SCALES):  # no update brings them, and a server without files has noise there
-                self._held.sent(name, parameter.data.fill_(1.0))
+            if name.endswith(_CACHE_SCALES):  # no update brings them
+                self._held.sent(name, parameter)
 
     def _load(self, model: _SGLangs, reader: str, bucket: Description) -> None:
         if self._manifest is None:
@@ -213,8 +214,24 @@ def _receiving(original: _Receive) -> _Receive:
     return receive
 
 
+def _without_noise(original: Callable[[_SGLangs, _SGLangs], None]) -> Callable[[_SGLangs, _SGLangs], None]:
+    """SGLang's method that takes the scales of a layer's KV cache, with scales of 1: a server without files has noise there,
+    and CUDA graphs keep the numbers of the start."""
+
+    def process(method: _SGLangs, layer: _SGLangs) -> None:
+        layer.k_scale.data.fill_(1.0)
+        layer.v_scale.data.fill_(1.0)
+        original(method, layer)
+
+    return process
+
+
 def change_server() -> None:
     """Change this process: the server, or a process that the server has spawned."""
+    if os.environ.get(OWN_SERVER):
+        BaseKVCacheMethod.process_weights_after_loading = _without_noise(
+            BaseKVCacheMethod.process_weights_after_loading
+        )
     register_sampler_backend(_BACKEND, KeyedSampler)
     WeightUpdater.update_weights_from_ipc = _receiving(WeightUpdater.update_weights_from_ipc)
 
