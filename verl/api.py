@@ -184,7 +184,7 @@ class Trainer(SteppedRun):
         text = "".join(row_as_json(row, number) + "\n" for number, row in enumerate(rows))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         file = self.folder / "inputs" / f"{split}_{digest}.jsonl"
-        NAMES_OF_ROWS[str(file)] = f"Row {{}} of the {self.splits[split]}"
+        NAMES_OF_ROWS[str(file)] = f"Row {{}} of the {self.splits[split]}".format
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text)

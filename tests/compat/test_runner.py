@@ -400,9 +400,9 @@ class TestRefusals:
         assert row["task"] == "sums"
 
     def test_bad_rows(self, tiny_llama, tmp_path):
-        shifted = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]}] * 4
-        with pytest.raises(DataError, match="row 0.*labels differ from input_ids"):
-            self.runner(tiny_llama, tmp_path, shifted).train()
+        one, shifted = ({"input_ids": [1, 2, 3], "labels": labels} for labels in ([1, 2, 3], [2, 3, 4]))
+        with pytest.raises(DataError, match="Row 5 of the train data.*labels differ from input_ids"):
+            self.runner(tiny_llama, tmp_path, [one] * 5 + [shifted] + [one] * 2).train()  # in a random order
         args = arguments(tmp_path, gradient_accumulation_steps=4)
         with pytest.raises(DataError, match="Row 0 .*has no 'prompt'.*it has question"):
             self.runner(tiny_llama, tmp_path, [{"question": "a"}] * 8, args=args, reward_funcs=len).train()

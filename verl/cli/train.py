@@ -161,7 +161,7 @@ def _print_responses(prompts: list[str], arguments: ConfigArguments) -> int:
         from verl.programs.generate import generate
 
         rows, samples = Path(folder, "prompts.jsonl"), Path(folder, "samples.jsonl")
-        NAMES_OF_ROWS[str(rows)] = "--prompt {} (counted from 0)"
+        NAMES_OF_ROWS[str(rows)] = "--prompt {} (counted from 0)".format
         rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
         arguments.set_by("--prompt", "data.val_files", str(rows))
         arguments.overrides.append(f"trainer.default_local_dir={folder}/run")

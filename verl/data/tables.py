@@ -23,7 +23,7 @@ _MAPPED_BYTES = 256 << 20  # of the columns of a parquet file, before its codec;
 ROWS_READ = 65_536  # at once
 
 # file of rows that Python code or a command line has given -> a row's name in messages, for its number
-NAMES_OF_ROWS: dict[str, str] = {}
+NAMES_OF_ROWS: dict[str, Callable[[int], str]] = {}
 
 
 def parse_json(text: str) -> Any:
@@ -222,7 +222,7 @@ class JsonTable(Table):
 
     def place(self, row: int) -> str:
         if name := NAMES_OF_ROWS.get(str(self.path)):
-            return name.format(row)
+            return name(row)
         line = f", line {self.lines[row]}" if self.lines else ""
         return f"{self.path}, row {row} (counted from 0{line})"
 

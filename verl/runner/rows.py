@@ -1,6 +1,6 @@
 """Rows of a script as files of a run."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from verl.data.python_rows import Row, checked_row, prompt_row, row_as_json
+from verl.data.tables import NAMES_OF_ROWS
 from verl.errors import DataError
 from verl.runner.arguments import GIVEN_ROWS, Arguments
 
@@ -46,12 +47,13 @@ class ScriptRows:
         convert = self.distilled if self.algorithm == "gkd" else convert
         is_tokenized = self.algorithm == "sft" and any(name in rows[0] for name in _TOKENIZED)
         convert = self.tokens if is_tokenized else convert
-        order: Iterable[int] = self._order(len(rows)) if is_given and split == "train" else range(len(rows))
+        order = self._order(len(rows)) if is_given and split == "train" else range(len(rows))
+        NAMES_OF_ROWS[str(file)] = lambda row: f"Row {order[row]} of the {split} data"
         with file.open("w", encoding="utf-8") as out:
             out.writelines(row_as_json(convert(rows[place], place), place) + "\n" for place in order)
         return str(file)
 
-    def _order(self, num_rows: int) -> list[int]:
+    def _order(self, num_rows: int) -> Sequence[int]:
         """Rows of all epochs as transformers' Trainer takes them; each leaves out its incomplete last batch."""
         if self.mapped is None:
             return []
