@@ -348,6 +348,19 @@ def test_a_key_that_is_set_keeps_the_other_defaults_of_a_sampler_in_few_bits(ove
     assert not any(key in notice for notice in loaded.notices)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("method", ["rollout_is=token", "rollout_is=sequence", "rollout_rs=seq_mean_k1"])
+def test_a_method_of_correction_that_is_set_excludes_the_other(method, quantization):
+    name, _, value = method.partition("=")
+    loaded = load(
+        f"{ROLLOUT}.quantization={quantization}", f"{CORRECTION}.{method}", f"{CORRECTION}.{name}_threshold=2.0"
+    )
+    section = loaded.config.algorithm.rollout_correction
+    assert {"rollout_is": section.rollout_is, "rollout_rs": section.rollout_rs} == {
+        "rollout_is": None, "rollout_rs": None, name: value
+    }  # fmt: skip
+
+
 def test_the_loss_of_bypass_mode_has_no_weights_of_its_own():
     loaded = load(f"{ROLLOUT}.quantization=int8", f"{CORRECTION}.bypass_mode=True")
     assert loaded.config.algorithm.rollout_correction.rollout_is is None

@@ -280,10 +280,12 @@ def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     quantized = next((key for key in without if values[key] != without[key]), None)
     is_ahead = isinstance(number, int) and number > 0
     settings: dict[str, object] = {}  # a key that is set leaves the others
-    if (is_ahead or quantized) and not values[f"{correction}.bypass_mode"]:
-        settings[f"{correction}.rollout_is"] = "token"
-        if quantized and f"{correction}.rollout_rs" not in set_keys:
-            settings |= {f"{correction}.rollout_rs": "token_k1", f"{correction}.rollout_rs_threshold": "0.1_10.0"}
+    weights, rejection = f"{correction}.rollout_is", f"{correction}.rollout_rs"
+    is_chosen = any(values[key] is not None for key in {weights, rejection} & set_keys)  # which then excludes the other
+    if (is_ahead or quantized) and not values[f"{correction}.bypass_mode"] and not is_chosen:
+        settings[weights] = "token"
+        if quantized and rejection not in set_keys:
+            settings |= {rejection: "token_k1", f"{rejection}_threshold": "0.1_10.0"}
     if quantized and not is_ahead:  # age adds to the KL
         settings |= {f"{guard}.limit": 0.1, f"{guard}.action": "stop"}
     source = f"follows {quantized or key}"
