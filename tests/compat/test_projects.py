@@ -18,11 +18,13 @@ from tests.compat.test_own_fit import metrics, tree_of, weights
 from tests.compat.test_runner_scripts import TEMPLATE
 from tests.house.source import ROOT
 from verl import DataProto
+from verl.checkpoint_engine import CheckpointEngineManager
 from verl.compat.replaced import ReplacedModuleError
 from verl.compat.sections import loaded_config
 from verl.errors import ConfigError, VerlError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils import hf_tokenizer
+from verl.workers.rollout.llm_server import LLMServerManager
 
 
 @pytest.fixture
@@ -69,6 +71,7 @@ def test_agents_outside_train_two_steps_through_the_address_of_the_sampler(proje
     (trainer,) = AgentsTrainer.trainers
     folder = Path(project.trainer.default_local_dir)
     assert sorted(metrics(folder)) == [1, 2]
+    assert trainer.answers == (2, [True, True])
     assert max(trainer.gaps) < 1e-4  # the policy at the address is the policy that trains
     assert any(row["actor/grad_norm"] > 0 for row in metrics(folder).values())
     assert weights(folder, 2)
@@ -108,6 +111,12 @@ def test_rows_in_memory_without_agents_get_a_sentence(project):
     with pytest.raises(ConfigError, match="The rows of MemoryRows would not be used"):
         RayPPOTrainer(project, train_dataset=memory_rows(1))
     assert torch.is_tensor(memory_rows(1)[0]["fake_ids"])
+
+
+def test_servers_of_workers_of_a_script_get_a_sentence():
+    for create in (LLMServerManager.create, CheckpointEngineManager):
+        with pytest.raises(ConfigError, match="give it the actor_rollout_wg of a RayPPOTrainer"):
+            create(object())
 
 
 def reply(address, body):

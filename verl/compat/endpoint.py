@@ -136,7 +136,7 @@ class PolicyEndpoint:
         step = self._step()
         if self._sessions is None or self._sessions[0] != step:
             task = SimpleNamespace(media=None, limit=self._params.max_new_tokens)
-            episode: Any = SimpleNamespace(generate=self._generate, task=task, faults=Counter(), conversations={})
+            episode: Any = SimpleNamespace(generate=self.generate, task=task, faults=Counter(), conversations={})
             images, limits = EpisodeImages(None, None), self._limits_requests
             session = EndpointSession(
                 "", episode, self._continuity, self._parser, self._stop_token_ids, "", images, limits
@@ -144,7 +144,7 @@ class PolicyEndpoint:
             self._sessions = step, session
         return self._sessions[1]
 
-    async def _generate(
+    async def generate(
         self, prompt_ids: Sequence[int], max_tokens: int | None, *, is_first: bool | None = None, media: object = None,
         stop: tuple[str, ...] = (), grammar: str = "",
     ) -> SimpleNamespace:  # fmt: skip

@@ -28,6 +28,7 @@ _AGENT_LOOPS = {
 # module -> {module here: its names, as "name" or "name=name_here"}
 IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.base_config": {"verl.compat.sections": "BaseConfig"},
+    "verl.checkpoint_engine": {"verl.compat.llm_server": "CheckpointEngineManager"},
     "verl.experimental.agent_loop": _AGENT_LOOPS,
     "verl.experimental.agent_loop.agent_loop": _AGENT_LOOPS,
     "verl.experimental.agent_loop.single_turn_agent_loop": {"verl.agents.loops": "SingleTurnAgentLoop"},
@@ -244,6 +245,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.workers.config.model": {"verl.compat.sections": "HFModelConfig"},
     "verl.workers.config.optimizer": {"verl.config": "FSDPOptimizerConfig=OptimConfig OptimizerConfig=OptimConfig"},
     "verl.workers.config.rollout": {"verl.config": "RolloutConfig"},
+    "verl.workers.rollout.llm_server": {"verl.compat.llm_server": "LLMServerClient LLMServerManager"},
     "verl.workers.rollout.replica": {"verl.agents.loops": "TokenOutput"},
     "verl.workers.sharding_manager": {_SHARDING: "FSDPVLLMShardingManager MegatronVLLMShardingManager"},
     "verl.workers.sharding_manager.fsdp_vllm": {_SHARDING: "FSDPVLLMShardingManager"},

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verl.compat.batches import log_seqlen_unbalance
 from verl.compat.devices import DistProfiler, ProfilerConfig
+from verl.compat.llm_server import CheckpointEngineManager, LLMServerManager, Sampler
 from verl.compat.metrics import FlopsCounter
 from verl.compat.own_fit import FitRun, PromptBatches
 from verl.compat.own_rows import Row, ScriptRows, batches_of, counted
@@ -194,16 +195,12 @@ class RayPPOTrainer:
         )
 
     @property
-    def llm_server_manager(self) -> SimpleNamespace:
-        """`get_addresses()` and `get_replicas()` of newer releases. A replica has nothing to abort: a request samples to its
-        end."""
-        replica = SimpleNamespace(abort_all_requests=_nothing_to_do, resume_generation=_nothing_to_do)
-        return SimpleNamespace(
-            get_addresses=lambda: [self._served().address],
-            get_replicas=lambda: [replica],
-            start_profile=lambda *_, **__: None,
-            stop_profile=lambda *_, **__: None,
-        )
+    def llm_server_manager(self) -> LLMServerManager:
+        return LLMServerManager(self._sampler)
+
+    @property
+    def _sampler(self) -> Sampler:
+        return Sampler(self._served, lambda: self._run.sync(), lambda: self._run.end_generation())
 
     def _served(self) -> PolicyEndpoint:
         if self._endpoint is None:
@@ -213,15 +210,15 @@ class RayPPOTrainer:
         return self._endpoint
 
     @property
-    def checkpoint_manager(self) -> SimpleNamespace:
+    def checkpoint_manager(self) -> CheckpointEngineManager:
         """`update_weights(step)` gives the trained weights to the rollout engine, `sleep_replicas()` frees its cache."""
-        run = self._run
-        return SimpleNamespace(update_weights=lambda *_, **__: run.sync(), sleep_replicas=run.end_generation)
+        return CheckpointEngineManager(trainer=self.actor_rollout_wg)
 
     @property
     def actor_rollout_wg(self) -> SimpleNamespace:
         """The worker group of earlier releases, by the methods of this class."""
         return SimpleNamespace(
+            sampler=self._sampler,
             world_size=self.resource_pool_manager.get_n_gpus(),
             generate_sequences=self._generate,
             compute_log_prob=lambda batch: self._compute_old_log_prob(batch)[0],
@@ -374,10 +371,6 @@ class _Addressed(SimpleNamespace):
     @property
     def server_addresses(self) -> list[str]:
         return self._addresses()
-
-
-async def _nothing_to_do() -> None:
-    """An engine here is idle between two calls."""
 
 
 def _closing(fit: Callable[..., object]) -> Callable[..., Any]:

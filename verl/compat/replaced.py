@@ -38,7 +38,7 @@ SENTENCES = {
         _ENGINES,
     ),
     **dict.fromkeys(
-        "verl.checkpoint_engine verl.utils.sglang verl.utils.vllm verl.utils.vllm_utils verl.workers.rollout".split(),
+        "verl.checkpoint_engine: verl.utils.sglang verl.utils.vllm verl.utils.vllm_utils verl.workers.rollout".split(),
         _SAMPLERS,
     ),
     **dict.fromkeys(

@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl import DataProto
+from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.main_ppo import (
     TaskRunner,
     create_rl_sampler,
@@ -27,6 +28,7 @@ from verl.utils.profiler.performance import marked_timer
 from verl.utils.ray_utils import auto_await
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.tracking import Tracking
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 
 class MemoryRows(RLHFDataset):
@@ -60,6 +62,14 @@ def right(ids, width):
     return ids + [0] * (width - len(ids))
 
 
+class CountingClient(LLMServerClient):
+    number = 0
+
+    async def generate(self, *arguments, **keywords):
+        self.number += 1
+        return await super().generate(*arguments, **keywords)
+
+
 class AgentsTrainer(RayPPOTrainer):
     """Agents of two turns; the reward is a number of the tokens of the last answer."""
 
@@ -90,6 +100,23 @@ class AgentsTrainer(RayPPOTrainer):
             thread.join()
         self._abort()
         return results
+
+    @auto_await
+    async def _as_a_backend(self):
+        """As rLLM's backend reaches the sampler: a manager of servers, a subclass of its client, tokens in and out."""
+        servers = LLMServerManager.create(
+            config=self.config, worker_group=self.actor_rollout_wg, rollout_resource_pool=None
+        )
+        weights = CheckpointEngineManager(config=None, trainer=self.actor_rollout_wg, replicas=servers.get_replicas())
+        await weights.update_weights(self.global_steps)
+        client, params = (
+            servers.get_client(client_cls=CountingClient),
+            {"temperature": 1.0, "logprobs": 1, "max_tokens": 3},
+        )
+        done = [await client.generate("task", prompt_ids=[65, 66], sampling_params=params) for _ in range(2)]
+        await weights.sleep_replicas()
+        assert servers.get_addresses() == list(self.async_rollout_manager.server_addresses)
+        return client.number, [len(answer.token_ids) == len(answer.log_probs) for answer in done]
 
     def _batch(self, results, uids):
         data, rows = self.config.data, []
@@ -136,6 +163,7 @@ class AgentsTrainer(RayPPOTrainer):
         self._load_checkpoint()
         self.checkpoint_manager.update_weights(self.global_steps)
         self.global_steps += 1
+        self.answers = self._as_a_backend()
         for columns in self.train_dataloader:
             timing, metrics = {}, {}
             with marked_timer("step", timing):
