@@ -142,7 +142,7 @@ def test_hostile_tools_end_no_run(agent_run):
                 "actor_rollout_ref.model.external_lib=null",
                 f"{ROLLOUT}.multi_turn.format=hermes",
             ],
-            "is not one of single_turn_agent",
+            "there is no agent loop 'tool_agnet'; did you mean 'tool_agent'",
         ),  # fmt: skip
         ([f"{ROLLOUT}.multi_turn.enable=False"], "existing releases put the tools into every prompt"),
         (

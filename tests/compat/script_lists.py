@@ -148,7 +148,9 @@ KINDS: dict[str, dict[str, str]] = {
         "+data.apply_chat_template_kwargs.enable_thinking=False trainer.test_freq=1 trainer.log_val_generations=1",
         "keys of trackers and of other engines": "trainer.tensorboard_dir=tb +trainer.rl_logging_board_dir=board "
         f"{ROLLOUT}.moe_tensor_parallel_size=1 {ACTOR}.model_engine=megatron skip.rollout_tq.enable=True "
-        f"+{ROLLOUT}.engine_kwargs.dynamo.router_mode=kv",
+        f"+{ROLLOUT}.engine_kwargs.dynamo.router_mode=kv +{ROLLOUT}.enable_sleep_mode=true "
+        f"+{MODEL}.lora.fully_sharded_loras=True {ACTOR}.optim.lr_warmup_steps=null {ACTOR}.optim.betas='[0.9,0.95]' "
+        f"{under(CORRECTION, 'rollout_rs_threshold_lower=null rollout_token_veto_threshold=null')}",
     },
     "Megatron": {
         "grpo": f"{KL} {MICRO} {ON_MEGATRON}",
@@ -224,7 +226,7 @@ REFUSED = {
     "qat": (f"{ACTOR}.fsdp_config.qat.enable=True", "Quantisation-aware training is not available"),
     "mtp": (
         f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_train=True trainer.n_gpus_per_node=8",
-        "only a run on one device does",
+        "only a policy on one device does",
     ),
     "torchao rollout": (f"{ROLLOUT}.quantization=torchao", "weights quantised by torchao is not available"),
     "fp8 training": (f"model_engine=megatron {LAYERS}.fp8=e4m3", "training in FP8 is not available"),

@@ -162,6 +162,19 @@ class TestWholeTrees:
         with pytest.raises(ConfigError, match=r"train_batch_sise.*did you mean"):
             validate_config(OmegaConf.create(tiny_tree), False, False)
 
+    def test_a_module_that_the_program_imports_later_registers_names(self, tiny_tree):
+        """As async_flow's agent loop, and SPO's format of calls."""
+        agent, turns = (
+            {"default_agent_loop": "a_loop_of_a_recipe"},
+            {"enable": True, "format": "spo", "tool_config_path": "t.yaml"},
+        )
+        tiny_tree["actor_rollout_ref"]["rollout"] |= {"agent": agent, "multi_turn": turns}
+        rollout = loaded_config(tiny_tree).config.actor_rollout_ref.rollout
+        assert (rollout.agent.default_agent_loop, rollout.multi_turn.format) == ("a_loop_of_a_recipe", "spo")
+        turns["format"] = agent["default_agent_loop"] = "tool_agent"
+        with pytest.raises(ConfigError, match="there is no tool parser 'tool_agent'"):
+            load_config([f"actor_rollout_ref.rollout.multi_turn.{name}={value}" for name, value in turns.items()])
+
 
 def test_the_environment_for_ray(monkeypatch):
     monkeypatch.delenv("NCCL_DEBUG", raising=False)

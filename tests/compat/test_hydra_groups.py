@@ -93,13 +93,18 @@ def test_the_runtime_environment_of_ray_jobs_is_there():
     assert all(isinstance(value, str) for value in environment.env_vars.values())
 
 
+OFF = [
+    f"algorithm.rollout_correction.{key}=null" for key in ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+]
+
+
 def test_keys_of_earlier_releases_that_scripts_override():
     """Their own newest config lacks them; a composed config takes them as the command line does."""
     length = "reward.reward_kwargs.max_resp_len=64"
     penalty = [f"reward_model.overlong_buffer.{key}" for key in ("enable=True", "len=16", "penalty_factor=1.0")]
     dropped = ["trainer.use_legacy_worker_impl=disable", "data.min_response_length=4"]
-    tree = OmegaConf.to_container(composed("reward_model.reward_manager=dapo", *penalty, *dropped), resolve=True)
+    tree = OmegaConf.to_container(composed("reward_model.reward_manager=dapo", *penalty, *dropped, *OFF), resolve=True)
     tree["reward"]["reward_kwargs"] = {"max_resp_len": 64}
     loaded = load_composed(tree)
-    assert loaded.config == load("reward_model.reward_manager=dapo", length, *penalty).config
+    assert loaded.config == load("reward_model.reward_manager=dapo", length, *penalty, *dropped).config
     assert all(any(key in notice for notice in loaded.notices) for key in dropped)

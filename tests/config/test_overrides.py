@@ -173,6 +173,7 @@ def test_numbers_fit_their_type():
         ("trainer.logger={a:1}", "a list of text"),
         ("data.apply_chat_template_kwargs=3", "a mapping"),
         (f"{ACTOR}.optim.betas=[a,b]", "a list of a number"),
+        (f"{ACTOR}.optim.betas='[a,b]'", "a list of a number"),
     ],
 )
 def test_wrong_types_are_refused(override, words):

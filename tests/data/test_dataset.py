@@ -147,7 +147,9 @@ function = len
 
     def test_subclass_and_class_of_ones_own(self, tmp_path):
         path = write(tmp_path / "a.jsonl", [row(0, prompt="quiet")])
-        assert self.load(tmp_path, "Shouting", path)[0]["raw_prompt"][0]["content"] == "QUIET"
+        shouting = self.load(tmp_path, "Shouting", str(path))
+        assert shouting[0]["raw_prompt"][0]["content"] == "QUIET"
+        assert shouting.dataset.data_files == [str(path)]  # which subclasses iterate over
         rows = self.load(tmp_path, "Bare", "3")
         assert isinstance(rows, PromptRows)
         assert len(rows) == 3

@@ -302,6 +302,8 @@ class TestParts:
     def test_concat_merges_metrics_and_checks_the_rest(self):
         parts = [make(1, step=1, metrics={"a": 1}), make(1, step=1, metrics=[{"a": 2, "b": 3}])]
         assert DataProto.concat(parts).meta_info == {"step": 1, "metrics": {"a": [1, 2], "b": [3]}}
+        timed = [make(1, timing={"generate_sequences": seconds}) for seconds in (0.5, 0.25)]
+        assert DataProto.concat([*timed, make(1)]).meta_info == {"timing": {"generate_sequences": 0.75}}
         with pytest.raises(ValueError, match="meta_info key 'step'"):
             DataProto.concat([make(1, step=1), make(1, step=2)])
         with pytest.raises(ValueError, match="empty"):

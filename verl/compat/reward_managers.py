@@ -9,6 +9,7 @@ They call the function in this process; a run calls it in worker processes with 
 
 import functools
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from verl.compat.sections import loaded_config
+from verl.compat.sections import loaded_config, names_of_caller
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
@@ -200,7 +201,7 @@ def load_reward_manager(
 ) -> Any:
     """The reward manager of a complete config, to be called as `manager(batch, return_dict=True)`: the class that
     `reward.reward_manager` names, with the config's function and `reward_kwargs`. Raises ConfigError or RewardError."""
-    complete = loaded_config(config).config
+    complete = loaded_config(config, reads=names_of_caller(sys._getframe(1).f_globals)).config
     reward, chosen = complete.reward, complete.reward.reward_manager
     if chosen.source == "importlib":
         manager_class = load_object(f"{chosen.module.path}:{chosen.name}")

@@ -142,13 +142,23 @@ def loaded_config(config: object, program: type | None = None, reads: set[str] |
 
 
 def _names_in_file(program: type | None) -> set[str]:
-    """Attributes and texts in the file of a class that is not of verl."""
+    """Attributes and texts in the file of a class that is not of verl, and in files beside it."""
     if program is None or program.__module__.partition(".")[0] == "verl":
         return set()
     try:
-        return _names_in(Path(inspect.getfile(program)))
+        return _names_beside(inspect.getfile(program))
     except (OSError, TypeError):  # a class without a file, as in a notebook
         return set()
+
+
+def names_of_caller(values: Mapping[str, Any]) -> set[str]:
+    """The same for a function of the user; `values` are the globals of its module."""
+    is_own = str(values.get("__name__")).partition(".")[0] != "verl" and values.get("__file__")
+    return _names_beside(values["__file__"]) if is_own else set()
+
+
+def _names_beside(file: str) -> set[str]:
+    return {name for beside in Path(file).parent.glob("*.py") for name in _names_in(beside)}
 
 
 def _names_in(file: Path) -> set[str]:
@@ -164,10 +174,7 @@ def _names_in(file: Path) -> set[str]:
 def validate_config(config: object, use_reference_policy: bool = False, use_critic: bool = False) -> None:
     """Check a complete tree; it determines the roles. Unknown keys that a file beside the caller's names are for its trainer.
     Raises ConfigError with one sentence per problem."""
-    caller = sys._getframe(1).f_globals
-    is_own = str(caller.get("__name__")).partition(".")[0] != "verl" and caller.get("__file__")
-    files = Path(caller["__file__"]).parent.glob("*.py") if is_own else []
-    loaded_config(config, reads={name for file in files for name in _names_in(file)})
+    loaded_config(config, reads=names_of_caller(sys._getframe(1).f_globals))
 
 
 def _without_targets(tree: object) -> object:

@@ -83,11 +83,16 @@ def uses_reference(root: PPOConfig) -> bool:
     return bool(uses_kl) and not selects_samples(root)
 
 
-def runs_on_several_devices(root: PPOConfig) -> bool:
-    """Whether there are several processes, by the config or because a launcher has started them."""
+def trains_on_several_devices(root: PPOConfig) -> bool:
+    """Whether there are several processes beside those of a sampler, by the config or because a launcher has started them."""
     trainer = root.trainer
-    num_devices = trainer.nnodes * trainer.n_gpus_per_node + (value_at(root, "actor_rollout_ref.rollout.nnodes") or 0)
+    num_devices = trainer.nnodes * trainer.n_gpus_per_node
     return num_devices > 1 or bool(trainer.placement) or os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def runs_on_several_devices(root: PPOConfig) -> bool:
+    """The same, with the processes of a sampler."""
+    return trains_on_several_devices(root) or (value_at(root, "actor_rollout_ref.rollout.nnodes") or 0) > 0
 
 
 def runs_agents(root: PPOConfig) -> bool:
@@ -253,7 +258,7 @@ SHARED_CONDITIONS: dict[str, Condition] = {
         "set trainer.n_gpus_per_node above 1",
     ),
     "no_warmup_steps": Condition(
-        lambda root, node: node.lr_warmup_steps <= 0,
+        lambda root, node: (node.lr_warmup_steps or 0) <= 0,
         "{}lr_warmup_steps gives the length of the warm-up",
         "remove {}lr_warmup_steps",
     ),

@@ -136,7 +136,7 @@ def _is_fault(loaded: LoadedConfig[object], by_key: dict[str, Verdict], key: str
 
 def _broken_rules(loaded: LoadedConfig[object], faulty: set[str]) -> Iterator[Problem]:
     broken: set[str] = set()
-    for problem in loaded.schema.problems(loaded.config, set(loaded.settings)):
+    for problem in loaded.schema.problems(loaded.config, set(loaded.settings), loaded.registers_later):
         broken.add(problem.key)
         # one problem is enough for a key and for the keys that take its value
         if problem.key not in faulty and not _followed(loaded, problem.key) & (broken | faulty):

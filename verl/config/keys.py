@@ -86,6 +86,7 @@ class Family:
     what: str
     names: Collection[str]
     plugins: bool = False  # whether a module of model.external_lib may register names
+    declared_in: str = ""  # the sibling key of a file that may declare names
 
 
 @dataclass(frozen=True)

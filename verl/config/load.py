@@ -141,7 +141,7 @@ def load_composed(
 
 
 def _checked(user: UserSettings, check: bool) -> LoadedConfig[Any]:
-    loaded = _resolve(user)
+    loaded = dataclasses.replace(_resolve(user), registers_later=user.program_reads is not None)
     problems = check_config(loaded) if check or loaded.faults else []
     if not check:
         problems = [p for p in problems if p in loaded.faults]

@@ -40,7 +40,8 @@ class LoadedConfig(Generic[R]):
     the user set. `followed` holds the value that such a key would have followed. `entries` holds every setting of a key; a
     free-form key may have several. `faults` are the problems found while loading. `misfits` are the values that do not fit
     their key; the key has its default instead. `without_effect` are keys that are not in the tree, each with the reason why
-    that is no fault. `defaults`: of keys that are not set.
+    that is no fault. `defaults`: of keys that are not set. `registers_later`: a program of the user composed it, whose modules
+    may register names that it has; the start of the run looks them up.
     """
 
     schema: Schema[R]
@@ -54,6 +55,7 @@ class LoadedConfig(Generic[R]):
     misfits: dict[str, object] = field(default_factory=dict)
     without_effect: list[tuple[str, str]] = field(default_factory=list)
     defaults: Face = "release"
+    registers_later: bool = False
 
     def absolute(self) -> LoadedConfig[R]:
         """The config with every file named from the root: code of the user may leave the current folder."""

@@ -174,15 +174,15 @@ class Schema(Generic[R]):
         """Path, section and name of every key."""
         return [(path, *path.rpartition(".")[::2]) for path in self.leaves]
 
-    def problems(self, config: object, set_keys: set[str]) -> Iterator[Problem]:
-        """Values out of their bounds, and keys that contradict one another."""
+    def problems(self, config: object, set_keys: set[str], registers_later: bool = False) -> Iterator[Problem]:
+        """Values out of their bounds, and keys that contradict one another; names of plug-ins unless `registers_later`."""
         for path, value in self.flatten(config).items():
             leaf = self.leaves[path]
             bounds = leaf.key.bounds or Bounds()
             if not leaf.inert and not bounds.hold(value):
                 words = bounds.words() if is_in_range(value) else "finite and fit in 64 bits"
                 yield error(path, f"{path}={value} must be {words}.")
-            if leaf.key.family is not None:
+            if leaf.key.family is not None and not (leaf.key.family.plugins and registers_later):
                 yield from self._unknown_names(config, path, leaf.key.family, value)
         for rule in self.rules:
             yield from rule(config, set_keys)
@@ -191,15 +191,17 @@ class Schema(Generic[R]):
                 yield from section_rule(path, value_at(config, path), config)
 
     def _unknown_names(self, config: object, path: str, family: Family, value: Any) -> Iterator[Problem]:
-        external_lib = next(
-            p for p in ("model.external_lib", "actor_rollout_ref.model.external_lib") if p in self.leaves
-        )
         values = value if isinstance(value, list) else [value]
         name = next((v for v in values if v is not None and v not in family.names and ":" not in v), None)
-        if name is None or (family.plugins and value_at(config, external_lib) is not None):
+        libraries = ("model.external_lib", "actor_rollout_ref.model.external_lib")
+        places = [p for p in libraries if p in self.leaves and family.plugins]
+        if family.declared_in:
+            places.append(f"{path.rpartition('.')[0]}.{family.declared_in}")
+        if name is None or any(value_at(config, place) is not None for place in places):
             return
-        added = f" One of your own is named as path/to/file.py:name, or registered by {external_lib}."
-        hint = (nearest(name, family.names) or f"; there are {', '.join(family.names)}.") + added * family.plugins
+        how = f"declared in {places[-1]}" if family.declared_in else "named as path/to/file.py:name"
+        added = f" One of your own is {how}, or registered by {places[0]}." if family.plugins else ""
+        hint = (nearest(name, family.names) or f"; there are {', '.join(family.names)}.") + added
         if "," in name:
             hint = f"; several are given as [{name}]."
         if meant := self.compat.other_values.get(path, {}).get(name):

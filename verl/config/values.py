@@ -70,6 +70,8 @@ def _convert_one(value: object, option: object, text: str | None) -> object:
     origin = typing.get_origin(option) or option
     if origin is list:
         (inner,) = typing.get_args(option) or (Any,)
+        if isinstance(value, str) and inner is not str and value[:1] + value[-1:] == "[]":  # a list in quotes
+            value = parse_value(value, value)
         items = value if isinstance(value, list | tuple) else [value]
         if isinstance(value, dict):
             raise Misfit(expected(option))

@@ -52,7 +52,8 @@ class RLHFDataset:
         max_samples: int = -1,
     ):
         config = whole_section(config)
-        self.data_files = data_files
+        self.data_files = [data_files] if isinstance(data_files, str) else data_files  # subclasses iterate over them
+        self._place = str(data_files)
         self.tokenizer = tokenizer
         self.config = config
         self.processor = processor
@@ -83,7 +84,7 @@ class RLHFDataset:
             return dataframe
         encoder = PromptEncoder(self.tokenizer, self.config)
         scan = scan_rows(
-            str(self.data_files),
+            self._place,
             len(dataframe),
             partial(self._measure, dataframe, encoder),
             key=lambda: key_of("fit", dataframe.digest(), *encoder.identity(), *self._rules()),
@@ -92,7 +93,7 @@ class RLHFDataset:
         fitting = np.flatnonzero(scan.results()[0]["lengths"] <= self.max_prompt_length)
         if not len(fitting):
             raise DataError(
-                f"All {len(dataframe)} prompts of {self.data_files} are longer than data.max_prompt_length="
+                f"All {len(dataframe)} prompts of {self._place} are longer than data.max_prompt_length="
                 f"{self.max_prompt_length} tokens; raise the limit."
             )
         if len(fitting) < len(dataframe):

@@ -1,5 +1,6 @@
 """Columns of two batches combined: union (same rows, more columns) and concat (same columns, more rows)."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -87,14 +88,18 @@ def union_meta_info(first: Mapping[str, object], second: Mapping[str, object]) -
 
 def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """meta_info of concatenated batches: `metrics` (a dict or a list of dicts in each part) become one dict of lists in
-    the order of the parts, every other key must be equal wherever it occurs (ValueError)."""
+    the order of the parts, seconds of `timing` are added, every other key must be equal wherever it occurs (ValueError)."""
     merged: dict[str, object] = {}
     metrics: list[Mapping[str, object]] = []
+    timing: Counter[str] = Counter()
     for part in parts:
         part_metrics = part.get("metrics")
         if part_metrics is not None:
             metrics.extend(part_metrics if isinstance(part_metrics, list) else [part_metrics])
-        merged = union_meta_info(merged, {k: v for k, v in part.items() if k != "metrics"})
+        timing.update(part.get("timing") or {})
+        merged = union_meta_info(merged, {k: v for k, v in part.items() if k not in ("metrics", "timing")})
+    if any("timing" in part for part in parts):
+        merged["timing"] = dict(timing)
     if metrics:
         names = dict.fromkeys(name for entries in metrics for name in entries)
         merged["metrics"] = {name: [entries[name] for entries in metrics if name in entries] for name in names}

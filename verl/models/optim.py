@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     """The learning rate of trainer step `step`, counted from 0.
 
-    `constant`, `linear` or `cosine` after a linear warm-up of lr_warmup_steps (when 0 or less: lr_warmup_steps_ratio of
+    `constant`, `linear` or `cosine` after a linear warm-up of lr_warmup_steps (when null, 0 or less: lr_warmup_steps_ratio of
     all steps), or a schedule of `transformers.get_scheduler`. With p the share of the steps after warm-up that are done,
     linear is lr * (1 - p), and cosine lr * max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2). With
     `zero_indexed_step` the first step has index 0, and a warm-up begins at its lowest rate. Raises ConfigError for an
@@ -39,7 +39,8 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
         raise ConfigError(
             f"optim.{key} depends on the number of steps, which your loop does not say. Set optim.total_training_steps."
         )
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps > 0 else int(config.lr_warmup_steps_ratio * total_steps)
+    steps = config.lr_warmup_steps or 0
+    warmup = steps if steps > 0 else int(config.lr_warmup_steps_ratio * total_steps)
     index = step if config.zero_indexed_step else step + 1
     kind = config.lr_scheduler_type
     if kind in SCHEDULES:

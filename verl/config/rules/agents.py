@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from verl.config.active_keys import runner_of, runs_agents, trains_branches, uses_critic
 from verl.config.schema import Problem, error, warning
-from verl.families import ADVANTAGES, AGENT_LOOPS, engine_facts, needs_engine
+from verl.families import ADVANTAGES, engine_facts, needs_engine
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -37,13 +37,6 @@ def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
             LOOP,
             f"{ENABLE}=True, but {LOOP}=single_turn_agent: every sample would be a single turn, without tools. Remove the "
             "second, or set it to tool_agent.",
-        )
-    user_loops = agent.agent_loop_config_path or c.actor_rollout_ref.model.external_lib
-    if loop not in AGENT_LOOPS and not user_loops:
-        yield error(
-            LOOP,
-            f"{LOOP}={loop} is not one of {', '.join(AGENT_LOOPS)}. Declare it in "
-            f"{ROLLOUT}.agent.agent_loop_config_path.",
         )
     runner = runner_of(agent)
     needed = {"environment_agent": ("environment", agent.environment), "endpoint_agent": ("runner", runner)}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.active_keys import runs_on_several_devices, uses_critic
+from verl.config.active_keys import runs_on_several_devices, trains_on_several_devices, uses_critic
 from verl.config.schema import Problem, SectionRule, error, value_at, warning
 from verl.config.sections.deepspeed import DeepSpeedConfig, contradictions, read_ds_config
 from verl.config.sections.fsdp import FSDPConfig, SFTEngineConfig
@@ -63,8 +63,8 @@ def _check_model(path: str, model: ModelConfig, root: PPOConfig) -> Iterator[Pro
             yield error(key, f"{key}={model.quantization} {fault}.")
     if model.mtp.enable and model.mtp.enable_train and read:
         key, fault = f"{path}.mtp.enable_train", ""  # on one device each strategy is the local engine
-        if runs_on_several_devices(root):
-            fault = "only a run on one device does, and this run has several"
+        if trains_on_several_devices(root):
+            fault = "only a policy on one device does, and this one has several"
         elif path == "critic.model":
             fault = "a critic has none"
         elif model.lora_rank or model.lora_adapter_path:
@@ -107,7 +107,7 @@ def _rates_without_effect(path: str, optim: OptimConfig, root: Any) -> Iterator[
         )
     elif optim.lr < _LEAST_RATE and "SGD" not in optim.optimizer:
         yield warning(f"{path}.lr", f"{path}.lr={optim.lr:g} is less than float32 weights can change. Raise it.")
-    warmup, steps = optim.lr_warmup_steps, value_at(root, "trainer.total_training_steps")
+    warmup, steps = optim.lr_warmup_steps or 0, value_at(root, "trainer.total_training_steps")
     if steps is not None and warmup > steps and optim.total_training_steps <= 0:
         yield warning(
             f"{path}.lr_warmup_steps",

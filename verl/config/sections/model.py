@@ -35,7 +35,9 @@ class OptimConfig(Section):
     )
     total_training_steps: int = used(-1, "steps that the schedule spans; -1: the trainer's steps")
     weight_decay: float = used(0.01, "decoupled weight decay", ge=0)
-    lr_warmup_steps: int = used(-1, "length of the linear warm-up in steps; 0 or less: lr_warmup_steps_ratio decides")
+    lr_warmup_steps: int | None = used(
+        -1, "length of the linear warm-up in steps; null, 0 or less: lr_warmup_steps_ratio decides"
+    )
     betas: list[float] = used([0.9, 0.999], "decay rates of the two moments of Adam", ge=0, lt=1, length=2)
     clip_grad: float = used(1.0, "gradients are scaled down to this global L2 norm", gt=0, also=(math.inf,))
     min_lr_ratio: float = used(
@@ -65,7 +67,7 @@ class OptimConfig(Section):
     @property
     def over_all_steps(self) -> str:
         """The setting that depends on the number of all steps; "" if the rate of a step does not."""
-        if self.lr_warmup_steps <= 0 < self.lr_warmup_steps_ratio:
+        if (self.lr_warmup_steps or 0) <= 0 < self.lr_warmup_steps_ratio:
             return "lr_warmup_steps_ratio"
         return "" if self.lr_scheduler_type in _ENDLESS else f"lr_scheduler_type={self.lr_scheduler_type}"
 

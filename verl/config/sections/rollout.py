@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.keys import ALWAYS, OURS, Family, Section, ours, section, used
 from verl.config.sections.multi_turn import MultiTurnConfig
-from verl.families import DEFAULT_ROLLOUT, ROLLOUT_ENGINES
+from verl.families import AGENT_LOOPS, DEFAULT_ROLLOUT, ROLLOUT_ENGINES
 
 _SAMPLED = "existing releases sample whatever do_sample says"
 AGENTS = "runs_agents"
@@ -37,6 +37,7 @@ class AgentConfig(Section):
         "single_turn_agent",
         "agent loop of rows that name none; unless set, tool_agent with multi_turn.enable",
         when=ALWAYS,
+        family=Family("agent loop", AGENT_LOOPS, plugins=True, declared_in="agent_loop_config_path"),
     )
     agent_loop_config_path: str | None = used(None, "YAML file that declares agent loops", path=True, when=ALWAYS)
     environment: str | None = used(
