@@ -342,15 +342,15 @@ def test_equal_requests_at_once_have_an_answer_each():
         return next(numbers)
 
     async def ask(number):
-        left = asyncio.Event()
+        departure = asyncio.Event()
 
         async def is_gone():
             await asyncio.sleep(0.001)
-            return left.is_set()
+            return departure.is_set()
 
         await asyncio.sleep(number * 0.0003)
         reply = await session.answered("equal", handle, is_gone)
-        left.set()
+        departure.set()
         return reply
 
     async def replies():

@@ -133,8 +133,8 @@ def test_a_schema_that_would_not_be_kept_or_takes_long_is_refused(engine, schema
     with pytest.raises(ModelError, match=sentence):
         generation.add(PromptRequest(0, (5, 6), num_samples=1, grammar=json.dumps(schema)))
     names = {"not": TEXT, "if": {"enum": [{"not": 1}]}, "pattern": {"anyOf": [TEXT, {"type": "null"}]}}
-    kept = {"type": "object", "properties": names, "required": ["not"], "additionalProperties": False}
-    generation.add(PromptRequest(1, (5, 6), num_samples=1, grammar=json.dumps(kept)))
+    schema = {"type": "object", "properties": names, "required": ["not"], "additionalProperties": False}
+    generation.add(PromptRequest(1, (5, 6), num_samples=1, grammar=json.dumps(schema)))
     generation.close()
 
 

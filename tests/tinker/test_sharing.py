@@ -221,12 +221,12 @@ def test_named_tokens_of_a_prompt_have_their_log_probs(served):
     for form in forms:
         answer = sampler.sample(PROMPT, 1, params, target_prompt_logprobs=form).result().target_prompt_logprobs
         assert (answer.shape, answer.sparse_crow_indices) == (form.shape, form.sparse_crow_indices)
-        found = answer.to_torch()[:, :2]
-        assert found[0].tolist() == pytest.approx([scores[1], 0], abs=1e-6)
-        assert found[1].tolist() == [0, 0]
-        assert found[2, 0].item() == pytest.approx(scores[3], abs=1e-6)
+        values = answer.to_torch()[:, :2]
+        assert values[0].tolist() == pytest.approx([scores[1], 0], abs=1e-6)
+        assert values[1].tolist() == [0, 0]
+        assert values[2, 0].item() == pytest.approx(scores[3], abs=1e-6)
         if 4 in dict(top[3]):
-            assert found[2, 1].item() == pytest.approx(dict(top[3])[4], abs=1e-6)
+            assert values[2, 1].item() == pytest.approx(dict(top[3])[4], abs=1e-6)
     for odd, sentence in ((ids[:2], r"shape \[3, 1 to"), (ids + 10**6, "none of the model's")):
         with pytest.raises(tinker.BadRequestError, match=sentence):
             sampler.sample(PROMPT, 1, params, target_prompt_logprobs=types.TensorData.from_torch(odd)).result()

@@ -124,7 +124,7 @@ class Grammars:
 
 
 def _obstacle(schema: object) -> str | None:
-    """Why a schema cannot be kept, or would take long to compile."""
+    """The reason why a schema cannot be kept, or would take long to compile."""
     waiting, num_parts = [(schema, 0)], 0
     while waiting:
         part, depth = waiting.pop()
@@ -145,18 +145,18 @@ def _obstacle(schema: object) -> str | None:
 
 def _passed_over(part: Mapping[str, Any]) -> str | None:
     """A keyword of a part of a schema that xgrammar passes over."""
-    given = [name for name, value in part.items() if value is not None and value is not False]
-    both = next((name for name in ("anyOf", "oneOf", "allOf") if name in given), "")
+    keywords = [name for name, value in part.items() if value is not None and value is not False]
+    both = next((name for name in ("anyOf", "oneOf", "allOf") if name in keywords), "")
     listed, required = part.get("properties"), part.get("required")
-    if keyword := next((name for name in _PASSED_OVER if name in given), None):
+    if keyword := next((name for name in _PASSED_OVER if name in keywords), None):
         return f"`{keyword}`"
     if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1:
         return "`allOf` of several schemas"
     if both and listed:
         return f"`{both}` beside `properties`"
-    if "pattern" in given and ("minLength" in given or "maxLength" in given):
+    if "pattern" in keywords and ("minLength" in keywords or "maxLength" in keywords):
         return "`pattern` with a length"
-    if part.get("type") == "number" and "multipleOf" in given:
+    if part.get("type") == "number" and "multipleOf" in keywords:
         return "`multipleOf` of a number that may be no integer"
     if not str(part.get("$ref", "#")).startswith("#"):
         return "a `$ref` to another document"

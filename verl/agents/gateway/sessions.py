@@ -117,9 +117,9 @@ class EndpointSession:
         client of this request has gone too."""
         calls = self._calls.setdefault(content, [])
         for call in list(calls):
-            asked = call.is_gone
+            client_is_gone = call.is_gone
             # while it was asked, the call may have been read, or another request may have taken it
-            if await asked() and call in calls and call.is_gone is asked:
+            if await client_is_gone() and call in calls and call.is_gone is client_is_gone:
                 break
         else:
             call = EndpointCall(asyncio.ensure_future(handle()), is_gone)
