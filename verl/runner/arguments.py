@@ -57,7 +57,7 @@ _WITHOUT_EFFECT = {
     "torch_empty_cache_steps", "tf32", "torch_compile", "use_liger_kernel", "eval_accumulation_steps", "local_rank",
     "overwrite_output_dir", "use_cache", "dataset_num_proc", "average_tokens_across_devices", "include_num_input_tokens_seen",
     "padding_free", "ignore_data_skip", "label_names", "length_column_name",
-    "logging_nan_inf_filter", "save_on_each_node", "log_completions", "num_completions_to_print",
+    "activation_checkpointing", "logging_nan_inf_filter", "save_on_each_node", "log_completions", "num_completions_to_print",
     "log_unique_prompts", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
     "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "hub_strategy", "hub_always_push",
 }  # fmt: skip
