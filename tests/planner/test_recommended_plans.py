@@ -30,7 +30,7 @@ def row_of(model: str, devices: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_recommended_plans_are_those_of_the_search():
+def test_recommended_plans_match_the_search():
     rows = re.findall(r"^\| [\w.-]+ \| \d+ \| (?:dp|tp) .*$", PAGE.read_text(), re.MULTILINE)
     assert len(rows) > 20
     current = [row_of(*re.match(r"\| ([\w.-]+) \| (\d+)", row).groups()) for row in rows]
