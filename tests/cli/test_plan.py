@@ -207,7 +207,7 @@ def test_mappings_without_blanks():
             "plan.workload.response=[100, 300, 900, 1025]",
             "has longer responses than the run: data.max_response_length=1024",
         ),
-        ("actor_rollout_ref.model.mtp={enable:true,enable_train:true}", "only a run on one device does"),
+        ("actor_rollout_ref.model.mtp={enable:true,enable_train:true}", "only a policy on one device does"),
         ("plan.engine=nccl", "none of fsdp, megatron"),
         ("plan.workload.samples=no/file.jsonl", "does not exist"),
         ("actor_rollout_ref.model.path=Qwen/Qwen25-7B", "did you mean 'Qwen2.5-7B'"),

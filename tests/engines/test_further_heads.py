@@ -152,7 +152,7 @@ def test_what_is_refused(tiny_llama, folder):
     with pytest.raises(ModelError, match=f"has other tensors than a layer of its model: 1 differ, such as {name}"):
         engine_of(folder)
     keys = ["model.mtp.enable=True", "model.mtp.enable_train=True", "trainer.n_gpus_per_node=2"]
-    with pytest.raises(ConfigError, match="only a run on one device does"):
+    with pytest.raises(ConfigError, match="only a policy on one device does"):
         load_config(keys, schema=SCHEMAS["sft"])
     with pytest.raises(ConfigError, match="a run with adapters does not"):
         load_config([f"actor_rollout_ref.{key}" for key in (*keys[:2], "model.lora_rank=4")])

@@ -11,6 +11,7 @@ import transformers
 
 from tests.engines.tiny import make_engine
 from tests.models.reference import make_columns
+from verl.config import RolloutConfig
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.engines.api import MicroBatching
@@ -128,9 +129,7 @@ def test_a_user_module_with_only_a_forward(tmp_path, caplog):
 
 def generated(module):
     """Two samples of two prompts of unequal length."""
-    config = type(
-        "Config", (), {"max_num_seqs": 3, "max_model_len": None, "quantization": None, "kv_cache_dtype": "auto"}
-    )()
+    config = RolloutConfig(max_num_seqs=3)
     engine = HFRollout(module, None, config, eos_token_ids=())
     params = SamplingParams(n=2, max_new_tokens=6, temperature=1.0, seed=5)
     generation = engine.open(params, step=0)

@@ -346,7 +346,7 @@ SOURCES = {
     "checkpoints": ("resume_from_path", "save_contents", "load_contents"),
     "a name of a family, or a file as that of adv_estimator": (
         "strategy", "rollout.name", "multi_turn.format", "algorithm.program", "policy_loss_mode", "preference.loss",
-        "trainer.logger",
+        "trainer.logger", "agent.default_agent_loop",
     ),
 }  # fmt: skip
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from verl.config import full_key
+from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.families import EngineFacts
 from verl.models.hf_module import HFModule
@@ -83,8 +84,9 @@ class PassiveRollout(RolloutEngine):
 
     facts = EngineFacts(holds_weights=True)
 
-    def __init__(self, module: HFModule, *args: object, **settings: object):
-        self.module, self.weight_version, self._stats = module, 0, {}
+    def __init__(self, module: HFModule, tokenizer: Tokenizer, config: RolloutConfig, **settings: object):
+        self.module, self.tokenizer, self.config = module, tokenizer, config
+        self.weight_version, self._stats = 0, {}
 
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None

@@ -36,9 +36,10 @@ _SETTING = f"{_METHODS}=[ngram]"
 
 
 def require_head(module: HFModule) -> None:
-    """Raise ModelError or ConfigError if DraftHead does, as far as a `module` on the meta device and its folder tell."""
+    """Raise ModelError or ConfigError if DraftHead does. For a `module` without values, its folder is read; a module with values
+    may hold the head."""
     source = str(module.config._name_or_path)
-    if Path(source).is_dir():
+    if module.get_output_embeddings().weight.is_meta and Path(source).is_dir():
         read_head(module, source, _SETTING)
     _require_dense(module)
 
