@@ -21,7 +21,7 @@ MAX_LINES = {
     "clusters": 7_860,
     "agents": 6_453,
     "tasks": 2_973,
-    "tests": 92_214,
+    "tests": 92_213,
     "benchmarks": 6_114,
 }
 MAX_MEAN_FUNCTION_LINES = 12

@@ -8,7 +8,6 @@ import torch
 
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.families import EngineFacts
 from verl.models.hf_module import HFModule
@@ -84,9 +83,8 @@ class PassiveRollout(RolloutEngine):
 
     facts = EngineFacts(holds_weights=True)
 
-    def __init__(self, module: HFModule, tokenizer: Tokenizer, config: RolloutConfig, **settings: object):
-        self.module, self.tokenizer, self.config = module, tokenizer, config
-        self.weight_version, self._stats = 0, {}
+    def __init__(self, module: HFModule, tokenizer: object, config: RolloutConfig, **settings: object):
+        self.module, self.config, self.weight_version, self._stats = module, config, 0, {}
 
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None

@@ -36,8 +36,7 @@ _SETTING = f"{_METHODS}=[ngram]"
 
 
 def require_head(module: HFModule) -> None:
-    """Raise ModelError or ConfigError if DraftHead does. For a `module` without values, its folder is read; a module with values
-    may hold the head."""
+    """Raise ModelError or ConfigError if DraftHead does. If `module` has no values yet, its folder tells."""
     source = str(module.config._name_or_path)
     if module.get_output_embeddings().weight.is_meta and Path(source).is_dir():
         read_head(module, source, _SETTING)
