@@ -1,5 +1,7 @@
 """A paged KV cache: the samples of a whole one, in less memory, whatever its limit."""
 
+import resource
+
 import numpy as np
 import psutil
 import pytest
@@ -119,6 +121,21 @@ class TestPagedStore:
         unpaged.put(2, taken)
         paged.move([1], [2], 48)
         assert torch.equal(paged._blocks[1][2, :, :3], unpaged._blocks[1][2, :, :3])
+
+    @pytest.mark.parametrize("kind", [BlockStore, PagedStore])
+    def test_limited_addresses_are_taken_as_samples_grow(self, kind, monkeypatch):
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 33, 1 << 33))
+        store, sizes = kind(self.SHAPE), []
+        for length in (16, 100, 4096):
+            store.reserve(2, length, 8192)
+            if kind is PagedStore:
+                store.keep(np.array([length, 0]))
+            store.view()
+            store._blocks[1][0, :, sizes[-1] if sizes else 0] = length
+            sizes.append(store._blocks[1].shape[2])
+        assert sizes[0] * 16 < 64
+        assert sizes[-1] * 16 < 8192
+        assert [int(store._blocks[1][0, 0, at].max()) for at in (0, *sizes[:-1])] == [16, 100, 4096]
 
     def test_a_store_that_is_not_paged_copies_nothing_up_to_its_limit(self):
         process = psutil.Process()

@@ -55,18 +55,18 @@ class PagedStore(BlockStore):
         """Bytes of the keys and values of 16 tokens, of one head in one layer."""
         return 2 * self.shape.width * self.shape.dtype.itemsize
 
-    def _grown(self, old: torch.Tensor, slots: int, blocks: int) -> torch.Tensor:
-        if old.numel():
-            slots, blocks = max(slots, old.shape[0]), max(blocks, old.shape[2])
-        pages = self._pages(slots, blocks)
+    def _pages(self, num_bytes: int) -> mmap.mmap:
+        pages = super()._pages(num_bytes)
         pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page is longer than most samples
-        new = torch.frombuffer(pages, dtype=self.shape.dtype).view(self._size(slots, blocks))
-        for slot, count in enumerate(self._held[: len(old)].tolist()):
-            new[slot, :, :count] = old[slot, :, :count]
         if len(self._maps) == self.shape.num_layers:
-            self._maps = self._maps[1:]  # layers grow in order, so `old` lies in the first map
+            self._maps = self._maps[1:]  # layers grow in order, so the old one lies in the first map
         self._maps.append(pages)
-        return new
+        return pages
+
+    def _copy(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        for slot, count in enumerate(self._held[: len(old)].tolist()):
+            held = old[slot, :, :count]
+            new[slot, :, : held.shape[1]] = held
 
     def _give_back(self, slot: int, first: int, end: int) -> None:
         """Free blocks [first, end) of every head of a slot, except pages that also hold blocks of a neighbour."""

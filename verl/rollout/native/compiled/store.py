@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import resource
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,13 @@ from verl.rollout.native.compiled.library import BLOCK, Store
 from verl.rollout.native.torch.kv_cache import SlotStore
 
 _MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
+
+
+def has_free_addresses() -> bool:
+    """Whether addresses cost nothing until they have memory: no limit (ulimit -v) is set, and overcommit is not strict."""
+    file = Path("/proc/sys/vm/overcommit_memory")
+    is_strict = file.exists() and file.read_text().strip() == "2"
+    return not is_strict and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
 class Shape(NamedTuple):
@@ -32,7 +41,8 @@ class BlockStore(SlotStore):
     """Per layer [slots, kv_heads, blocks, 2, shape.width]: the keys of a block, then its values (decoder.h).
 
     Every slot has the addresses of its longest sequence from the start, since memory follows with the first write to a page.
-    Growing token by token copies nothing: a copy of gigabytes would stop all rows for seconds."""
+    Growing token by token copies nothing: a copy of gigabytes would stop all rows for seconds. Where addresses are limited,
+    capacities double."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -40,42 +50,43 @@ class BlockStore(SlotStore):
         self._blocks: list[torch.Tensor] = []
         self._pointers: ctypes.Array[ctypes.c_void_p] | None = None
         self._longest = 0  # tokens of a slot
+        self._reserves_limit = has_free_addresses()
 
     def reserve(self, num_slots: int, length: int, limit: int) -> None:
         """See SlotStore."""
         self._longest = max(self._longest, length)
-        super().reserve(num_slots, max(length, limit), limit)
+        super().reserve(num_slots, max(length, limit) if self._reserves_limit else length, limit)
 
     def view(self) -> Store:
         """The store as the kernels see it, with the room that was reserved."""
         slots, blocks = max(1, self.num_slots), max(1, -(-self.capacity // BLOCK))
         held = self._blocks[0] if self._blocks else None
-        if held is None or len(held) < slots or held.shape[2] < blocks:
-            # layer by layer, so that at most one layer exists twice
-            self._blocks = self._blocks or [torch.empty(0)] * self.shape.num_layers
-            for index, old in enumerate(self._blocks):
-                self._blocks[index] = self._grown(old, slots, blocks)
+        if held is None:
+            self._blocks = [self._zeros(slots, blocks) for _ in range(self.shape.num_layers)]
+        elif len(held) < slots or held.shape[2] < blocks:
+            for index, old in enumerate(self._blocks):  # layer by layer, so that at most one layer exists twice
+                new = self._zeros(max(slots, len(held)), max(blocks, held.shape[2]))
+                self._copy(old, new)
+                self._blocks[index] = new
+        if self._blocks[0] is not held:
             addresses = [t.data_ptr() for t in self._blocks]
             self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         first = self._blocks[0]
         return Store(self._pointers, first.stride(0), first.stride(1))
 
-    def _grown(self, old: torch.Tensor, slots: int, blocks: int) -> torch.Tensor:
-        if old.numel():
-            slots, blocks = max(slots, old.shape[0]), max(blocks, old.shape[2])
-        new = torch.frombuffer(self._pages(slots, blocks), dtype=self.shape.dtype).view(self._size(slots, blocks))
-        if old.numel():
-            count = min(old.shape[2], -(-self._longest // BLOCK))
-            new[: old.shape[0], :, :count] = old[:, :, :count]
-        return new
+    def _zeros(self, slots: int, blocks: int) -> torch.Tensor:
+        """A layer: what pads a head is multiplied too."""
+        size = (slots, self.shape.kv_heads, blocks, 2, self.shape.width)
+        return torch.frombuffer(self._pages(math.prod(size) * self.shape.dtype.itemsize), dtype=self.shape.dtype).view(
+            size
+        )
 
-    def _size(self, slots: int, blocks: int) -> tuple[int, ...]:
-        return slots, self.shape.kv_heads, blocks, 2, self.shape.width
-
-    def _pages(self, slots: int, blocks: int) -> mmap.mmap:
-        """Memory of a layer, zeros: what pads a head is multiplied too."""
-        num_bytes = math.prod(self._size(slots, blocks)) * self.shape.dtype.itemsize
+    def _pages(self, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+
+    def _copy(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        count = min(old.shape[2], -(-self._longest // BLOCK))
+        new[: len(old), :, :count] = old[:, :, :count]
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         count = -(-length // BLOCK)
