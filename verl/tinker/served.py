@@ -142,9 +142,8 @@ def _integers(message: pydantic.BaseModel) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
-ENDPOINT = (
-    "openai-"  # the session of a tenant for OpenAI's API begins with it; its clients cannot ask again after a kill
-)
+# begins the name of a tenant's session for OpenAI's API, whose clients cannot ask again after a kill
+ENDPOINT = "openai-"
 
 
 async def _never() -> bool:
