@@ -3,6 +3,7 @@
 import importlib.metadata
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from verl.errors import DistributionError, MissingExtraError
 from verl.families import ROLLOUT_ENGINES, TRAINING_ENGINES
 from verl.programs.ppo_data import known_loops
 from verl.registry import Registry
+from verl.runtime import weight_sync
 from verl.runtime.api import _make
 from verl.tracking.trained import TrainedRun
 
@@ -31,7 +33,7 @@ def core_alone(monkeypatch):
 
 def test_the_longest_name_decides():
     assert owner_of("verl.planner.search") == owner_of("verl.cli.plan") == "verl-planner"
-    clusters = ("engines.megatron.engine", "rollout.vllm", "rollout.http.client", "runtime.ray")
+    clusters = ("engines.megatron.engine", "rollout.vllm", "rollout.http.client", "runtime.ray", "reshard.delivery")
     assert {owner_of(f"verl.{name}") for name in clusters} == {"verl-clusters"}
     assert (owner_of("verl.tools.schemas"), owner_of("verl.agents.games")) == ("verl-agents", "verl-tasks")
     assert {owner_of(name) for name in ("verl.engines.fsdp", "verl.cli.planning", "verl.runtime.rank", "verl")} == {
@@ -92,6 +94,17 @@ def test_an_engine_of_a_part_that_is_missing(core_alone, monkeypatch):
         ROLLOUT_ENGINES.get("vllm")
     with pytest.raises(DistributionError, match="^A run over several devices .* is part of verl-clusters"):
         _make(None, "ray")
+
+
+def test_an_engine_of_the_user_with_a_copy_of_the_weights(core_alone, monkeypatch):
+    monkeypatch.setattr(weight_sync, "ModeSwitch", lambda *settings, **more: None)
+    context = SimpleNamespace(
+        rollout=SimpleNamespace(section=None), device=None, has_own_weights=True, shares_weights=False
+    )
+    with pytest.raises(
+        DistributionError, match=f"^A rollout engine with a copy of the weights is part of verl-clusters.*{INSTALL}"
+    ):
+        weight_sync.RankWeightSync(context, None, None)
 
 
 def test_a_run_of_the_core_has_its_model_and_names_the_part_that_reads_samples(core_alone, tmp_path):

@@ -37,7 +37,15 @@ PARTS: dict[str, tuple[str, ...]] = {
         "verl.rollout.other_engines",
         "verl.rollout.process",
         "verl.rollout.process_main",
+        "verl.reshard.cuda_ipc",
+        "verl.reshard.delivery",
+        "verl.reshard.delta",
+        "verl.reshard.device_memory",
+        "verl.reshard.engine_transfer",
         "verl.reshard.link",
+        "verl.reshard.route",
+        "verl.reshard.shared_memory",
+        "verl.reshard.weight_files",
         "verl.roles.judge_server",
         *(
             f"verl.runtime.ray{name}"

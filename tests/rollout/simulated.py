@@ -12,6 +12,7 @@ from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ModelError
 from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.registry import load_object
+from verl.reshard import engine_transfer
 from verl.reshard.delivery import Delivery
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.reshard.weight_files import write_folder
@@ -22,7 +23,6 @@ from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.weights import LINK_READER, Manifest
-from verl.runtime import weight_sync
 
 
 def weight_transfer(path="model", bucket_bytes=1 << 14):
@@ -46,7 +46,9 @@ def weight_transfer(path="model", bucket_bytes=1 << 14):
 def transfer_of_run(*keys, device="cpu", **more):
     """(config, weight transfer) of a run with these keys."""
     config = load_config(keys, check=False).config
-    return config, weight_sync.weight_transfer(rollout_spec(config), ppo_run_spec(config), torch.device(device), **more)
+    return config, engine_transfer.weight_transfer(
+        rollout_spec(config), ppo_run_spec(config), torch.device(device), **more
+    )
 
 
 def send(engine, module, version):

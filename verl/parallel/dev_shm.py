@@ -1,6 +1,6 @@
 """Shared memory in /dev/shm, checked before Ray, NCCL and engines over several GPUs take parts of it.
 
-The code of verl takes none: its own shared memory has no name (verl/reshard/shared_memory.py).
+The code of verl takes none: its own shared memory has no name (verl/parallel/segments.py).
 """
 
 import logging

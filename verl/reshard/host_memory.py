@@ -6,7 +6,7 @@
 Ranks with equal weights (complete copies, or the same shard in several engines) keep them in the memory of the first of
 these ranks: weights do not change during generation, and each value is written once for all.
 
-The memory has no name (verl.reshard.shared_memory). Ranks find out by opening it whether they reach it, since host names
+The memory has no name (verl.parallel.segments). Ranks find out by opening it whether they reach it, since host names
 are unreliable with containers.
 """
 

@@ -42,7 +42,7 @@ from verl.rollout.requests import vocab_size
 from verl.rollout.rollout_model import copy_group
 from verl.rollout.weight_version import PassiveRollout
 from verl.runtime.rank import RankContext
-from verl.runtime.weight_sync import RankWeightSync, load_replica, skeleton, weight_transfer
+from verl.runtime.weight_sync import ENGINE_TRANSFER, RankWeightSync, load_replica, skeleton
 from verl.specs import RewardSpec
 from verl.tracking.files import file_system_of
 
@@ -247,7 +247,9 @@ def build_rollout(
         engine_class = ROLLOUT_ENGINES.get(rollout.name)
     if context.has_own_weights:
         visible = _visible_devices(context)
-        transfer = weight_transfer(spec, run, context.device, context.engine_plan, visible, weights.delivery)
+        transfer = load_part(ENGINE_TRANSFER).weight_transfer(
+            spec, run, context.device, context.engine_plan, visible, weights.delivery
+        )
         module, settings = skeleton(spec.model, transfer.dtype), {"transfer": transfer}
     elif context.shares_weights and policy is not None:
         module = policy.engine.module

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from verl.config import ModelConfig, full_key
+from verl.distributions import load_part, require_part
 from verl.engines.api import TrainEngine, gather_adapters
 from verl.engines.loading import build_module
 from verl.errors import ConfigError
@@ -29,87 +29,20 @@ from verl.models.rounding import Rounding
 from verl.models.vision import is_vision_model
 from verl.parallel.collectives import Collectives
 from verl.parallel.device import compute_dtype
-from verl.parallel.engine_plan import EnginePlan
-from verl.parallel.placement import Placement
-from verl.reshard.delivery import Delivery
 from verl.reshard.grouping import consecutive_engines
 from verl.reshard.layout import RolloutLayout, TrainingLayout
 from verl.reshard.update import PlannedUpdate, plan_update
-from verl.reshard.weight_files import write_folder
 from verl.roles.rollout import RolloutWorker
-from verl.rollout.api import Weights, WeightTransfer
+from verl.rollout.api import Weights
 from verl.rollout.rollout_model import Replica
 from verl.runtime.mode_switch import ModeSwitch, SwitchMemory
 from verl.runtime.rank import POLICY, RankContext
-from verl.specs import RolloutSpec, RunSpec
+from verl.specs import RolloutSpec
 
-_READER = "verl.reshard.shared_memory:read_shared_bucket"
-_DEVICE_READER = "verl.reshard.device_memory:read_device_bucket"  # and of the host's memory
-_FOLDER_READER = "verl.reshard.weight_files:read_folder"
+if TYPE_CHECKING:
+    from verl.reshard.delivery import Delivery
 
-
-def make_delivery(
-    spec: RolloutSpec,
-    run: RunSpec,
-    device: torch.device,
-    plan: EnginePlan,
-    comm: Collectives | None = None,
-    trains: Sequence[int] = (0,),
-) -> Delivery:
-    """The way of new weights from the ranks that train to the rollout."""
-    rollout, facts = spec.section, engine_facts(plan.engine)
-    replicas = [replica.ranks for replica in plan.replicas]
-    is_service = plan.where == "service"  # on devices that the run does not know
-    if not facts.holds_weights:
-        replicas = [(rank,) for rank in plan.ranks]
-    elif is_service or not facts.takes_buckets:
-        replicas = [(replica.owner,) for replica in plan.replicas]
-    first, devices = device.index or 0, [device]
-    if comm is None and device.type == "cuda":  # the engine takes devices in addition to this process's
-        devices += [torch.device("cuda", first + number) for number in range(1, plan.sizes.tensor)]
-    may_come_back = (plan.where == "process" or rollout.mode == "async") and rollout.max_engine_restarts > 0
-    return Delivery(
-        comm,
-        device,
-        trains,
-        replicas,
-        dtype=compute_dtype(spec.dtype, device),
-        bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
-        keeps=facts.restarts and may_come_back,
-        delta=rollout.checkpoint_engine.backend == "delta",
-        devices=devices,
-        on_device=facts.takes_buckets and device.type == "cuda" and not is_service,
-        timeout_s=run.collective_timeout_s,
-    )
-
-
-def weight_transfer(
-    spec: RolloutSpec,
-    run: RunSpec,
-    device: torch.device,
-    plan: EnginePlan | None = None,
-    visible_devices: tuple[str, ...] = (),
-    delivery: Delivery | None = None,
-) -> WeightTransfer:
-    """The transfer to an engine on `device`, in the actor's compute dtype. `plan` says how the engine spans the run's devices
-    (default: a run of only this process). `visible_devices` are its process's devices, as CUDA_VISIBLE_DEVICES has them."""
-    plan = plan or EnginePlan.of(spec, Placement.from_roles({}, 1))
-    delivery = delivery or make_delivery(spec, run, device, plan)
-    return WeightTransfer(
-        model=spec.model,
-        device=device,
-        dtype=delivery.dtype,
-        write_buckets=delivery,
-        probe=delivery.probe if delivery.on_device else None,
-        trial=delivery.trial,
-        reader=_DEVICE_READER if delivery.on_device else _READER,
-        write_folder=partial(write_folder, bucket_bytes=delivery.bucket_bytes),
-        folder_reader=_FOLDER_READER,
-        start_timeout_s=run.start_timeout_s,
-        call_timeout_s=run.collective_timeout_s,
-        in_process=plan.where == "process",
-        visible_devices=visible_devices,
-    )
+ENGINE_TRANSFER = "verl.reshard.engine_transfer"
 
 
 def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
@@ -152,10 +85,11 @@ class RankWeightSync:
         self.memory: SwitchMemory | None = None  # None: nothing is copied
         self._sync_s = 0.0  # of the last sync
         self.update: PlannedUpdate | None = None  # None: there is one set of weights, or all of them are gathered
-        self.delivery: Delivery | None = None  # None: there is one set of weights
-        if not context.shares_weights:
+        self.delivery: Delivery | None = None  # None: the engine has no copy of the weights
+        if context.has_own_weights and not context.shares_weights:
+            require_part(ENGINE_TRANSFER, "A rollout engine with a copy of the weights")
             trains = context.placement.devices[POLICY]
-            self.delivery = make_delivery(
+            self.delivery = load_part(ENGINE_TRANSFER).make_delivery(
                 context.rollout, context.specs.run, context.device, context.engine_plan, comm, trains
             )
 
@@ -169,10 +103,10 @@ class RankWeightSync:
             self.update = plan_update(
                 self.comm, training, layout, engine=self.engine, replica=replica, device=context.device
             )
-        if self.delivery is not None:
+        if not context.shares_weights:
             self.memory = SwitchMemory(context.device, self._weight_bytes())
-            if self.update is None:
-                self.delivery.connect()
+        if self.delivery is not None:
+            self.delivery.connect()
 
     def sync(self, version: int, weights: Weights | None = None) -> None:
         """See WeightSync. A rank in no process group gets all `weights`, by name."""
