@@ -89,6 +89,7 @@ def read_link(description: Description) -> Iterator[Named]:
     try:
         with socket.create_connection((host, port), _SILENCE_S) as connection:
             connection.sendall(bytes.fromhex(description["token"]))
+            connection.shutdown(socket.SHUT_WR)  # a token that is cut short is refused at once
             _fill(connection, memory.numpy().data[HEAD_BYTES:])
     except (OSError, EOFError) as error:
         raise ModelError(
