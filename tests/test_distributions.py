@@ -96,6 +96,12 @@ def test_an_engine_of_a_part_that_is_missing(core_alone, monkeypatch):
         _make(None, "ray")
 
 
+def test_drafts(core_alone):
+    config = load_config([*GRPO, "actor_rollout_ref.rollout.speculative.methods=[ngram]"]).config
+    with pytest.raises(DistributionError, match=rf"methods=\['ngram'\] is part of verl-drafts.*{INSTALL}verl-drafts$"):
+        ROLLOUT_ENGINES.get("native").require_package(config.actor_rollout_ref.rollout)
+
+
 def test_an_engine_of_the_user_with_a_copy_of_the_weights(core_alone, monkeypatch):
     monkeypatch.setattr(weight_sync, "ModeSwitch", lambda *settings, **more: None)
     context = SimpleNamespace(

@@ -53,6 +53,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         ),
         "verl.cli.scale",
     ),
+    "verl-drafts": ("verl.rollout.native.drafts",),
     "verl-agents": ("verl.agents", "verl.tools", "verl.rewards.programs"),
     "verl-tasks": (
         "verl.data.tasks",

@@ -3,8 +3,8 @@ gain, so the engine would try none."""
 
 from typing import Any
 
-from verl.rollout.native.draft_costs import StepCosts
-from verl.rollout.native.drafts import Drafter
+from verl.rollout.native.drafts.costs import StepCosts
+from verl.rollout.native.drafts.drafter import Drafter
 
 _DEPTH = 3  # guesses of a draft model behind a sample in a step
 

@@ -32,7 +32,7 @@ LAYERS = (
     ("programs",),
     ("run",),
     ("api", "cli", "session"),
-    ("page", "planner", "clusters", "agents"),
+    ("page", "planner", "clusters", "drafts", "agents"),
     ("tasks",),
     ("tinker",),
     ("compat",),  # serves scripts of other releases

@@ -13,15 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_653,
+    "core": 70_752,
     "compat": 9_294,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_628,
-    "clusters": 8_964,
+    "clusters": 8_965,
+    "drafts": 919,
     "agents": 6_453,
     "tasks": 2_973,
-    "tests": 92_230,
+    "tests": 92_252,
     "benchmarks": 6_114,
 }
 MAX_MEAN_FUNCTION_LINES = 12

@@ -21,10 +21,10 @@ from verl.models.forward import decoder_states
 from verl.models.further_heads import FurtherHead
 from verl.models.load import load_causal_lm
 from verl.models.packing import pack_rows
-from verl.rollout.native import drafts
 from verl.rollout.native.compiled.library import kernels
-from verl.rollout.native.draft_costs import StepCosts
-from verl.rollout.native.draft_head import DraftHead
+from verl.rollout.native.drafts import drafter as drafts
+from verl.rollout.native.drafts.costs import StepCosts
+from verl.rollout.native.drafts.head import DraftHead
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.torch.forward import DenseForward
 
@@ -148,7 +148,7 @@ def test_the_head_of_a_trained_policy_follows_it(dtype, folder, tries_all):
 
 
 def test_some_of_many_samples_have_states(folder, tries_all, monkeypatch):
-    monkeypatch.setattr("verl.rollout.native.draft_head.MOST_SAMPLES", 1)
+    monkeypatch.setattr("verl.rollout.native.drafts.head.MOST_SAMPLES", 1)
     module, params = load_causal_lm(folder, dtype=torch.float32), replace(PARAMS, n=3)
     expected = samples(rollout_of(module, SpeculativeConfig(), max_num_seqs=9), params)
     engine = rollout_of(module, max_num_seqs=9)

@@ -11,9 +11,11 @@ from verl.config.sections.rollout import SpeculativeConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
-from verl.rollout.native import draft_model, drafts, scheduler
+from verl.rollout.native import scheduler
 from verl.rollout.native.compiled.library import kernels
-from verl.rollout.native.draft_model import DraftModel
+from verl.rollout.native.drafts import drafter as drafts
+from verl.rollout.native.drafts import model as draft_model
+from verl.rollout.native.drafts.model import DraftModel
 from verl.rollout.native.host_backend import HostBackend
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the decoding kernels are not compiled for this processor")

@@ -24,11 +24,11 @@ from verl.errors import ConfigError
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.further_heads import FurtherHead
 from verl.models.tiny import make_tiny_model
-from verl.rollout.native import drafts
 from verl.rollout.native.batch import BatchRows
 from verl.rollout.native.compiled.library import kernels
-from verl.rollout.native.draft_costs import Acceptance, DraftMemory, StepCosts
-from verl.rollout.native.draft_texts import Guess, History, TextIndex
+from verl.rollout.native.drafts import drafter as drafts
+from verl.rollout.native.drafts.costs import Acceptance, DraftMemory, StepCosts
+from verl.rollout.native.drafts.texts import Guess, History, TextIndex
 from verl.rollout.vllm import settings as vllm_settings
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the decoding kernels are not compiled for this processor")

@@ -21,8 +21,8 @@ from verl.errors import CheckpointError, FolderLostError, InterruptedRun
 from verl.manifest import MANIFEST, find_damage, record_of, write_manifest
 from verl.programs.ppo_program import PPOProgram
 from verl.rollout.native.compiled.library import kernels
-from verl.rollout.native.draft_costs import StepCosts
-from verl.rollout.native.draft_texts import Guess, TextIndex
+from verl.rollout.native.drafts.costs import StepCosts
+from verl.rollout.native.drafts.texts import Guess, TextIndex
 from verl.run.loop import Loop, StopRequested, StopSignal
 from verl.tracking.ledger.reader import Ledger
 

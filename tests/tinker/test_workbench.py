@@ -15,7 +15,7 @@ from verl.cli.serve import serving_config  # noqa: E402
 from verl.data_proto.samples import PromptRequest, SamplingParams  # noqa: E402
 from verl.models.adapter_weights import ALPHA  # noqa: E402
 from verl.models.optim import AdamStep  # noqa: E402
-from verl.rollout.native.drafts import Drafter  # noqa: E402
+from verl.rollout.native.drafts.drafter import Drafter  # noqa: E402
 from verl.tinker.records import Datum, SamplingRequest, TrainingRequest  # noqa: E402
 from verl.tinker.rows import computed_rows  # noqa: E402
 from verl.tinker.workbench import Workbench  # noqa: E402

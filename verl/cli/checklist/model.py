@@ -63,9 +63,9 @@ def _refused(subject: Subject, module: Any) -> Iterator[Line]:
 
 def check_tokenizer(subject: Subject) -> Iterator[Line]:
     """The tokenizer loads, has a chat template, and has an end-of-sequence token."""
+    from verl.distributions import load_part
     from verl.models.load import load_tokenizer
     from verl.models.tokenizer import check_vocabulary
-    from verl.rollout.native.draft_model import require_tokens_of
 
     subject.tokenizer = load_tokenizer(subject.model)
     yield passed(f"{type(subject.tokenizer).__name__} of {len(subject.tokenizer):,} tokens")
@@ -75,7 +75,7 @@ def check_tokenizer(subject: Subject) -> Iterator[Line]:
     if subject.loaded.schema.name == "ppo":
         drafts = subject.config.actor_rollout_ref.rollout.speculative
         if "model" in drafts.methods and drafts.model_path is not None:
-            require_tokens_of(subject.tokenizer, drafts.model_path)
+            load_part("verl.rollout.native.drafts.model").require_tokens_of(subject.tokenizer, drafts.model_path)
     if not getattr(subject.tokenizer, "chat_template", None):
         yield warn("no chat template: rows must be plain strings, not messages")
     if subject.tokenizer.eos_token_id is None:

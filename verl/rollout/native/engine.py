@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from verl.config import RolloutConfig, full_key
 from verl.config.active_keys import quantized_keys
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
-from verl.distributions import load_part
+from verl.distributions import load_part, require_part
 from verl.errors import ConfigError, ModelError
 from verl.families import ROLLOUT_ENGINES
 from verl.models.adapter_weights import AdapterWeights
@@ -37,10 +37,6 @@ from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
 from verl.rollout.native.cuda.backend import DeviceBackend
-from verl.rollout.native.draft_costs import DraftMemory
-from verl.rollout.native.draft_head import require_head
-from verl.rollout.native.draft_model import require_kernels
-from verl.rollout.native.drafts import Drafter
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.paging import Paging
@@ -50,6 +46,10 @@ from verl.rollout.native.torch.forward import DenseForward, compiled, plain_part
 from verl.rollout.native.torch.kv_cache import SlotStore, rounded
 from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
+if TYPE_CHECKING:
+    from verl.rollout.native.drafts.costs import DraftMemory
+
+_DRAFTS = "verl.rollout.native.drafts.drafter"
 _INVARIANT, _METHODS = full_key("rollout.batch_invariant"), full_key("rollout.speculative.methods")
 
 
@@ -71,6 +71,12 @@ class NativeRollout(RolloutEngine):
     facts = ROLLOUT_ENGINES.facts["native"]
     _: KW_ONLY
     device_kernel: VarlenKernel = FLASH
+
+    @classmethod
+    def require_package(cls, config: RolloutConfig, key: str = "rollout.name") -> None:
+        """See RolloutEngine: drafts are a part."""
+        if methods := config.speculative.methods:
+            require_part(_DRAFTS, f"{_METHODS}={methods}")
 
     @classmethod
     def require_divisible(cls, config: PreTrainedConfig, size: int) -> None:
@@ -99,7 +105,7 @@ class NativeRollout(RolloutEngine):
             follow_routing(self.module)
         self.require_model(self.module, self.config, next(self.module.parameters()).device)
         if self.config.speculative.methods:
-            self._drafts = DraftMemory.of(self.module, self.tokenizer, self.config)
+            self._drafts = load_part(_DRAFTS).DraftMemory.of(self.module, self.tokenizer, self.config)
 
     @classmethod
     def require_model(cls, module: HFModule, config: RolloutConfig, device: torch.device) -> None:
@@ -114,10 +120,8 @@ class NativeRollout(RolloutEngine):
         if methods and not invariance.holds:
             other = f", or {_INVARIANT}=auto" if config.batch_invariant == "off" else ""
             raise ConfigError(f"{_METHODS}={methods} would change samples: {invariance.why}. Set it to []{other}.")
-        if "mtp" in methods:
-            require_head(module)
-        if "model" in methods and Path(str(config.speculative.model_path)).is_dir():
-            require_kernels(str(config.speculative.model_path), next(module.parameters()).dtype)
+        if methods:
+            load_part(_DRAFTS).require_drafts(module, config.speculative)
 
     def invariance(self) -> Invariance:
         """Whether a sample's bits depend on the other samples of its batch; determined at the first call."""
@@ -344,7 +348,7 @@ class NativeGeneration:
                 self.scheduler.slots = open_records(engine.module, engine.config, self.scheduler.step_number)
             if engine._drafts is not None and isinstance(dense, CpuForward) and self.scheduler.grammars is None:
                 engine._drafts.open(dense)
-                self.scheduler.drafter = Drafter(engine._drafts, self.scheduler.rows, self.params)
+                self.scheduler.drafter = load_part(_DRAFTS).Drafter(engine._drafts, self.scheduler.rows, self.params)
             self._backend = HostBackend(
                 self.scheduler, engine.module, dense, stores, paging=paging,
                 adapters=None if dense is None else engine.named_adapters(),

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +17,12 @@ import torch
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import NOTHING_SAVED, BatchRows, Group, Prompts, SavedTokens, StepInputs
-from verl.rollout.native.drafts import Drafter
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.recording import SlotRecords
 from verl.rollout.requests import OpenSamples, StopRules, random_keys
+
+if TYPE_CHECKING:
+    from verl.rollout.native.drafts.drafter import Drafter
 
 
 class Sampled(Protocol):

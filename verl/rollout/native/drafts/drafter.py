@@ -12,18 +12,21 @@ kernels compute a token's bits with any neighbours.
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from verl.config.sections.rollout import SpeculativeConfig
 from verl.data_proto.samples import SamplingParams
+from verl.models.hf_module import HFModule
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import BatchRows, Group, StepInputs
-from verl.rollout.native.draft_costs import Acceptance, DraftMemory
-from verl.rollout.native.draft_head import DraftHead
-from verl.rollout.native.draft_model import MOST_CONTEXT, MOST_SAMPLES, DraftFollower
-from verl.rollout.native.draft_texts import OF_MODEL, Guess, TextIndex
+from verl.rollout.native.drafts.costs import Acceptance, DraftMemory
+from verl.rollout.native.drafts.head import DraftHead, require_head
+from verl.rollout.native.drafts.model import MOST_CONTEXT, MOST_SAMPLES, DraftFollower, require_kernels
+from verl.rollout.native.drafts.texts import OF_MODEL, Guess, TextIndex
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 
@@ -34,6 +37,14 @@ _MOST_CERTAIN = 0.98
 _MOST_OF_ROW = 32  # expected right guesses of a row, before older ones count half
 _ROW_WEIGHT = 4.0  # accepted guesses that a row is assumed to have had as expected
 _TRIAL_STEPS = 64  # without the draft model, until one guess of it is tried again
+
+
+def require_drafts(policy: HFModule, config: SpeculativeConfig) -> None:
+    """Raise ConfigError if the policy has no head that guesses, or the kernels do not compute the draft model."""
+    if "mtp" in config.methods:
+        require_head(policy)
+    if "model" in config.methods and Path(str(config.model_path)).is_dir():
+        require_kernels(str(config.model_path), next(policy.parameters()).dtype)
 
 
 class _Row:

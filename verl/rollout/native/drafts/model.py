@@ -3,7 +3,7 @@
     text of a sample   | tokens with stored keys | newer tokens | guess 1 | guess 2 | ...
     forwards                                      ────────────► guess 1 ─► guess 2 ─► ...
 
-Its guesses are verified (drafts.py), so its own bits decide speed only: it multiplies in int8 where the processor can.
+Its guesses are verified (drafter.py), so its own bits decide speed only: it multiplies in int8 where the processor can.
 """
 
 from __future__ import annotations

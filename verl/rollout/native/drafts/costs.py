@@ -11,9 +11,9 @@ from verl.config.sections.rollout import RolloutConfig, SpeculativeConfig
 from verl.data_proto.tokenizer import Tokenizer
 from verl.models.hf_module import HFModule
 from verl.rollout.native.compiled.forward import CpuForward
-from verl.rollout.native.draft_head import DraftHead
-from verl.rollout.native.draft_model import DraftFollower, draft_model
-from verl.rollout.native.draft_texts import MOST_MATCHED, OF_MODEL, Guess, History
+from verl.rollout.native.drafts.head import DraftHead
+from verl.rollout.native.drafts.model import DraftFollower, draft_model
+from verl.rollout.native.drafts.texts import MOST_MATCHED, OF_MODEL, Guess, History
 
 _BOUND_ROWS = 8  # rows up to which a step on a CPU takes the time of reading the weights
 _FADES = 256  # steps after which half of a measured time is forgotten

@@ -27,7 +27,7 @@ from verl.models.hf_module import HFModule
 from verl.models.load import num_parameters
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.store import BlockStore, Shape
-from verl.rollout.native.draft_model import MOST_CONTEXT, MOST_SAMPLES, DraftFollower, Followed
+from verl.rollout.native.drafts.model import MOST_CONTEXT, MOST_SAMPLES, DraftFollower, Followed
 from verl.rollout.native.torch.forward import Product, compiled, plain_parts, product
 from verl.rollout.requests import vocab_size
 
