@@ -3,10 +3,10 @@ device with all the rows. The second step has the weights and the optimizer's st
 
 import functools
 import glob
-import itertools
 import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -109,23 +109,23 @@ def check_calls_of_modules(folder):
         for division in [name for name, computes in divisions.items() if computes]:
             sizes = {} if division == "none" else {f"{division}_parallel_size": 2}
             adapters = (0, 4) if division == "none" else (4,)
-            for lora, run in itertools.product(adapters, (with_autograd, lambda function: function())):
-                if division == "none" or dist.get_world_size() > 1:
-                    count = run(lambda: _num_calls(folder, family, batch, lora, **sizes))  # noqa: B023
-                    counts[f"{family} {division} {lora} {run is with_autograd}"] = count
+            for lora in adapters if division == "none" or dist.get_world_size() > 1 else ():
+                of_gpu, of_cpu = _num_calls(folder, family, batch, lora, **sizes)
+                counts |= {f"{family} {division} {lora} {is_gpu}": n for is_gpu, n in ((True, of_gpu), (False, of_cpu))}
     return counts
 
 
 def _num_calls(folder, family, batch, lora=0, **division):
+    """With the layers of a GPU, and of a CPU."""
     model = {"lora_rank": lora}
-    engine, calls = make_engine(one_layer(folder, family), FSDPEngine, model=model, engine=division), []
+    engine, calls = make_engine(one_layer(folder, family), FSDPEngine, model=model, engine=division), Counter()
     for name, part in engine.module.get_decoder().named_modules():
         if name != "rotary_emb" and not isinstance(part, FSDPModule):
-            part.register_forward_pre_hook(lambda part, _: calls.append(part))
+            part.register_forward_pre_hook(lambda *_: calls.update([forward._FUSED_DEVICES]))
     share, micro = batch.select_idxs(rows_of(engine, len(batch))), MicroBatching(max_tokens=24)
-    engine.forward(share, OUTPUTS["lm"], micro)
-    step(engine, share, micro, "lm")
-    return len(calls)
+    for run in (with_autograd, lambda function: function()):
+        run(lambda: (engine.forward(share, OUTPUTS["lm"], micro), step(engine, share, micro, "lm")))
+    return calls[()], calls[forward._FUSED_DEVICES]
 
 
 def imitation_loss(outputs, batch, totals):
