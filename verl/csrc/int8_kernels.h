@@ -11,10 +11,12 @@
 #if WIDTH == 16
 #define MR 8
 #define v_scaled(sum, scale) v_mul(_mm512_cvtepi32_ps(sum), scale)
+#define v_beyond(x, limit) _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ)
 #define v_signed(x, up, down) _mm512_sra_epi32(_mm512_sll_epi32(x, _mm_cvtsi32_si128(up)), _mm_cvtsi32_si128(down))
 #else
 #define MR 4
 #define v_scaled(sum, scale) v_mul(_mm256_cvtepi32_ps(sum), scale)
+#define v_beyond(x, limit) _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GT_OQ))
 #define v_signed(x, up, down) _mm256_sra_epi32(_mm256_sll_epi32(x, _mm_cvtsi32_si128(up)), _mm_cvtsi32_si128(down))
 #endif
 #define NR (3 * WIDTH)
@@ -24,7 +26,12 @@
 #if HAS_DOT && WIDTH == 16
 #define GROUP 4
 #define v_weights(p) v_loadi(p)
-#define v_dot(sum, a, w) _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(a), w)
+#define v_dot(sum, a, w) NAME(dot)(sum, _mm512_set1_epi32(a), w)
+INLINE vi NAME(dot)(vi sum, vi a, vi w) /* GCC 12 copies the sum before and after the intrinsic: 48 moves beside 24 products */
+{
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(w));
+    return sum;
+}
 #define v_plus(a, b) _mm512_add_epi32(a, b)
 #elif HAS_DOT
 #define GROUP 4
@@ -45,17 +52,27 @@
 #define PART ((int64_t)WIDTH * GROUP) /* bytes of a step that a vector holds */
 #define HEADER ((int64_t)NR * 8)      /* of a panel: scales [NR] as floats, then `below` [NR] as int32 */
 
+INLINE vf NAME(values)(const int halves, const char *row, int64_t i) { return halves ? v_load_bf16(row + 2 * i) : v_load((const float *)row + i); }
+
 /* The square beyond which a value of a row is an outlier; sums have one order on all processors */
 INLINE float NAME(square_limit)(const int halves, const char *row, int64_t n)
 {
-    float parts[16] = {0}, sum = 0.0f;
-    for (int64_t i = 0; i < n; i += 16)
-        for (int64_t j = 0; j < 16 && i + j < n; j++) {
-            const float x = NAME(value)(row, i + j, halves);
-            parts[j] += x * x;
+    vf parts[16 / WIDTH];
+    float lanes[16], sum = 0.0f;
+    int64_t i = 0;
+    for (int64_t j = 0; j < 16 / WIDTH; j++)
+        parts[j] = v_set(0.0f);
+    for (; i + 16 <= n; i += 16)
+        for (int64_t j = 0; j < 16 / WIDTH; j++) {
+            const vf x = NAME(values)(halves, row, i + j * WIDTH);
+            parts[j] = v_fma(x, x, parts[j]);
         }
+    for (int64_t j = 0; j < 16 / WIDTH; j++)
+        v_store(lanes + j * WIDTH, parts[j]);
+    for (int64_t j = 0; i + j < n; j++)
+        lanes[j] = __builtin_fmaf(NAME(value)(row, i + j, halves), NAME(value)(row, i + j, halves), lanes[j]);
     for (int j = 0; j < 16; j++)
-        sum += parts[j];
+        sum += lanes[j];
     return sum / (float)n * (float)APART;
 }
 
@@ -64,12 +81,22 @@ INLINE void NAME(quantize_as)(const int halves, char *to, float *scale, struct o
     const float limit = NAME(square_limit)(halves, row, n);
     float rest[n], inverse;
     apart->count = 0;
-    for (int64_t i = 0; i < n; i++) {
-        const float x = NAME(value)(row, i, halves);
-        const int is_apart = x * x > limit && apart->count < n / APART;
-        rest[i] = is_apart ? 0.0f : x;
-        if (is_apart)
-            apart->some[apart->count++] = (struct outlier){(int32_t)i, x};
+    for (int64_t i = 0; i < n; i += WIDTH) { /* few vectors have an outlier */
+        const int64_t end = i + WIDTH < n ? i + WIDTH : n;
+        int beyond = end < i + WIDTH;
+        if (beyond)
+            for (int64_t j = i; j < end; j++)
+                rest[j] = NAME(value)(row, j, halves);
+        else {
+            const vf x = NAME(values)(halves, row, i);
+            v_store(rest + i, x);
+            beyond = v_beyond(v_mul(x, x), v_set(limit));
+        }
+        for (int64_t j = i; beyond && j < end; j++)
+            if (rest[j] * rest[j] > limit && apart->count < n / APART) {
+                apart->some[apart->count++] = (struct outlier){(int32_t)j, rest[j]};
+                rest[j] = 0.0f;
+            }
     }
     *scale = NAME(scale_of)((const char *)rest, n, 0, &inverse);
     for (int64_t i = 0; i < n; i++)
@@ -247,4 +274,5 @@ static const struct int8_kernels NAME(kernels) = {GROUP, HEADER, ROWS_OF_SUMS, N
 #undef v_dot
 #undef v_plus
 #undef v_scaled
+#undef v_beyond
 #undef v_signed
