@@ -122,7 +122,7 @@ def _num_calls(folder, family, batch, lora=0, **division):
     for name, part in engine.module.get_decoder().named_modules():
         if name != "rotary_emb" and not isinstance(part, FSDPModule):
             part.register_forward_pre_hook(lambda *_: calls.update([forward._FUSED_DEVICES]))
-    share, micro = batch.select_idxs(rows_of(engine, len(batch))), MicroBatching(max_tokens=24)
+    share, micro = batch.select_idxs(rows_of(engine, len(batch))), MicroBatching(max_tokens=128)  # one
     for run in (with_autograd, lambda function: function()):
         run(lambda: (engine.forward(share, OUTPUTS["lm"], micro), step(engine, share, micro, "lm")))
     return calls[()], calls[forward._FUSED_DEVICES]
