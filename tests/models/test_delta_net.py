@@ -75,8 +75,7 @@ def test_chunks_of_packed_rows_equal_the_rule_token_by_token(groups, seed):
     streams = streams_of(sum(segment.length for segment in segments), seed)
     ours, _ = delta_rule(streams, DeltaPlan(segments, 3, torch.device("cpu")))
     zero, total, is_read = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64), 0.0, torch.zeros(len(ours))
-    longest = max(map(len, rows))
-    padded = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows]).T
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows])
     by_row, _ = by_token([x[padded] for x in streams], zero)  # all rows at once
     for number, row in enumerate(rows):
         expected = by_row[: len(row), number]
