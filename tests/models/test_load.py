@@ -21,6 +21,7 @@ from verl.models import check, quiet
 from verl.models.attention import ATTENTION_NAME
 from verl.models.check import choose_forward, largest_difference, packed_problem, require_dtype
 from verl.models.load import (
+    empty_model,
     load_causal_lm,
     load_external,
     load_model,
@@ -292,6 +293,18 @@ def test_value_model_starts_at_zero_and_finds_its_saved_head(tiny_folder, tmp_pa
     assert again.score.bias.item() == 0.5
     theirs = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)  # opens elsewhere too
     assert torch.equal(theirs.score.weight.float(), module.score.weight.to(theirs.score.weight.dtype).float())
+
+
+def test_routers_have_the_dtype_of_the_model(tmp_path, monkeypatch):
+    """transformers 5.24 keeps the routers of some mixtures in float32."""
+    family = transformers.DeepseekV3PreTrainedModel
+    monkeypatch.setattr(family, "_keep_in_fp32_modules_strict", {"e_score_correction_bias", "gate.weight"})
+    folder = make_tiny_model(tmp_path, "deepseek_v3")
+    for loaded in (
+        load_causal_lm(folder, dtype=torch.bfloat16),
+        empty_model(ModelConfig(path=str(folder)), "lm", torch.bfloat16, False),
+    ):
+        assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
 
 
 def test_a_classifier_with_two_labels_is_no_value_model(tiny_folder, tmp_path):

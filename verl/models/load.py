@@ -373,6 +373,10 @@ def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         except ValueError as error:
             log.warning("Activations are kept, not computed again: %s.", files.reason(error))
+    dtype = next(module.parameters()).dtype
+    for name, parameter in module.named_parameters():
+        if name.endswith(".gate.weight"):  # transformers 5.24 keeps routers in float32; decoders take one dtype
+            parameter.data = parameter.data.to(dtype)
     guard_rotations(module)
     lay_out_delta_nets(module)
     return turn_off(module)
