@@ -118,7 +118,7 @@ def _ready(
     if rates := _settle(module, gradient_checkpointing):
         listed = ", ".join(f"{key}={value}" for key, value in rates.items())
         log.info(
-            "Dropout is off, whatever config.json says (%s): log-probs with dropout differ from the sampler's.", listed
+            "Dropout is off, whatever config.json says (%s): with it, log-probs differ from the sampler's.", listed
         )
     if share := balancing_share(module.config):
         log.warning("output_router_logits of config.json has no effect: no loss has the term of %s.", share)
@@ -373,10 +373,9 @@ def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         except ValueError as error:
             log.warning("Activations are kept, not computed again: %s.", files.reason(error))
-    dtype = next(module.parameters()).dtype
     for name, parameter in module.named_parameters():
         if name.endswith(".gate.weight"):  # transformers 5.24 keeps routers in float32; decoders take one dtype
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(next(module.parameters()).dtype)
     guard_rotations(module)
     lay_out_delta_nets(module)
     return turn_off(module)
