@@ -117,9 +117,7 @@ def _ready(
     """The module on its device, without randomness, with its weights and its forward checked."""
     if rates := _settle(module, gradient_checkpointing):
         listed = ", ".join(f"{key}={value}" for key, value in rates.items())
-        log.info(
-            "Dropout is off, whatever config.json says (%s): with it, log-probs differ from the sampler's.", listed
-        )
+        log.info("Dropout is off, whatever config.json says (%s). With it log-probs differ from the sampler's.", listed)
     if share := balancing_share(module.config):
         log.warning("output_router_logits of config.json has no effect: no loss has the term of %s.", share)
     module.to(device)
