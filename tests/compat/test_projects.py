@@ -52,7 +52,7 @@ def test_the_page_says_what_projects_get():
     section = page.split("## Projects on the released verl")[1].split("\n## ")[0]
     named = re.findall(r"`([\w.]+(?:/[\w./]+)?)`", section)
     modules = [name for name in named if name.startswith("verl.")]
-    assert len(modules) >= 8
+    assert len(modules) >= 6
     for module in modules:
         with pytest.raises(ReplacedModuleError):
             importlib.import_module(module)
@@ -111,6 +111,62 @@ def test_rows_in_memory_without_agents_get_a_sentence(project):
     with pytest.raises(ConfigError, match="The rows of MemoryRows would not be used"):
         RayPPOTrainer(project, train_dataset=memory_rows(1))
     assert torch.is_tensor(memory_rows(1)[0]["fake_ids"])
+
+
+def test_worker_groups_that_a_project_builds_are_the_run(project, caplog):
+    """As rLLM's backend has them: `mini_batch_size` and `epochs` of the rows decide the optimizer steps."""
+    pytest.importorskip("ray")
+    from tests.compat.recipes.own_worker_groups import Backend
+
+    backend = Backend(project, steps=2)
+    before = backend.workers._run.loop.state.step
+    caplog.set_level("DEBUG", "verl.roles.model")
+    for number in (1, 2):
+        backend.step(number, [[65 + row, 66, *range(70, 70 + row)] for row in range(6)])
+    assert max(backend.gaps) < 1e-4  # the sampler has the weights that train
+    assert all(row["actor/grad_norm"] > 0 for row in backend.metrics)
+    assert caplog.text.count("actor: optimizer steps of [3, 3, 3, 3] rows") == 2
+    assert "here they are means over the 5 rows that train" in caplog.text
+    assert (before, backend.workers._run.step) == (0, 2)
+    assert weights(Path(project.trainer.default_local_dir), 2)
+    backend.workers.load_checkpoint("runs/global_step_2/actor")
+    with pytest.raises(ConfigError, match="resumed from global_step_2"):
+        backend.workers.load_checkpoint("runs/global_step_1/actor")
+    backend.workers.close()
+
+
+def test_workers_that_would_not_be_used_get_a_sentence(project):
+    pytest.importorskip("ray")
+    from tests.compat.recipes.own_worker_groups import ChosenLoss, own_loss
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+    from verl.workers.utils.losses import ppo_loss
+
+    class Own(ActorRolloutRefWorker):
+        pass
+
+    section = project.actor_rollout_ref
+    for cls, config, message in (
+        (Own, section, "The worker class Own would not be used"),
+        (ActorRolloutRefWorker, OmegaConf.to_container(section), "not a copy of that section"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(cls=cls, config=config))
+    workers = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(cls=ActorRolloutRefWorker, config=section))
+    project.trainer.total_training_steps = None
+    with pytest.raises(ConfigError, match="set trainer.total_training_steps"):
+        workers.init_model()
+    for loss in (own_loss, lambda model_output, data, dp_group: 0.0):
+        with pytest.raises(ConfigError, match="register_policy_loss"):
+            workers.set_loss_fn(loss)
+    with pytest.raises(ConfigError, match="takes no model outputs"):
+        ppo_loss(section.actor, {"log_probs": 0}, {})
+    chosen = ChosenLoss(section.actor)
+    workers.set_loss_fn(chosen)
+    rows = tu.get_tensordict({"input_ids": torch.ones(2, 3)})
+    with pytest.raises(ConfigError, match="no padded column prompts"):
+        workers.compute_log_prob(rows)
 
 
 def test_servers_of_workers_of_a_script_get_a_sentence():

@@ -1,5 +1,7 @@
 """Names of the existing verl's agent loops that have no counterpart: here each rank's rollout worker runs its episodes."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +21,16 @@ from verl.tools.tool_registry import load_class
 
 
 class AgentLoopManager:
-    """Not used here: making one raises ConfigError."""
+    """Not used here: making one raises ConfigError; `create` gives one whose episodes do."""
+
+    @classmethod
+    def create(cls, config: object, llm_client: object = None, **_: object) -> AgentLoopManager:
+        """For scripts that sample by `llm_client` themselves."""
+        if cls is not AgentLoopManager:
+            return cls()
+        manager = object.__new__(cls)
+        manager.generate_sequences = cls  # type: ignore[attr-defined]
+        return manager
 
     def __init__(self, *args: object, **kwargs: object):
         raise ConfigError(
@@ -30,6 +41,10 @@ class AgentLoopManager:
 
 class AgentLoopWorker(AgentLoopManager):
     """See AgentLoopManager."""
+
+
+class AsyncLLMServerManager(AgentLoopManager):
+    """The same of earlier releases, with rollout.mode=async."""
 
 
 class Qwen3XMLToolParser(QwenCoderToolParser):

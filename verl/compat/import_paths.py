@@ -230,6 +230,9 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.roles.model": "UpdateWorker=ModelRole",
         "verl.compat.models": "init_context",
     },
+    "verl.workers.engine_workers": {
+        "verl.compat.task_runner": "ActorRolloutRefWorker CriticWorker TrainingWorker=CriticWorker"
+    },
     "verl.workers.fsdp_workers": _WORKERS,
     "verl.workers.megatron_workers": _WORKERS,
     "verl.workers.roles": {"verl.compat.task_runner": "CriticWorker RewardModelWorker"},
@@ -245,11 +248,13 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.workers.config.model": {"verl.compat.sections": "HFModelConfig"},
     "verl.workers.config.optimizer": {"verl.config": "FSDPOptimizerConfig=OptimConfig OptimizerConfig=OptimConfig"},
     "verl.workers.config.rollout": {"verl.config": "RolloutConfig"},
+    "verl.workers.rollout.async_server": {"verl.compat.agents": "AsyncLLMServerManager"},
     "verl.workers.rollout.llm_server": {"verl.compat.llm_server": "LLMServerClient LLMServerManager"},
     "verl.workers.rollout.replica": {"verl.agents.loops": "TokenOutput"},
     "verl.workers.sharding_manager": {_SHARDING: "FSDPVLLMShardingManager MegatronVLLMShardingManager"},
     "verl.workers.sharding_manager.fsdp_vllm": {_SHARDING: "FSDPVLLMShardingManager"},
     "verl.workers.sharding_manager.megatron_vllm": {_SHARDING: "MegatronVLLMShardingManager"},
+    "verl.workers.utils.losses": {"verl.compat.run_workers": "ppo_loss"},
     "verl.workers.utils.padding": {
         "verl.compat.nested": "build_attention_mask_from_nested embeds_padding_2_no_padding left_right_2_no_padding "
         "no_padding_2_padding response_from_nested response_to_nested"

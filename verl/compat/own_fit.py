@@ -197,9 +197,10 @@ class FitRun:
         self.forward_s = time.perf_counter() - began
         return values
 
-    def update(self, role: str, batch: DataProto, step: int) -> dict[str, float]:
-        """All optimizer steps of a role on `batch`; returns its metrics. Guards check the batch and the steps; a batch that
-        they leave out has training/skipped_batches. Raises NumericsError if a guard stops the run or would go back."""
+    def update(self, role: str, batch: DataProto, step: int, **schedule: int) -> dict[str, float]:
+        """All optimizer steps of a role on `batch`, with another `size` or `epochs` of its `schedule`; returns its metrics.
+        Guards check the batch and the steps; a batch that they leave out has training/skipped_batches. Raises NumericsError if
+        a guard stops the run or would go back."""
         _require_rows(batch)
         step, is_own = _number(step), "ordinal" not in batch.batch.keys()  # rows that agents outside have made
         if not is_own and (
@@ -211,7 +212,9 @@ class FitRun:
             )
         handle = getattr(self.roles, role)
         result, guards = StepBatch(self._inward(batch)), self.program.guards
+        usual = handle.schedule
         try:
+            handle.schedule = replace(usual, **schedule)
             with self._calls, guards.step(step, result, self.program.samples.cursor):
                 guards.check_samples(result, needs_scores=False)
                 guards.check_credit(result)
@@ -224,6 +227,8 @@ class FitRun:
                 f"{back}. A fit of one's own cannot go back to a checkpoint: set trainer.guards.*.action to skip or stop, or "
                 "run the same command again to resume from the newest checkpoint."
             ) from back
+        finally:
+            handle.schedule = usual
         self.loop.saved_step = -1  # a checkpoint of this step lacks the update
         self._open = result, step
         if role == "actor":

@@ -8,10 +8,13 @@ Several groups on one pool share its places. Arguments and results are carried b
 are the user's.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from verl.compat.run_workers import RunWorkers, stand_for_roles
+from verl.compat.sections import names_of_caller
 from verl.compat.user_process import UserProcess
 from verl.errors import ConfigError, MissingExtraError, NameConfigError
 from verl.parallel.dispatch import CallPlan, MethodCall
@@ -142,7 +145,19 @@ class ResourcePoolManager:
 
 
 class RayWorkerGroup(WorkerGroup):
-    """One process per place of `resource_pool`, with the workers of `ray_cls_with_init` in it."""
+    """One process per place of `resource_pool`, with the workers of `ray_cls_with_init` in it. Classes of roles give
+    the run (RunWorkers)."""
+
+    def __new__(
+        cls, resource_pool: RayResourcePool, ray_cls_with_init: RayClassWithInitArgs | ColocatedClasses, **_: object
+    ) -> Any:
+        several = (
+            ray_cls_with_init.classes if isinstance(ray_cls_with_init, ColocatedClasses) else {"": ray_cls_with_init}
+        )
+        if not stand_for_roles(worker.cls for worker in several.values()):
+            return super().__new__(cls)
+        sections = [worker.kwargs["config"] for worker in several.values() if "config" in worker.kwargs]
+        return RunWorkers(next(iter(sections), None), names_of_caller(sys._getframe(1).f_globals))
 
     def __init__(
         self,

@@ -31,9 +31,9 @@ SENTENCES = {
         verl.single_controller.ray.megatron verl.third_party verl.trainer.distillation verl.trainer.fsdp_sft_trainer:
         verl.utils.checkpoint.fsdp_checkpoint_manager verl.utils.checkpoint.megatron_checkpoint_manager verl.utils.fsdp_utils:
         verl.utils.megatron verl.utils.megatron_utils verl.utils.memory_buffer verl.utils.rendezvous verl.utils.veomni
-        verl.workers.actor verl.workers.critic verl.workers.engine verl.workers.engine_workers
+        verl.workers.actor verl.workers.critic verl.workers.engine verl.workers.engine_workers:
         verl.workers.engine_workers_tinker
-        verl.workers.fsdp_workers: verl.workers.megatron_workers: verl.workers.sharding_manager verl.workers.utils.losses
+        verl.workers.fsdp_workers: verl.workers.megatron_workers: verl.workers.sharding_manager verl.workers.utils.losses:
         """.split(),
         _ENGINES,
     ),

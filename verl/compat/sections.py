@@ -102,8 +102,8 @@ class HFModelConfig(ModelConfig):
 
 
 def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
-    """A section (OmegaConf or dict) as `dataclass_type`, or as the class that its `_target_` names; a dataclass is returned
-    unchanged. Raises ConfigError for a key that the class lacks, and ValueError without a class."""
+    """A section (OmegaConf or dict) as `dataclass_type`, or as the class that its `_target_` or its place in a tree names; a
+    dataclass is returned unchanged. Raises ConfigError for a key that the class lacks, and ValueError without a class."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -113,6 +113,10 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
         return config
     tree = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
     assert isinstance(tree, dict)
+    place = "" if "_target_" in tree else getattr(config, "_get_full_key", lambda _: "")(None)
+    if dataclass_type is None and dataclasses.is_dataclass(_at(PPOConfig(), place)):
+        root = cast("DictConfig", config)._get_root()
+        return _at(loaded_config(root, reads=names_of_caller(sys._getframe(1).f_globals)).config, place)
     if dataclass_type is None:
         target = str(tree.get("_target_") or "")
         if "." not in target:
@@ -126,6 +130,13 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
     except OmegaConfBaseException as error:
         name = getattr(dataclass_type, "__name__", str(dataclass_type))
         raise ConfigError(f"The section does not fit {name}: {str(error).splitlines()[0]}") from error
+
+
+def _at(tree: object, place: str) -> Any:
+    """The section or value of a tree at a place as "actor_rollout_ref.actor"; None without one."""
+    return (
+        functools.reduce(lambda section, name: getattr(section, name, None), place.split("."), tree) if place else None
+    )
 
 
 def loaded_config(config: object, program: type | None = None, reads: set[str] | None = None) -> LoadedConfig[Any]:
