@@ -74,12 +74,13 @@ def _user_settings(
     values: Mapping[str, object] | Sequence[Mapping[str, object]] = (),
     fallbacks: Mapping[str, object] | None = None,
 ) -> UserSettings:
-    file = sources.find(schema, config_path, config_name)
-    face: Face = "release" if sources.builds_on_release(schema, config_name, file) else defaults
-    user = UserSettings(schema, defaults=face, has_preset=bool(fallbacks) and defaults == "command")
+    file, notices = sources.find(schema, config_path, config_name), list[str]()
+    parts = [] if file is None else list(sources.read_tree(schema, file, notices))  # each file takes 0.1 s
+    face: Face = "release" if sources.builds_on_release(schema, config_name, parts) else defaults
+    user = UserSettings(schema, notices=notices, defaults=face, has_preset=bool(fallbacks) and defaults == "command")
     if fallbacks:
         user.add_file("preset", dict(fallbacks))
-    for path, tree in sources.read_tree(schema, file, user.notices) if file is not None else ():
+    for path, tree, _ in parts:
         user.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
     for values_tree in filter(None, [values] if isinstance(values, Mapping) else values):
         user.add_file("Python", dict(values_tree))

@@ -1,9 +1,9 @@
 """YAML files: finding them as Hydra does, and reading them with the files they build upon."""
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.config.keys import yaml_loader
 from verl.config.schema import Schema
@@ -16,6 +16,14 @@ _MAX_BYTES = 10_000_000  # of a file
 _MAX_VALUES = 100_000  # of a file, counting the values of an alias each time
 BUILT_IN = Path(__file__).parent / "yaml"
 PACKAGE = Path(__file__).parents[1] / "trainer"  # Hydra looks for --config-path relative to it
+
+
+class Part(NamedTuple):
+    """Values of `file`, with the entries of its defaults list, or of a choice in this list."""
+
+    file: Path
+    values: dict[str, object]
+    entries: Sequence[object] = ()
 
 
 def built_in_names(schema: Schema[object]) -> list[str]:
@@ -61,13 +69,10 @@ def find(schema: Schema[object], config_path: str | None, config_name: str | Non
     raise ConfigError(f"There is no config named {config_name!r}{hint} To use a file, give --config-path as well.")
 
 
-def builds_on_release(schema: Schema[object], config_name: str | None, file: Path | None) -> bool:
-    """Whether `config_name`, or a defaults list of `file` or of files that it includes, names a config of existing releases."""
-    if (config_name or "").removesuffix(".yaml") in schema.config_names:
-        return True
-    files = () if file is None else (path for path, _ in read_tree(schema, file, []))
-    names = (name for path in files for name in _entries(path, _parse(path)) if isinstance(name, str))
-    return any(name in schema.config_names for name in names)
+def builds_on_release(schema: Schema[object], config_name: str | None, parts: Iterable[Part]) -> bool:
+    """Whether `config_name`, or a defaults list of `parts`, names a config of existing releases."""
+    names = [entry for part in parts for entry in part.entries if isinstance(entry, str)]
+    return any(name in schema.config_names for name in [(config_name or "").removesuffix(".yaml"), *names])
 
 
 def _is_of_package(config_path: str) -> bool:
@@ -90,11 +95,9 @@ def _existing(file: Path) -> Path:
     )
 
 
-def read_tree(
-    schema: Schema[object], file: Path, notices: list[str], above: tuple[Path, ...] = ()
-) -> Iterator[tuple[Path, dict[str, object]]]:
-    """(file, tree) of `file` and of the files that its `defaults:` list names, in the order of their application. `above` are
-    the files that name this one."""
+def read_tree(schema: Schema[object], file: Path, notices: list[str], above: tuple[Path, ...] = ()) -> Iterator[Part]:
+    """`file`, and the files and choices of its `defaults:` list, in the order of their application. `above` are the files that
+    name this one."""
     if file in above:
         raise ConfigError(
             f"The config file {file} includes itself through its defaults list ({' -> '.join(map(str, above))})."
@@ -108,12 +111,12 @@ def read_tree(
         entries = [*entries, "_self_"]
     for entry in entries:
         if entry == "_self_":
-            yield file, values
+            yield Part(file, values, entries)
             continue
         for group, option in entry.items() if isinstance(entry, dict) else ():
             choices = schema.group_choices.get(str(group).partition("@")[0], {})
             if str(option) in choices:
-                yield file, dict(choices[str(option)])
+                yield Part(file, dict(choices[str(option)]))
                 entry = ""
         names = [entry, schema.config_names.get(entry)] if isinstance(entry, str) and entry else []
         candidates = [folder / f"{name}.yaml" for name in names if name for folder in (file.parent, BUILT_IN)]
