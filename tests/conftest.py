@@ -27,13 +27,16 @@ settings.load_profile("verl")
 # Files of 10 s and more, the longest first: begun early they leave no core without work at the end. Launches of ranks take
 # both cores, and run while the other test process is in a file that waits.
 LONGEST = """
-    runtime/test_ray.py rollout/test_contract.py rollout/test_device_backend.py engines/test_fsdp.py
-    tinker/test_service.py runtime/test_spmd.py rewards/test_innocent.py rewards/test_pool.py
-    runtime/test_reshard_runs.py runtime/test_faults.py agents/test_ways.py reshard/test_update.py
-    tinker/test_tenants.py engines/test_contract.py rollout/test_vision.py run/test_vision.py run/test_preference.py
-    run/test_distillation.py run/test_resume.py agents/test_images.py run/test_inputs.py planner/test_search.py
-    agents/test_hostile_episodes.py tracking/test_ledger_crashes.py checkpoint/test_attack.py rollout/test_process.py
-    parallel/test_child_main.py page/test_launch.py tinker/test_document.py
+    runtime/test_ray.py rollout/test_contract.py rollout/test_device_backend.py engines/test_fsdp.py tinker/test_service.py
+    runtime/test_spmd.py rewards/test_innocent.py rewards/test_pool.py runtime/test_reshard_runs.py runtime/test_faults.py
+    agents/test_ways.py reshard/test_update.py tinker/test_ranks.py cli/test_supervise.py rollout/test_draft_head.py
+    tinker/test_bases.py rollout/test_native_forward.py rewards/test_programs.py compat/test_own_fit.py
+    rollout/test_drafts.py examples/test_pages.py data/test_scan.py rollout/test_draft_model.py rollout/test_trainer_bits.py
+    rollout/test_cpu_kernels.py run/test_async.py tinker/test_tenants.py engines/test_contract.py rollout/test_vision.py
+    run/test_vision.py run/test_preference.py run/test_distillation.py run/test_resume.py agents/test_images.py
+    run/test_inputs.py planner/test_search.py agents/test_hostile_episodes.py tracking/test_ledger_crashes.py
+    checkpoint/test_attack.py rollout/test_process.py parallel/test_child_main.py page/test_launch.py
+    tinker/test_document.py
 """.split()
 
 
