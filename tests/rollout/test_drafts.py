@@ -14,6 +14,7 @@ from tests.engines.tiny import make_model_with_head
 from tests.rollout import test_trainer_bits
 from tests.rollout.conftest import make_prompts
 from tests.rollout.simulated import weight_transfer
+from tests.rollout.test_cpu_kernels import DTYPES
 from tests.rollout.test_mixed_adapters import adapted, engine_of, requests
 from tests.slow import each_value
 from verl.config import RolloutConfig, load_config
@@ -112,10 +113,9 @@ def know(truth, prompts, plain, n):
     truth |= {(p.token_ids, i): plain[k * n + i][0] for k, p in enumerate(prompts) for i in range(n)}
 
 
-@pytest.mark.parametrize("cache", [KVCacheConfig(), PAGED, FULL], ids=["plain", "paged", "full"])
 @pytest.mark.parametrize(
-    ("family", "dtype", "n", "rule"),
-    each_value(["llama", "mistral", "qwen3"], [torch.float32, torch.bfloat16], [3, 1], list(RULES)),
+    ("family", "dtype", "n", "rule", "cache"),
+    each_value(["llama", "mistral", "qwen3"], DTYPES, [3, 1], list(RULES), [FULL, PAGED, KVCacheConfig()]),
 )
 def test_samples_are_the_bits_without_drafts(family, dtype, n, rule, cache, make_engine, load, tries_all):
     plain, drafted = pair(make_engine, copy.deepcopy(load(family)).to(dtype), tries_all, kv_cache_config=cache)
