@@ -104,8 +104,7 @@ def test_drafts(core_alone):
 
 def test_an_engine_of_the_user_with_a_copy_of_the_weights(core_alone, monkeypatch):
     monkeypatch.setattr(weight_sync, "ModeSwitch", lambda *settings, **more: None)
-    spec = SimpleNamespace(section=None)
-    context = SimpleNamespace(rollout=spec, device=None, has_own_weights=True, shares_weights=False)
+    context = SimpleNamespace(rollout=SimpleNamespace(section=0), device=0, has_own_weights=True, shares_weights=False)
     with pytest.raises(DistributionError, match=f"^A rollout engine with a copy .* verl-clusters.*{INSTALL}"):
         weight_sync.RankWeightSync(context, None, None)
 

@@ -116,7 +116,6 @@ def check_calls_of_modules(folder):
 
 
 def _num_calls(folder, family, batch, lora=0, **division):
-    """With the layers of a GPU, and of a CPU."""
     model = {"lora_rank": lora}
     engine, calls = make_engine(one_layer(folder, family), FSDPEngine, model=model, engine=division), Counter()
     for name, part in engine.module.get_decoder().named_modules():

@@ -76,9 +76,8 @@ def test_chunks_of_packed_rows_equal_the_rule_token_by_token(groups, seed):
     ours, _ = delta_rule(streams, DeltaPlan(segments, 3, torch.device("cpu")))
     zero, total, is_read = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64), 0.0, torch.zeros(len(ours))
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows])
-    by_row, _ = by_token([x[padded] for x in streams], zero)  # all rows at once
-    for number, row in enumerate(rows):
-        expected = by_row[: len(row), number]
+    for row, outs in zip(rows, by_token([x[padded] for x in streams], zero)[0].unbind(1), strict=True):
+        expected = outs[: len(row)]
         assert torch.allclose(ours[row], expected, rtol=0, atol=1e-10)
         first = is_read[row] == 0  # a shared prompt is one row of the outputs
         total, is_read[row] = total + expected[first].square().sum(), 1.0
