@@ -110,8 +110,8 @@ def check_calls_of_modules(folder):
             sizes = {} if division == "none" else {f"{division}_parallel_size": 2}
             adapters = (0, 4) if division == "none" else (4,)
             for lora in adapters if division == "none" or dist.get_world_size() > 1 else ():
-                of_gpu, of_cpu = _num_calls(folder, family, batch, lora, **sizes)
-                counts |= {f"{family} {division} {lora} {is_gpu}": n for is_gpu, n in ((True, of_gpu), (False, of_cpu))}
+                num_calls = _num_calls(folder, family, batch, lora, **sizes)
+                counts |= {f"{family} {division} {lora} {layers}": number for layers, number in num_calls.items()}
     return counts
 
 
@@ -124,7 +124,7 @@ def _num_calls(folder, family, batch, lora=0, **division):
     share, micro = batch.select_idxs(rows_of(engine, len(batch))), MicroBatching(max_tokens=128)  # one
     for run in (with_autograd, lambda function: function()):
         run(lambda: (engine.forward(share, OUTPUTS["lm"], micro), step(engine, share, micro, "lm")))
-    return calls[()], calls[forward._FUSED_DEVICES]
+    return {"gpu": calls[()], "cpu": calls[forward._FUSED_DEVICES]}
 
 
 def imitation_loss(outputs, batch, totals):

@@ -18,7 +18,7 @@ BUILT_IN = Path(__file__).parent / "yaml"
 PACKAGE = Path(__file__).parents[1] / "trainer"  # Hydra looks for --config-path relative to it
 
 
-class Part(NamedTuple):
+class ConfigPart(NamedTuple):
     """Values of `file`, with the entries of its defaults list, or of a choice in this list."""
 
     file: Path
@@ -69,7 +69,7 @@ def find(schema: Schema[object], config_path: str | None, config_name: str | Non
     raise ConfigError(f"There is no config named {config_name!r}{hint} To use a file, give --config-path as well.")
 
 
-def builds_on_release(schema: Schema[object], config_name: str | None, parts: Iterable[Part]) -> bool:
+def builds_on_release(schema: Schema[object], config_name: str | None, parts: Iterable[ConfigPart]) -> bool:
     """Whether `config_name`, or a defaults list of `parts`, names a config of existing releases."""
     names = [entry for part in parts for entry in part.entries if isinstance(entry, str)]
     return any(name in schema.config_names for name in [(config_name or "").removesuffix(".yaml"), *names])
@@ -95,7 +95,9 @@ def _existing(file: Path) -> Path:
     )
 
 
-def read_tree(schema: Schema[object], file: Path, notices: list[str], above: tuple[Path, ...] = ()) -> Iterator[Part]:
+def read_tree(
+    schema: Schema[object], file: Path, notices: list[str], above: tuple[Path, ...] = ()
+) -> Iterator[ConfigPart]:
     """`file`, and the files and choices of its `defaults:` list, in the order of their application. `above` are the files that
     name this one."""
     if file in above:
@@ -111,12 +113,12 @@ def read_tree(schema: Schema[object], file: Path, notices: list[str], above: tup
         entries = [*entries, "_self_"]
     for entry in entries:
         if entry == "_self_":
-            yield Part(file, values, entries)
+            yield ConfigPart(file, values, entries)
             continue
         for group, option in entry.items() if isinstance(entry, dict) else ():
             choices = schema.group_choices.get(str(group).partition("@")[0], {})
             if str(option) in choices:
-                yield Part(file, dict(choices[str(option)]))
+                yield ConfigPart(file, dict(choices[str(option)]))
                 entry = ""
         names = [entry, schema.config_names.get(entry)] if isinstance(entry, str) and entry else []
         candidates = [folder / f"{name}.yaml" for name in names if name for folder in (file.parent, BUILT_IN)]
