@@ -41,7 +41,6 @@ def test_the_engine_group_of_fine_tuning():
     ("overrides", "words"),
     [
         (["use_megatron_fsdp=True"], "use_megatron_fsdp"),
-        (["override_transformer_config.fp8=hybrid"], "training in FP8 is not available"),
         (["virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size of at least 3"),
     ],
 )
@@ -51,12 +50,18 @@ def test_what_the_megatron_engine_does_not_do_is_refused(overrides, words):
         load_config([*BASE, "data.train_files=x", "data.val_files=x", f"{ACTOR}.strategy=megatron", *keys])
 
 
-def test_settings_of_layers_that_do_not_act_are_one_notice():
+def test_settings_of_layers_that_do_not_act_are_notices():
     layers = f"+{ACTOR}.megatron.override_transformer_config"
-    keys = [f"{layers}.moe_aux_loss_coeff=0.001", f"{layers}.num_layers=3", f"{layers}.apply_rope_fusion=True"]
-    loaded = load_config([*BASE, "data.train_files=x", "data.val_files=x", "model_engine=megatron", *keys])
-    (notice,) = [notice for notice in loaded.notices if "override_transformer_config" in notice]
-    assert "{moe_aux_loss_coeff, num_layers}" in notice
+    keys = ("moe_aux_loss_coeff=0.001", "num_layers=3", "apply_rope_fusion=True", "fp8=hybrid", "fp8_recipe=blockwise")
+    overrides = [
+        "data.train_files=x",
+        "data.val_files=x",
+        "model_engine=megatron",
+        *(f"{layers}.{key}" for key in keys),
+    ]
+    notices = [notice for notice in load_config([*BASE, *overrides]).notices if "override_transformer_config" in notice]
+    assert "{moe_aux_loss_coeff, num_layers}" in notices[0]
+    assert "{fp8, fp8_recipe} (layers multiply" in notices[1]
 
 
 @pytest.mark.parametrize(("engine", "package"), [("megatron", "megatron-core"), ("deepspeed", "deepspeed")])

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import ctypes
+import functools
 import itertools
 import math
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.house.source import PACKAGE
@@ -159,7 +161,19 @@ def rounding(module, grid, rounded=on_grid):
         if isinstance(layer, nn.Linear):
             layer.weight.data = rounded(layer.weight.data, grid, weights=True)
             layer.register_forward_pre_hook(lambda layer, inputs: rounded(inputs[0], grid))
+        elif isinstance(getattr(layer, "gate_up_proj", None), nn.Parameter):
+            layer.forward = functools.partial(experts_of_rows, layer, lambda x, **more: rounded(x, grid, **more))
     return module
+
+
+def experts_of_rows(layer, rounded, x, chosen, shares):
+    """The output of experts, each product of one token and one expert."""
+    out = torch.zeros_like(x)
+    for token, slot in np.ndindex(*chosen.shape):
+        gate_up, down = layer.gate_up_proj[chosen[token, slot]], layer.down_proj[chosen[token, slot]]
+        gate, up = (rounded(x[token : token + 1]) @ rounded(half, weights=True).T for half in gate_up.chunk(2))
+        out[token] += shares[token, slot] * (rounded(F.silu(gate) * up) @ rounded(down, weights=True).T)[0]
+    return out
 
 
 def gap(completions, prompts, module):
@@ -177,8 +191,9 @@ def gap(completions, prompts, module):
 
 
 @needs_kernels
-@pytest.mark.parametrize("grid", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", *ODD])
+@pytest.mark.parametrize(
+    ("grid", "name"), [*itertools.product(["int8", "fp8"], ["llama", "qwen2", "qwen3", *ODD]), ("fp8", "qwen3_moe")]
+)
 def test_log_probs_equal_modules_that_round_alike(grid, name, load, odd_models, make_engine):  # noqa: F811
     module = odd_models[name] if name in ODD else load(name)
     engine = make_engine("native", module=module, max_num_seqs=5, max_num_batched_tokens=24, quantization=grid)

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 # Megatron's memory settings can be left out without changing a result; anything else there would be lost
 _OFFLOAD_SETTINGS = set(
     "optimizer_cpu_offload optimizer_offload_fraction offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
-    "pin_cpu_params use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
+    "pin_cpu_params use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype "
+    "fp8_recipe".split()
 )
+_LAYERS = "the model's config decides what its layers compute, as in every engine"
+_FP8 = "layers multiply in the compute dtype, which is more exact than FP8"
 _FLOAT16 = ("float16", "fp16", "half")
 _LEAST_RATE = 1e-9  # a step of Adam is as long as its rate, and float32 values of 0.02, as of weights, are 2e-9 apart
 _LEAST_LORA_RATE = 2e-6
@@ -258,13 +261,12 @@ def _check_megatron(path: str, megatron: MegatronConfig, root: object) -> Iterat
     role = value_at(root, path.rpartition(".")[0])
     if role.strategy == "megatron":
         yield from (error(path, f"{path}: {sentence}") for sentence in megatron.contradictions())
-        if (unread := megatron.unread_settings()) and not _follows_actor(path, megatron, root):
-            names = f"{path}.override_transformer_config.{{{', '.join(unread)}}}"
-            yield Problem(
-                "notice",
-                path,
-                f"No effect: {names} (the model's config decides what its layers compute, as in every engine)",
-            )
+        unread = [] if _follows_actor(path, megatron, root) else megatron.unread_settings()
+        fp8 = [name for name in unread if name.startswith("fp8")]
+        for names, why in ((sorted(set(unread) - set(fp8)), _LAYERS), (fp8, _FP8)):
+            if names:
+                listed = f"{path}.override_transformer_config.{{{', '.join(names)}}}"
+                yield Problem("notice", path, f"No effect: {listed} ({why})")
 
 
 def _follows_actor(path: str, megatron: MegatronConfig, root: object) -> bool:

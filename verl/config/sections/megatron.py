@@ -114,8 +114,6 @@ class MegatronConfig(Section):
         """Sentences about settings that exclude one another for any model."""
         if self.use_megatron_fsdp:
             yield f"use_megatron_fsdp=True is not available. {INSTEAD}"
-        if fp8 := self.override_transformer_config.get("fp8"):
-            yield f"override_transformer_config.fp8={fp8}: training in FP8 is not available. Remove the keys of fp8."
         virtual, pipeline = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_size
         if virtual and pipeline < 3:  # with two ranks, several messages between the same two would mix
             yield f"virtual_pipeline_model_parallel_size={virtual} needs pipeline_model_parallel_size of at least 3. Remove it."

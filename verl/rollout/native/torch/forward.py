@@ -28,6 +28,7 @@ from verl.models.forward import head_transform
 from verl.models.hf_module import HFModule
 from verl.models.log_probs import Head
 from verl.models.lora import LoRALinear
+from verl.models.ops.experts import grouped_product
 from verl.models.ops.linear import Matmul
 from verl.models.ops.low_precision import Fp8Weight
 from verl.models.ops.pointwise import Turns, inverse_rms, scaled_norm
@@ -57,6 +58,8 @@ class DenseForward:
         narrow = _Fp8 if head.weight.device.type == "cpu" else _fp8_product
         products = [narrow(p) if fp8 and p is not head else product(p, prepack=prepack) for p in projections]
         self._products = {id(p): (number, products[number]) for number, p in enumerate(projections)}
+        mixtures = [layer.mixture for layer in decoder.layers if fp8 and layer.mixture is not None]
+        self._experts = {id(w): _fp8_experts(w, n) for m in mixtures for w, n in ((m.gate_up, 2), (m.down, 1))}
         self._head, self._joins = head, tuple(head.parts[0]._forward_hooks.values())
 
     @classmethod
@@ -86,7 +89,8 @@ class DenseForward:
     @property
     def num_copied_bytes(self) -> int:
         """Memory of the copies of weights that it holds."""
-        return sum(p.num_bytes for _, p in self._products.values() if isinstance(p, _Widened | _Fp8 | Fp8Weight))
+        copies = sum(p.num_bytes for _, p in self._products.values() if isinstance(p, _Widened | _Fp8 | Fp8Weight))
+        return copies + sum(4 * weight.numel() for weight in self._experts.values())
 
     def logits(
         self,
@@ -101,7 +105,8 @@ class DenseForward:
         `positions` [tokens] or [axes, tokens]; `layout`, `adapters` and `images` have the same tokens."""
         decoder = self.decoder
         x = embedded(decoder, ids, images)
-        run = _HostPass(decoder, self._products, layout, turns_of(decoder, x, positions.unsqueeze(-2)), keep)
+        turns = turns_of(decoder, x, positions.unsqueeze(-2))
+        run = _HostPass(decoder, self._products, self._experts, layout, turns, keep)
         keep = keep if run.narrows is None else None  # else the last layer leaves other tokens out
         for adapter, rows in () if adapters is None else adapters.groups():
             run.adapters.append((self._adapters.of(adapter), rows.to(x.device)))
@@ -124,12 +129,13 @@ class _HostPass(DecoderPass):
         self,
         decoder: DenseDecoder,
         products: Mapping[int, tuple[int, Product]],
+        experts: Mapping[int, torch.Tensor],
         layout: StepLayout,
         turns: Mapping[str | None, Turns],
         keep: torch.Tensor | None,
     ):
         super().__init__(decoder)
-        self._products, self._layout, self._turns, self._keep = products, layout, turns, keep
+        self._products, self._experts, self._layout, self._turns, self._keep = products, experts, layout, turns, keep
         self.routing, self._matmul = layout.routing, Matmul(decoder.embed.dtype, decoder.embed.device, False)
         self.narrows = None if keep is None or layout.routing is not None else decoder.layers[-1].o
         self.adapters: list[tuple[list[tuple[Product, Product] | None], torch.Tensor]] = []  # each with its tokens
@@ -176,8 +182,12 @@ class _HostPass(DecoderPass):
             out, here = torch.zeros_like(rows), slice(first, stop)
             out[here] = self.by_experts(replace(mixture, summed=None), rows[here], ends[part] - first)
             return out
-        gate_up = self._matmul.grouped(rows, mixture.gate_up, ends)
-        return self._matmul.grouped(self.activated(gate_up), mixture.down, ends)
+        return self._grouped(self.activated(self._grouped(rows, mixture.gate_up, ends)), mixture.down, ends)
+
+    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        if (values := self._experts.get(id(weight))) is None:
+            return self._matmul.grouped(rows, weight, ends)
+        return grouped_product(on_grid(rows, "fp8"), values, ends).to(rows.dtype)
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See DecoderPass."""
@@ -235,8 +245,10 @@ def require_quantized(module: Any, key: str, value: str, device: torch.device) -
         raise ConfigError(
             f"rollout.name=native computes in int8 on a CPU, and the model is on {device.type}. {end}, or fp8 for weights."
         )
-    if read is None or read[0].has_experts or read[0].departures:
-        raise ConfigError(f"{key}={value} is for plain dense decoders, and {name} is none. {end}.")
+    emulates = value == "fp8" and device.type == "cpu"
+    if read is None or (read[0].has_experts and not emulates) or read[0].departures:
+        experts = " and mixtures of experts" if emulates else ""
+        raise ConfigError(f"{key}={value} is for plain dense decoders{experts}, and {name} is none. {end}.")
     if device.type != "cpu":
         _require_fp8(read[0], f"{key}=fp8", device, end)
     if value == "int8" and compiled(module, *read, prepack=True) is None:
@@ -292,6 +304,12 @@ class _Fp8:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = F.linear(on_grid(x, "fp8"), self._weight, None if self._bias is None else self._bias.float())
         return y.to(x.dtype)
+
+
+def _fp8_experts(weight: nn.Parameter, num_parts: int) -> torch.Tensor:
+    """The values that fp8 has for experts [experts, outputs, inputs] of `num_parts` projections, in float32."""
+    parts = (part for expert in weight.detach() for part in expert.chunk(num_parts))
+    return torch.cat([on_grid(part, "fp8", weights=True) for part in parts]).view(weight.shape)
 
 
 def _fp8_product(projection: Projection) -> Fp8Weight:
