@@ -10,6 +10,7 @@ from tests.config.helpers import ACTOR, GRPO, ROLLOUT, load
 from verl.compat.hydra_groups import GROUPS, files, main
 from verl.config import PPO
 from verl.config.checks import verdicts
+from verl.config.derived_defaults import COMPOSED_NULLS
 from verl.config.load import load_composed
 
 FOLDER = Path(__file__).parents[2] / "verl/trainer/config"
@@ -53,6 +54,11 @@ def test_the_plain_composition_is_the_defaults(compose, resolve):
     assert loaded.config == load().config
     assert loaded.settings == {}
     assert loaded.notices == []
+
+
+def test_keys_that_programs_add_by_plus_have_no_value():
+    """SPO adds data.gen_batch_size, scripts for TensorRT-LLM add enable_sleep_mode; Hydra appends only to a null."""
+    assert [OmegaConf.select(composed(), path) for path in COMPOSED_NULLS] == [None, None]
 
 
 @pytest.mark.parametrize("compose", [composed, by_hydra])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.derived_defaults import COMPOSED_FOLDER
+from verl.config.derived_defaults import COMPOSED_FOLDER, COMPOSED_NULLS
 from verl.config.loaded import scalar
 from verl.config.roots import PPO, SFT
 from verl.config.schema import Schema
@@ -101,7 +101,8 @@ def _differs(path: str, value: object) -> bool:
 def _value(schema: Schema[object], path: str) -> object:
     """The default of a key; where it follows another key, a reference to that one."""
     source = dict(schema.follows).get(path)
-    return _COMPUTED.get(path) or (f"${{{source}}}" if source else schema.leaves[path].default)
+    default = None if path in COMPOSED_NULLS else f"${{{source}}}" if source else schema.leaves[path].default
+    return _COMPUTED.get(path, default)
 
 
 def _older_spellings(schema: Schema[object]) -> dict[str, object]:

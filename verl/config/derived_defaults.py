@@ -76,6 +76,8 @@ SFT_FOLLOWS: tuple[tuple[str, str], ...] = (
     ("checkpoint.load_contents", "checkpoint.save_contents"),
 )
 
+# null in verl/trainer/config, since programs also add them by +, which Hydra refuses for a key that has a value
+COMPOSED_NULLS = ("data.gen_batch_size", "actor_rollout_ref.rollout.enable_sleep_mode")
 COMPOSED_FOLDER = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
 
 

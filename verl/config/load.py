@@ -8,7 +8,7 @@ from typing import Any
 from verl.config import sources
 from verl.config.checks import check_config
 from verl.config.command_defaults import NO_FACTS, Face, Facts, command_defaults
-from verl.config.derived_defaults import COMPOSED_FOLDER
+from verl.config.derived_defaults import COMPOSED_FOLDER, COMPOSED_NULLS
 from verl.config.loaded import LoadedConfig
 from verl.config.presets import BRIEFER
 from verl.config.roots import PPO, RunConfig
@@ -135,6 +135,8 @@ def load_composed(
             same += [values.get(source), f"${{{source}}}"]
         if path == "trainer.default_local_dir":
             same += [folder, COMPOSED_FOLDER]
+        if path in COMPOSED_NULLS:
+            same.append(None)
         return value not in same
 
     user.settings = [setting for setting in user.settings if asks(setting)]
