@@ -142,6 +142,8 @@ KINDS: dict[str, dict[str, str]] = {
         "prefix grouper": f"{GRPO} {ACTOR}.use_prefix_grouper=True trainer.balance_batch=False",
         "checkpoints": f"{GRPO} trainer.save_freq=1 trainer.max_actor_ckpt_to_keep=1 "
         f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model] trainer.rollout_data_dir={{out}}/samples",
+        "weights in NVFP4": f"{DAPO} {under(f'{ACTOR}.fsdp_config.qat', 'enable=True mode=w4a16')} "
+        f"{ACTOR}.fsdp_config.qat.ignore_patterns=['lm_head','embed_tokens','re:.*self_attn.*']",
         "float16": f"{DAPO} {under(ROLLOUT, 'dtype=float16')} {ACTOR}.fsdp_config.dtype=float16",
         "settings of rows, Ray and validation": f"{GRPO} ray_kwargs.ray_init.num_cpus=4 ray_kwargs.timeline_json_file=null "
         f"{under('data', 'return_raw_chat=True dataloader_num_workers=0 reward_fn_key=data_source val_batch_size=2')} "
@@ -163,6 +165,10 @@ KINDS: dict[str, dict[str, str]] = {
         "routing replay of the old pass": f"{DAPO} {ON_MEGATRON} {EXPERTS} {MEGATRON}.router_replay.mode=R2",
         "routing replay of rollout": f"{DAPO} {ON_MEGATRON} {MEGATRON}.router_replay.mode=R3 "
         f"{ROLLOUT}.enable_rollout_routing_replay=True",
+        "FP8 training": f"{DAPO} {ON_MEGATRON} {under(LAYERS, 'fp8=hybrid fp8_recipe=blockwise')} "
+        f"{OPTIMIZER}.fp8_recipe=blockwise {ROLLOUT}.quantization=fp8",
+        "weights in NVFP4": f"{DAPO} {ON_MEGATRON} {under(f'{MEGATRON}.qat', 'enable=True mode=w4a16')} "
+        f"{MEGATRON}.qat.quantization_config_path=nvfp4.json {MEGATRON}.qat.ignore_patterns=['lm_head','*mlp.gate']",
         "float16": f"{DAPO} {ON_MEGATRON} +{MEGATRON}.dtype=float16 {ROLLOUT}.dtype=float16",
     },
     "forks of 2025, with their own scorers": {
@@ -213,8 +219,14 @@ QUICK = {  # names of one kind
     "veomni": "other engines and devices",
     "turns, rows of a class": "distillation, agents and asynchronous runs",
 }
-FAMILIES = {"experts": "qwen3_moe", "deepseek": "deepseek_v3", "routing replay of the old pass": "qwen3_moe",
-            "routing replay of rollout": "qwen3_moe"}  # fmt: skip
+_MIXTURES = (
+    "experts",
+    "FP8 training",
+    "weights in NVFP4",
+    "routing replay of the old pass",
+    "routing replay of rollout",
+)
+FAMILIES = {**dict.fromkeys(_MIXTURES, "qwen3_moe"), "deepseek": "deepseek_v3"}
 
 # name -> (overrides, the sentence)
 REFUSED = {
@@ -223,13 +235,13 @@ REFUSED = {
     "fsdp_turbo": (f"{ACTOR}.strategy=fsdp_turbo", r"strategy=fsdp_turbo\).*engine_fallback=fsdp"),
     "megatron-lite": ("actor@actor_rollout_ref.actor=mlite_actor", r"strategy=mlite\).*engine_fallback=fsdp"),
     "npu": ("trainer.device=npu", r"kind of device is not available.*trainer.device=auto.*engine_fallback=fsdp"),
-    "qat": (f"{ACTOR}.fsdp_config.qat.enable=True", "Quantisation-aware training is not available"),
+    "qat of inputs": (f"{ACTOR}.fsdp_config.qat.mode=w4a4", "is not one of int8, w4a16"),
+    "qat of a critic": ("critic.megatron.qat.enable=True", "Quantisation-aware training of this role is not available"),
     "mtp": (
         f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_train=True trainer.n_gpus_per_node=8",
         "only a policy on one device does",
     ),
     "torchao rollout": (f"{ROLLOUT}.quantization=torchao", "weights quantised by torchao is not available"),
-    "fp8 training": (f"model_engine=megatron {LAYERS}.fp8=e4m3", "training in FP8 is not available"),
     "Megatron-FSDP": (
         f"model_engine=megatron {MEGATRON}.use_megatron_fsdp=True",
         "use_megatron_fsdp=True is not available",

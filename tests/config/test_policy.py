@@ -22,6 +22,10 @@ SECTIONS = sorted({".".join(key.split(".")[:2]) for key, _ in LISTED})
 
 # two values other than the default if the type does not list the valid values
 VALUES = {
+    **dict.fromkeys(
+        (f"{ACTOR}.fsdp_config.qat", f"{ACTOR}.megatron.qat"),
+        ("{quantization_config_path:x}", "{activation_observer:minmax}"),
+    ),
     "algorithm.adv_estimator": ("grpo", "rloo"),
     f"{ACTOR}.policy_loss.loss_mode": ("gspo", "mine.py:loss"),
     "distillation.distillation_loss.policy_loss_mode": ("gspo", "mine.py:loss"),

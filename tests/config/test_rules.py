@@ -206,6 +206,7 @@ error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.quantizati
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.tensor_model_parallel_size=2  trainer.n_gpus_per_node=2
 error    ACTOR.qat.enable  ACTOR.qat.enable=True
 error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=fp8
+error    ACTOR.qat.enable  ACTOR.qat.enable=True  ACTOR.qat.mode=w4a16  ROLLOUT.quantization=int8
 error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  MODEL.lora_rank=8
 error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  trainer.n_gpus_per_node=2
 error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  ACTOR.strategy=megatron

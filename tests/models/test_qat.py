@@ -1,4 +1,4 @@
-"""Layers that train in the int8 numbers of the sampler: products and gradients by hand, and log-probs of the sampler."""
+"""Layers that train in int8 or with weights in NVFP4: products and gradients by hand, the sampler's log-probs."""
 
 import copy
 
@@ -7,15 +7,20 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engines.test_contract import make_batch, policy_loss
+from tests.engines.tiny import make_engine as make_local_engine
 from tests.rollout.conftest import load, make_engine, make_prompts, tokenizer  # noqa: F401 - fixtures
 from tests.rollout.test_quantized import gap, needs_kernels, rounding
+from verl.config.sections.actor import QATConfig
 from verl.data_proto.samples import SamplingParams
+from verl.engines.api import MicroBatching
 from verl.errors import ConfigError
 from verl.models.decoder.rounded import round_layers
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import computed_by, decoder_for
 from verl.models.qat import RoundedLinear
-from verl.models.quantized import on_grid
+from verl.models.quantized import nvfp4, on_grid
+from verl.models.tiny import make_tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,6 +62,42 @@ def test_the_sampler_has_the_log_probs_of_the_trained_module(family, load, make_
     assert trained.mean() == pytest.approx(rounded.mean(), abs=1e-6)
     assert np.quantile(trained, 0.2) < 1e-5
     assert trained.mean() < 0.1 * other.mean()
+
+
+def test_nvfp4_is_the_nearest_number_of_each_group():
+    weight = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1)) * 0.02
+    weight[0, 0, :16] = 0.0
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for matrix, rounded in zip(weight, nvfp4(weight), strict=True):
+        matrix_scale = matrix.abs().max() / (6 * 448)
+        for row, got in zip(matrix, rounded, strict=True):
+            for first in range(0, 40, 16):
+                group, part = row[first : first + 16], got[first : first + 16]
+                scale = (group.abs().max() / 6 / matrix_scale).to(torch.float8_e4m3fn).float() * matrix_scale
+                nearest = (group.abs()[:, None] - numbers * scale).abs().argmin(1)
+                torch.testing.assert_close(part, numbers[nearest] * scale * group.sign(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_computes_with_weights_of_four_bits_and_trains_their_masters(dtype, tmp_path):
+    rounds = QATConfig(enable=True, mode="w4a16", ignore_patterns=["lm_head", "re:.*v_proj$", "*o_proj"])
+    engine = make_local_engine(make_tiny_model(tmp_path, "qwen3_moe"), dtype=dtype, rounds=rounds)
+    before = {name: master.detach().clone() for name, master in engine.optimizer.masters.items()}
+    assert engine.train_batch(make_batch(0, (3, 1)), policy_loss, ("log_probs", "entropy"), MicroBatching(), 1.0)
+    four_bit = engine.rounding.four_bit
+    assert {name.rpartition("mlp")[2] for name in four_bit if "layers.0.mlp" in name} == {
+        ".experts.gate_up_proj", ".experts.down_proj",
+    }  # fmt: skip
+    assert {name.rpartition("self_attn.")[2] for name in four_bit if "self_attn" in name} == {
+        "q_proj.weight",
+        "k_proj.weight",
+    }
+    for name, p in engine.module.named_parameters():
+        master = engine.optimizer.masters[name].detach()
+        assert not torch.equal(master, before[name])
+        if name in four_bit:
+            assert torch.equal(p, nvfp4(master).to(p.dtype))
+    assert dict(engine.gather_weights())[min(four_bit)].equal(engine.module.get_parameter(min(four_bit)))
 
 
 def test_other_models_are_refused(load):  # noqa: F811

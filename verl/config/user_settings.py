@@ -165,7 +165,10 @@ class UserSettings:
     def _flatten(self, value: object, prefix: str) -> Iterator[tuple[str, object]]:
         """(key as written, value); mappings are entered down to keys of the tree, and not into free-form ones."""
         path = self.schema.resolve(prefix)[0] if prefix else ""
-        if not isinstance(value, dict) or not value or path in self.schema.leaves:
+        is_key = path in self.schema.leaves
+        if is_key and path == prefix:  # a key that means nothing here, of whose entries some have another spelling
+            is_key = self.schema.compat.resolve(f"{prefix}.entry")[1] is None
+        if not isinstance(value, dict) or not value or is_key:
             if value != "???" and prefix.rpartition(".")[2] != "_target_":
                 yield prefix, value
             return

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from verl.config.sections.actor import QATConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, whole
@@ -26,6 +27,7 @@ from verl.models.loss_scale import LossScale
 from verl.models.optim import AdamStep, MasterOptimizer
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind
+from verl.models.qat import four_bit_weights
 from verl.models.vision import freeze_towers
 from verl.parallel.device import move_module
 
@@ -46,11 +48,11 @@ class LocalEngine(TrainedEngine):
         build: Callable[[], object] | None = None,
         memory_map: bool = False,
         freezes_vision_tower: bool = False,
-        rounds: bool = False,
+        rounds: QATConfig | None = None,
         **settings: Any,
     ):
         """Settings: see TrainedEngine. `build` makes the model in place of the folder's. With `memory_map`, map_weights
-        follows. With `rounds` layers train in int8 (verl/models/qat.py)."""
+        follows. With `rounds` layers train in few bits (verl/models/qat.py)."""
         super().__init__(**settings)
         model, narrow, rounding, trains = self.model_config, self.compute_dtype, self.rounding, self.optim is not None
         self.optimizer: MasterOptimizer | None = None
@@ -60,8 +62,10 @@ class LocalEngine(TrainedEngine):
         )
         if freezes_vision_tower:
             freeze_towers(self.module)
-        if rounds:
+        if rounds is not None and rounds.mode == "int8":
             round_layers(self.module)
+        elif rounds is not None:
+            self.rounding = rounding = replace(rounding, four_bit=four_bit_weights(self.module, rounds.ignore_patterns))
         if self.optim is None:
             self.module.requires_grad_(False)
         else:

@@ -129,10 +129,10 @@ class Rounded(NamedTuple):
 class MasterOptimizer:
     """An optimizer over the parameters of `module` that require gradients.
 
-    If the module computes in a narrower dtype than `master_dtype`, masters of that dtype are kept: gradients of the
-    micro-batches are summed into them, the step acts on them, and the module receives the result as `rounding` rounds it.
-    Elsewhere the module's parameters are their own masters and nothing is copied. `gradients` are the buffers in which the
-    fused decoder sums gradients; hooks add autograd's gradients to the masters.
+    If the module computes in a narrower dtype than `master_dtype`, or with weights of fewer bits, masters of that dtype are
+    kept: gradients of the micro-batches are summed into them, the step acts on them, and the module receives the result as
+    `rounding` rounds it. Elsewhere the module's parameters are their own masters and nothing is copied. `gradients` are the
+    buffers in which the fused decoder sums gradients; hooks add autograd's gradients to the masters.
 
     `norm` measures the gradients by name of parameter; parameters that are spread over ranks need their own norm. Sharded
     parameters that compute in a narrower dtype need `shards`, their compute weights by name. With `offloads` the optimizer's
@@ -332,7 +332,7 @@ def _make_master(
 ) -> nn.Parameter:
     """Narrow the module's parameter to `compute_dtype`, keeping the wide values as the master; with `on_host` it is in host
     memory with its gradient. Heads named `score`, and the lengths of rows of DoRA, stay wide."""
-    narrower = torch.finfo(compute_dtype).bits < torch.finfo(parameter.dtype).bits
+    narrower = torch.finfo(compute_dtype).bits < torch.finfo(parameter.dtype).bits or name in rounding.four_bit
     if not narrower or name.startswith("score.") or name.endswith(".lora_magnitude_vector"):
         return parameter
     master = nn.Parameter(moved(parameter, "cpu", copy=True) if on_host else parameter.data)

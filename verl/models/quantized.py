@@ -1,8 +1,8 @@
-"""Grids of low-precision numbers: int8, and fp8 (e4m3), as rollout engines compute with them.
+"""Grids of low-precision numbers: int8, fp8 (e4m3) and NVFP4, as rollout engines compute with them.
 
 A group of values has a scale, its largest magnitude over the last level: 127 of int8, 448 of e4m3. int8 has a group for each
 row: an output of weights, a token of activations, whose outliers stay floats. fp8 has blocks of 128 x 128 weights, and 128
-neighbours of a token.
+neighbours of a token. NVFP4 has e2m1 numbers, up to 6, and a scale in e4m3 for 16 neighbours of an output.
 """
 
 import torch
@@ -39,6 +39,18 @@ def fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     quantized, scale = levels(blocks, "fp8")
     joined = quantized.unflatten(2, (BLOCK, BLOCK)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
     return joined[:outputs, :inputs].contiguous(), scale[..., 0]
+
+
+def nvfp4(weight: torch.Tensor) -> torch.Tensor:
+    """The values that NVFP4 has for `weight` [..., outputs, inputs], in its dtype; each matrix has a scale for its scales."""
+    groups = F.pad(weight.float(), (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 16))
+    largest = groups.abs().amax(-1, keepdim=True)
+    matrix_scale = (largest.amax((-3, -2), keepdim=True) / (6.0 * 448.0)).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (largest / (6.0 * matrix_scale)).to(torch.float8_e4m3fn).float() * matrix_scale
+    scaled = torch.where(scale > 0.0, groups / scale, 0.0).clamp(-6.0, 6.0)
+    step = torch.where(scaled.abs() < 2.0, 0.5, torch.where(scaled.abs() < 4.0, 1.0, 2.0))
+    rounded: torch.Tensor = ((scaled / step).round() * step * scale).flatten(-2)
+    return rounded[..., : weight.shape[-1]].to(weight.dtype)
 
 
 def on_grid(x: torch.Tensor, grid: str, *, weights: bool = False) -> torch.Tensor:

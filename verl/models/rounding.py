@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 
 from verl.models.ops.table import op
+from verl.models.quantized import nvfp4
 from verl.parallel.compiled import open_library
 
 TILE_LENGTHS = (65_537, 40_961)  # prime, and together small enough for a cache
@@ -48,15 +49,18 @@ class Region:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The rounding of masters to compute weights: `dithered` or to `nearest`."""
+    """The rounding of masters to compute weights: `dithered` or to `nearest`, and of some parameters to values of NVFP4."""
 
     kind: str = "dithered"
+    four_bit: frozenset[str] = frozenset()  # names of whole parameters
 
     @torch.no_grad()
     def write(self, target: torch.Tensor, name: str, master: torch.Tensor, region: Region | None = None) -> None:
         """Fill `target` with the rounded `master`, which is `region` of the parameter `name` (default: all of it). Only
         float32 to bfloat16 is dithered; other dtypes are cast."""
-        if self.kind == "nearest" or target.dtype != torch.bfloat16 or master.dtype != torch.float32:
+        if name in self.four_bit:
+            target.copy_(nvfp4(master))
+        elif self.kind == "nearest" or target.dtype != torch.bfloat16 or master.dtype != torch.float32:
             target.copy_(master)
         elif master.device != target.device or not target.is_contiguous():
             target.copy_(self.rounded(name, master, target.dtype, region))
@@ -71,8 +75,8 @@ class Rounding:
     def rounded(
         self, name: str, master: torch.Tensor, dtype: torch.dtype, region: Region | None = None
     ) -> torch.Tensor:
-        """`master` in `dtype`, see `write`; `master` itself if it has that dtype."""
-        if master.dtype == dtype:
+        """`master` in `dtype`, see `write`; `master` itself if it has that dtype and is not rounded."""
+        if master.dtype == dtype and name not in self.four_bit:
             return master
         out = torch.empty(master.shape, dtype=dtype, device=master.device)
         self.write(out, name, master, region)

@@ -155,7 +155,7 @@ def _actor(config: PPOConfig) -> RoleSpec:
         checkpoints_to_keep=config.trainer.max_actor_ckpt_to_keep,
         guards=config.trainer.guards,
         freezes_vision_tower=actor.freeze_vision_tower,
-        rounds=actor.qat.enable,
+        rounds=actor.qat if actor.qat.enable else None,
         router_replay=actor.router_replay.mode,
         trace=trace_spec(actor.profiler, config.global_profiler),
         measure_every=steps_between(config.trainer.test_freq),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, StepGuardsConfig
+    from verl.config.sections.actor import QATConfig
     from verl.config.sections.deepspeed import DeepSpeedConfig
     from verl.config.sections.megatron import MegatronConfig
     from verl.data_proto.future import Future
@@ -110,7 +111,7 @@ class RoleSpec:
     guards: StepGuardsConfig | None = None
     build: Callable[[], object] | None = None  # builds a user's model, in place of the model folder's; on one device
     freezes_vision_tower: bool = False  # its vision tower keeps its weights
-    rounds: bool = False  # its layers train in the int8 numbers of the sampler (verl/models/qat.py); on one device
+    rounds: QATConfig | None = None  # its layers train in few bits (verl/models/qat.py); on one device
     memory_map: bool = False  # a frozen role's weights are in a file, mapped into memory (verl/engines/mapped.py)
     router_replay: str = "disabled"  # or R2, or R3: the experts for its training (verl/models/routing.py)
     trace: TraceSpec | None = None  # the traces of its ranks

@@ -245,11 +245,12 @@ def check_qat(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     if not group.actor.qat.enable:
         return
     fault = None
-    if group.rollout.quantization != "int8":
-        fault = f"needs a sampler with the same numbers. Set {_ROLLOUT}.quantization=int8"
+    mode, expected = group.actor.qat.mode, {"int8": "int8"}.get(group.actor.qat.mode)
+    if group.rollout.quantization != expected:
+        fault = f"in {mode} needs a sampler with the same numbers. Set {_ROLLOUT}.quantization={expected or 'null'}"
     elif group.model.lora_rank or group.model.lora_adapter_path:
         fault = "trains the rounded weights themselves, and adapters train beside them. Remove the adapters"
-    elif group.actor.strategy in ("megatron", "deepspeed") or runs_on_several_devices(c):
+    elif (mode == "int8" and group.actor.strategy in ("megatron", "deepspeed")) or runs_on_several_devices(c):
         fault = "rounds the layers of a run on one device, and this run has several. Run on one"
     if fault:
         yield error(key, f"{key}=True {fault}, or set it to False.")

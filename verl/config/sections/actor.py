@@ -54,8 +54,17 @@ class RouterReplayConfig(Section):
 
 @dataclass(frozen=True)
 class QATConfig(Section):
-    enable: bool = used(
-        False, "train through the int8 rounding of the sampler (docs/low-precision.md); needs rollout.quantization=int8"
+    enable: bool = used(False, "train through the rounding to few bits (docs/low-precision.md)")
+    mode: str = used(
+        "int8",
+        "int8: the sampler's weights and inputs, needs rollout.quantization=int8; w4a16: weights in NVFP4",
+        choices=("int8", "w4a16"),
+        when=".enable",
+    )
+    ignore_patterns: list[str] = used(
+        ["lm_head", "embed_tokens", "re:.*mlp.gate$"],
+        "layers that w4a16 does not round: a part of the name, a pattern with *, or re: and a regular expression",
+        when=".mode=w4a16",
     )
 
 
