@@ -84,6 +84,9 @@ class _CountedScatter(DefaultReduceScatter):
         return work
 
 
+_ON_PARAMETERS = hasattr(FSDPParam, "unsharded_accumulated_grad")  # sums wait there since PyTorch 2.15
+
+
 class _Waiting:
     """The gradient of a gathered parameter among the sums that FSDP2 keeps until the exchange. Their dtype is free."""
 
@@ -96,7 +99,13 @@ class _Waiting:
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self.parameter.unsharded_accumulated_grad = value
+        if not _ON_PARAMETERS:
+            self.parameter.unsharded_accumulated_grad = value
+            return
+        gathered = self.parameter._unsharded_param
+        if value is not None and gathered.grad_dtype not in (None, value.dtype):
+            gathered.grad_dtype = None
+        gathered.grad = value
 
     def widen(self, gathered: nn.Parameter) -> None:
         """Add the gradient that autograd has made, such as the zeros of a parameter without use. FSDP2 exchanges gradients of
