@@ -57,8 +57,8 @@ class Cell(NamedTuple):
 
 
 _RELEASES = (
-    "2.11.0 5.17.0 3.12, 2.14.1 5.24.0 3.13, 2.9.1 5.6.0 3.10, 2.14.1 5.19.0 3.14, 2.9.1 5.24.0 3.12, 2.13.0 5.19.0 3.11, "
-    "2.14.1 5.6.0 3.12, 2.13.0 5.17.0 3.10, 2.11.0 5.24.0 3.13, 2.8.0 5.24.0 3.12, 2.13.0 5.4.0 3.11"
+    "2.15.0 5.24.0 3.13, 2.11.0 5.17.0 3.12, 2.14.1 5.24.0 3.13, 2.9.1 5.6.0 3.10, 2.14.1 5.19.0 3.14, 2.9.1 5.24.0 3.12, "
+    "2.13.0 5.19.0 3.11, 2.14.1 5.6.0 3.12, 2.13.0 5.17.0 3.10, 2.11.0 5.24.0 3.13, 2.8.0 5.24.0 3.12, 2.13.0 5.4.0 3.11"
 )
 CELLS = tuple(Cell(*releases.split()) for releases in _RELEASES.split(", "))
 
@@ -123,7 +123,7 @@ def install(environment: Environment, cell: Cell, clone: Path) -> str:
         shutil.copy(file, clone / file.relative_to(libraries))
     releases = [f"torch=={cell.torch}", f"transformers=={cell.transformers}"]
     try:
-        packages = (*releases, "-e", f"{clone}[gguf]", "peft", "pytest", "pytest-xdist", "hypothesis")
+        packages = (*releases, "-e", f"{clone}[gguf,pillow]", "peft", "pytest", "pytest-xdist", "hypothesis")
         environment.pip("install", *packages, compiler="false" if compiled else None)
     except subprocess.CalledProcessError as error:
         refusal = re.search(r"verl\S* \S+ depends on (.*)", error.stdout + error.stderr)

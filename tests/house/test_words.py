@@ -71,7 +71,7 @@ MAX_WORDS = 25  # of the first line of a docstring
 
 COMMENT = re.compile(r"(?:^|\s)#:? (.+)$")
 
-HISTORY = ("docs/history/2026-11.md", "CHANGELOG.md")
+HISTORY = ("docs/history/2026-11.md", "docs/history/2026-12.md", "CHANGELOG.md")
 
 
 class Finding(NamedTuple):
