@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 70_837,
+    "core": 70_846,
     "compat": 9_620,
     "page": 4_075,
     "planner": 2_867,
