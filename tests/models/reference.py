@@ -73,6 +73,8 @@ def widen_norms(module: Any) -> Any:
             rule = _in_float64(sys.modules[type(part).__module__].torch_chunk_gated_delta_rule)
             forward = _in_float64(type(part).forward, torch_chunk_gated_delta_rule=rule)
             part.__class__ = type(type(part).__name__, (type(part),), {"forward": forward})
+            if "chunk_gated_delta_rule" in vars(part):  # transformers 5.6
+                part.chunk_gated_delta_rule = rule
     return module
 
 

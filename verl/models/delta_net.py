@@ -33,10 +33,18 @@ def lay_out_delta_nets(module: nn.Module) -> None:
     for part in module.modules():
         if type(part).__name__ in _NETS:
             part.forward = MethodType(_forward, part)
+        elif hasattr(part, "linear_attn"):  # transformers before 5.10 passes it no further
+            part.register_forward_pre_hook(_hand_down, with_kwargs=True)
+
+
+def _hand_down(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    layer.linear_attn.layout = kwargs.get("layout")
 
 
 def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, layout: Any = None, **kwargs: Any) -> torch.Tensor:
     result: torch.Tensor
+    handed, layout = layout, vars(self).pop("layout", None)
+    layout = handed if layout is None else layout
     if layout is None:
         result = type(self).forward(self, hidden_states, *args, **kwargs)
         return result
