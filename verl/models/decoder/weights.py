@@ -301,7 +301,7 @@ def _parts(owner: Any, names: Sequence[str], joined: str) -> list[nn.Linear]:
 
 
 def _latent(attention: Any, row: ModelFamily, join: Join) -> Latent:
-    is_narrow = attention.q_a_proj is not None
+    is_narrow = getattr(attention, "q_a_proj", None) is not None  # transformers 5.6 has no attribute then
     return Latent(
         q_norm=_norm(attention.q_a_layernorm, row) if is_narrow else None,
         q_up=join((attention.q_b_proj,)) if is_narrow else None,
@@ -316,10 +316,13 @@ def _latent(attention: Any, row: ModelFamily, join: Join) -> Latent:
 def _mixture(block: Any, layer: int, join: Join) -> Mixture:
     shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     gate, share = block.gate, getattr(block, "shared_expert_gate", None)
-    rule = ChoiceRule(gate.top_k, getattr(gate, "norm_topk_prob", True))  # Mixtral always does
     if hasattr(gate, "e_score_correction_bias"):
-        groups = gate.num_group, gate.topk_group, float(gate.routed_scaling_factor)
-        rule = ChoiceRule(rule.num_chosen, rule.normalizes, True, gate.e_score_correction_bias, *groups)
+        config = block.config  # the router of transformers 5.6 has few of these numbers
+        groups = config.n_group, config.topk_group, float(config.routed_scaling_factor)
+        chosen = config.num_experts_per_tok, config.norm_topk_prob
+        rule = ChoiceRule(*chosen, True, gate.e_score_correction_bias, *groups)
+    else:
+        rule = ChoiceRule(gate.top_k, getattr(gate, "norm_topk_prob", True))  # Mixtral always does
     return Mixture(
         layer=layer,
         router=gate.weight,
