@@ -88,7 +88,9 @@ class HostInputs:
         """Hooks around a checkpoint of layer `number`, which saves its input."""
         return saved_tensors_hooks(partial(self._leave, number), self._back)
 
-    def _leave(self, number: int, x: torch.Tensor) -> int:
+    def _leave(self, number: int, x: torch.Tensor) -> int | torch.Tensor:
+        if not x.numel():  # PyTorch 2.9 saves a tensor without values beside the input
+            return x
         if number - 1 in self._on_device:
             self._stream.wait(self._ends[number - 1])
             del self._on_device[number - 1]
@@ -98,7 +100,9 @@ class HostInputs:
             self._ends[number] = self._stream.copy(self._on_host[number], x)
         return number
 
-    def _back(self, number: int) -> torch.Tensor:
+    def _back(self, number: int | torch.Tensor) -> torch.Tensor:
+        if isinstance(number, torch.Tensor):
+            return number
         self._fetch(number)
         if number in self._ends:
             self._stream.wait(self._ends.pop(number))
