@@ -92,7 +92,8 @@ def compared(folder, dtype, rank):
     for bench in wide:
         exact = results_of(bench, models[2])
         errors, ours = (differences(exact, rounded, fmean) for rounded in (expected, results))
-        measured = {kind: error / errors[kind] for kind, error in ours.items()}
+        # 24 losses and norms are too few for a mean, and follow from the log-probs and the moments
+        measured = {kind: error / errors[kind] for kind, error in ours.items() if kind != "outputs"}
     parts = models[1]
     again = [together.engine.held(together.engine.whole(model)) for model in parts]
     assert steps(together, parts, added)[1] == steps(together, again, added)[1], "a saved model goes on with other bits"
