@@ -99,6 +99,27 @@ def test_rows_loaders_and_rewards_of_a_project_train_two_steps(project, repeats_
     assert len({tuple(answer) for answer in answers}) > len(answers) / 2  # samples of a prompt differ
 
 
+def test_a_folder_of_scripts_and_packages_trains(project):
+    """As reasoning-gym has it: keys that only the script beside the packages reads, and sections for it. Worker
+    groups of init_workers, as RAGEN builds them."""
+    pytest.importorskip("ray")
+    from tests.compat.recipes.own_rewards import GroupsTrainer
+    from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
+    from verl.trainer.ppo.ray_trainer import Role
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    added = {"trainer": {"puzzle_level": 2}, "puzzles": {"size": 12}, "seed": {"train": 1}}
+    tokenizer = hf_tokenizer(project.actor_rollout_ref.model.path)
+    pools = ResourcePoolManager({"global_pool": [1]}, {Role.ActorRollout: "global_pool"})
+    workers = ({Role.ActorRollout: ActorRolloutRefWorker}, pools, RayWorkerGroup)
+    trainer = GroupsTrainer(OmegaConf.merge(project, added), tokenizer, workers=workers)
+    trainer.init_workers()
+    trainer.fit()
+    folder = Path(project.trainer.default_local_dir)
+    assert (sorted(metrics(folder)), trainer.config.trainer.puzzle_level) == ([1, 2], 2)
+    assert weights(folder, 2)
+
+
 def test_rows_in_memory_without_agents_get_a_sentence(project):
     class Own(RayPPOTrainer):
         def fit(self):
@@ -146,6 +167,8 @@ def test_workers_that_would_not_be_used_get_a_sentence(project):
     class Own(ActorRolloutRefWorker):
         pass
 
+    with pytest.raises(ReplacedModuleError, match=r"classes of verl\.workers\.engine_workers stand for the roles"):
+        importlib.import_module("verl.workers.actor")
     section = project.actor_rollout_ref
     for cls, config, message in (
         (Own, section, "The worker class Own would not be used"),

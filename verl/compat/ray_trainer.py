@@ -48,6 +48,7 @@ class RayPPOTrainer:
     """
 
     async_rollout_mode = ref_in_actor = False  # either choice of a fit leads to the same calls
+    hybrid_engine = True
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class RayPPOTrainer:
             train_dataset, val_dataset = (vars(self).get(name) for name in ("train_dataset", "val_dataset"))
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
-        self.role_worker_mapping = role_worker_mapping or {}
+        self.role_worker_mapping, self.ray_worker_group_cls = role_worker_mapping or {}, ray_worker_group_cls
         self.device_name = device_name or self._loaded.config.trainer.device
         self.resource_pool_manager = resource_pool_manager or Pools(self._loaded.config.trainer)
         self.use_critic = uses_critic(self._loaded.config)
@@ -110,7 +111,10 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Start the processes of a run for a `fit` of the script; else `fit` starts and ends them."""
         if type(self).fit is not RayPPOTrainer.fit:
-            _ = self._run
+            self._open()
+
+    def _open(self) -> None:
+        _ = self._run
 
     def fit(self) -> None:
         """Train. Raises the errors of `verl train`; call it again to resume an interrupted run."""
@@ -216,8 +220,9 @@ class RayPPOTrainer:
 
     @property
     def actor_rollout_wg(self) -> SimpleNamespace:
-        """The worker group of earlier releases, by the methods of this class."""
+        """The worker group of earlier releases, by the methods of this class; also for one that a script has built."""
         return SimpleNamespace(
+            init_model=self._open,
             sampler=self._sampler,
             world_size=self.resource_pool_manager.get_n_gpus(),
             generate_sequences=self._generate,
@@ -230,7 +235,9 @@ class RayPPOTrainer:
 
     @property
     def critic_wg(self) -> SimpleNamespace:
-        return SimpleNamespace(compute_values=self._compute_values, update_critic=self._update_critic)
+        return SimpleNamespace(
+            init_model=self._open, compute_values=self._compute_values, update_critic=self._update_critic
+        )
 
     @property
     def rm_wg(self) -> SimpleNamespace:

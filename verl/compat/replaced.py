@@ -4,7 +4,8 @@ from verl.errors import VerlError
 
 _ENGINES = (
     "Engines compute here: a worker of FSDP or Megatron, its checkpoint manager or a patch of its model has no part of a run "
-    "to replace. Name a loss by register_policy_loss, a model by model.external_lib, or write an engine: CONTRIBUTING.md."
+    "to replace. The classes of verl.workers.engine_workers stand for the roles. Name a loss by register_policy_loss, a model "
+    "by model.external_lib, or write an engine: CONTRIBUTING.md."
 )
 _SAMPLERS = (
     "The rollout worker of each rank has the engine that samples. Agents of your own reach it by rollout.agent.runner or a "

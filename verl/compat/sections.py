@@ -153,23 +153,25 @@ def loaded_config(config: object, program: type | None = None, reads: set[str] |
 
 
 def _names_in_file(program: type | None) -> set[str]:
-    """Attributes and texts in the file of a class that is not of verl, and in files beside it."""
-    if program is None or program.__module__.partition(".")[0] == "verl":
-        return set()
+    """Attributes and texts in the files around a class that is not of verl."""
     try:
-        return _names_beside(inspect.getfile(program))
+        return (
+            names_of_caller({"__name__": program.__module__, "__file__": inspect.getfile(program)})
+            if program
+            else set()
+        )
     except (OSError, TypeError):  # a class without a file, as in a notebook
         return set()
 
 
 def names_of_caller(values: Mapping[str, Any]) -> set[str]:
-    """The same for a function of the user; `values` are the globals of its module."""
-    is_own = str(values.get("__name__")).partition(".")[0] != "verl" and values.get("__file__")
-    return _names_beside(values["__file__"]) if is_own else set()
-
-
-def _names_beside(file: str) -> set[str]:
-    return {name for beside in Path(file).parent.glob("*.py") for name in _names_in(beside)}
+    """The same for a function of the user; `values` are the globals of its module. The files are in its folder, in the folders
+    of its packages, and in the folder that has the outermost package: scripts are there."""
+    module, file = str(values.get("__name__")), values.get("__file__")
+    if module.partition(".")[0] == "verl" or not file:
+        return set()
+    folders = [folder for folder in Path(file).parents[: module.count(".") + 1] if folder.name != "site-packages"]
+    return {name for folder in folders for beside in folder.glob("*.py") for name in _names_in(beside)}
 
 
 def _names_in(file: Path) -> set[str]:

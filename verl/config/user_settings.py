@@ -183,9 +183,12 @@ class UserSettings:
     def _of_program(self, spelled: str, path: str) -> str:
         """The reason why a key that the user's program reads is no key of verl; "" for a typo and for another trainer's key."""
         section, _, name = path.rpartition(".")
-        if self.program_reads is None or (section in ("", *self.schema.sections) and name not in self.program_reads):
+        if self.program_reads is None:
             return ""
-        if one_typo_away(self._known(), path) or self.schema.compat.other_name(spelled, self._known()):
+        is_ours, is_read = section in ("", *self.schema.sections), name in self.program_reads
+        if (is_ours and not is_read) or one_typo_away(self._known(), path):
+            return ""
+        if self.schema.compat.other_name(spelled, self._known()) and (is_ours or not is_read):
             return ""
         return "it is for the program that composed the config, and verl does not read it"
 

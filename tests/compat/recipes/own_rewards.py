@@ -8,8 +8,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import verl.utils.torch_functional as verl_F
 from verl import DataProto
+from verl.single_controller.ray import RayClassWithInitArgs
+from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.trainer.ppo.ray_trainer import (
     RayPPOTrainer,
+    Role,
     _timer,
     apply_kl_penalty,
     compute_advantage,
@@ -47,10 +50,10 @@ class Puzzles(Dataset):
 class PuzzleTrainer(RayPPOTrainer):
     trainers = []
 
-    def __init__(self, config, tokenizer, repeats_first=False):
+    def __init__(self, config, tokenizer, repeats_first=False, workers=({}, None, None)):
         self.train_dataset = self.val_dataset = Puzzles(tokenizer, 12)
         self.repeats_first, self.steps = repeats_first, []
-        super().__init__(config, tokenizer, {}, None, None, self._score, self._score)
+        super().__init__(config, tokenizer, *workers, self._score, self._score)
         self.trainers.append(self)
 
     def _score(self, data):
@@ -111,3 +114,17 @@ class PuzzleTrainer(RayPPOTrainer):
                 self._save_checkpoint()
                 return
             self.global_steps += 1
+
+
+class GroupsTrainer(PuzzleTrainer):
+    def init_workers(self):
+        assert self.hybrid_engine
+        self.resource_pool_manager.create_resource_pool()
+        worker, section = self.role_worker_mapping[Role.ActorRollout], self.config.actor_rollout_ref
+        pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
+        by_pool = {pool: {"actor_rollout": RayClassWithInitArgs(cls=worker, config=section, role="actor_rollout")}}
+        for pool, classes in by_pool.items():
+            colocated = create_colocated_worker_cls(class_dict=classes)
+            group = self.ray_worker_group_cls(resource_pool=pool, ray_cls_with_init=colocated)
+            self.actor_rollout_wg = group.spawn(prefix_set=classes.keys())["actor_rollout"]
+        self.actor_rollout_wg.init_model()
