@@ -13,8 +13,8 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 70_861,
-    "compat": 9_620,
+    "core": 70_864,
+    "compat": 9_630,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_628,
@@ -22,7 +22,7 @@ MAX_LINES = {
     "drafts": 919,
     "agents": 6_453,
     "tasks": 2_973,
-    "tests": 92_514,
+    "tests": 92_554,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12
