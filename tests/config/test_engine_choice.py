@@ -108,6 +108,9 @@ def test_keys_of_an_engine_of_fine_tuning_fall_back():
     data = ["model.path=x", "data.train_files=x"]
     loaded = load_config([*data, *keys], schema=SCHEMAS["sft"])
     assert loaded.config.engine.strategy == "fsdp2"
+    fused = [*data, "optim.optimizer=FusedAdam", "optim.optimizer_impl=no_such_package.optimizers"]
+    optim = load_config(fused, schema=SCHEMAS["sft"]).config.optim
+    assert (optim.optimizer, optim.optimizer_impl) == ("AdamW", "torch.optim")
     assert "No effect: engine.distributed_strategy, engine.tp_size (a key of automodel)." in loaded.notices
     with pytest.raises(ConfigError, match="engine.strategy=automodel.*engine_fallback=fsdp"):
         load_config([*data, *keys[:-1]], schema=SCHEMAS["sft"])

@@ -96,6 +96,7 @@ def derive_sft(values: Mapping[str, object], set_keys: set[str]) -> Derived:
         | _adapter(values, set_keys, "model")
         | _plugins(values, "model")
         | _fallback(values, "engine.strategy", "")
+        | _fused_adam(values, "optim")
         | _device(values)
     )
 
@@ -130,6 +131,7 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     derived |= _ahead(values, set_keys) | _device(values) | _drafts(values, set_keys)
     for model in (_MODEL, "critic.model"):
         derived |= _adapter(values, set_keys, model) | _plugins(values, model)
+    derived |= _fused_adam(values, f"{_ACTOR}.optim") | _fused_adam(values, "critic.optim")
     strategies = {f"{_ACTOR}.strategy": "fsdp_config", f"{_REF}.strategy": "fsdp_config", "critic.strategy": "fsdp"}
     engine = values["model_engine"]
     if engine == "megatron" or engine in ELSEWHERE:
@@ -218,6 +220,17 @@ def _device(values: Mapping[str, object]) -> Derived:
         return {}
     log.warning("trainer.device=%s is not available: auto instead.", device)
     return {"trainer.device": ("auto", f"{FALLS_BACK}{device}")}
+
+
+def _fused_adam(values: Mapping[str, Any], optim: str) -> Derived:
+    """torch's AdamW in place of the fused Adam of a package that is not installed, which has the same steps."""
+    if values[f"{optim}.optimizer"] != "FusedAdam" or not _is_missing(package := values[f"{optim}.optimizer_impl"]):
+        return {}
+    log.warning("%s.optimizer_impl=%s is not installed: torch's AdamW instead, with the same steps.", optim, package)
+    return {
+        f"{optim}.{n}": (v, f"{FALLS_BACK}FusedAdam")
+        for n, v in (("optimizer", "AdamW"), ("optimizer_impl", "torch.optim"))
+    }
 
 
 def _is_missing(package: str | None) -> bool:
