@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from verl.data_proto.extras import row_media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import ModelError
@@ -31,7 +32,6 @@ from verl.models.log_probs import token_log_probs
 from verl.models.lora import lora_layers
 from verl.models.packing import PackedBatch, pack_rows
 from verl.models.padded import forward_kind
-from verl.models.vision import is_vision_model
 
 
 class _Names(NamedTuple):
@@ -51,7 +51,7 @@ _FAMILIES = (
     _Names(r"(.*\.)?layers\.\d+\.", "enorm.", "hnorm.", "eh_proj.", "shared_head.norm."),  # DeepSeek-V3, GLM-4.5
     _Names(r"(.*\.)?mtp_layers\.\d+\.", "token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.",
            hidden_first=True, reads_normed=False),  # MiMo
-    _Names(r"(.*\.)?mtp\.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.0."),  # Qwen3-Next
+    _Names(r"(.*\.)?mtp\.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.0."),  # Qwen3-Next, 3.5
 )  # fmt: skip
 _heads: WeakKeyDictionary[nn.Module, FurtherHead] = WeakKeyDictionary()
 _COPIES = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
@@ -62,10 +62,9 @@ def read_head(module: HFModule, source: str, setting: str) -> tuple[Path, dict[s
     folder = fetch(source, weights=True)
     headers = {n: h for n, h in read_headers(folder).items() if is_further_head(n, module.config)}
     names = {n: family for n in headers for family in _FAMILIES if re.match(family.prefix + family.join, n)}
-    if forward_kind(module) != "packed" or is_vision_model(module):
+    if forward_kind(module) != "packed":
         raise ModelError(
-            f"A head for further tokens needs packed rows of text, which {type(module).__name__} does not compute. Set "
-            f"{setting}."
+            f"A head for further tokens needs packed rows, which {type(module).__name__} does not compute. Set {setting}."
         )
     if len(names) != 1:
         raise ModelError(
@@ -94,6 +93,7 @@ class FurtherHead(nn.Module):
             self.layer.set_submodule(name, plain)
         self.layer.gradient_checkpointing = False
         self.requires_grad_(True)
+        self._stacked = any(name.endswith(".experts.down_proj") for name in headers)  # experts, as Qwen3.5 has them
         self._prefix = next(cast("re.Match[str]", re.match(self.names.prefix, name))[0] for name in names)
         parameters = {id(p): name for name, p in module.named_parameters()}
         copied = {self._prefix + name: getattr(module, get)().weight for name, get in _COPIES.items()}
@@ -140,6 +140,10 @@ class FurtherHead(nn.Module):
     def loss(self, module: Any, batch: DataProto, num_tokens: int) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The cross-entropy of trained response tokens, their sum divided by `num_tokens`, and metrics. Each row is computed by
         itself. The first two tokens of a row have no prediction."""
+        if any(row_media_of(batch) or ()):
+            raise ModelError(
+                "A head for further tokens trains on text, and rows have images. Set model.mtp.enable_train=False."
+            )
         device = self.join.weight.device
         packed = pack_rows(batch.batch, share_prompts=False, device=device)
         at = packed.hidden_index
@@ -153,13 +157,13 @@ class FurtherHead(nn.Module):
         return loss, {"mtp_loss": Metric.sum(loss.detach())}
 
     def in_checkpoint(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`values` by name of parameter here, as views by name in a checkpoint, which has each expert by itself."""
+        """`values` by name of parameter here, as views by name in a checkpoint, which has experts as the head's had them."""
         views = dict[str, torch.Tensor]()
         for name, value in values.items():
             part, _, below = name.partition(".")
             name = self._prefix + getattr(self.names, part) + below
             block, _, leaf = name.rpartition(".")
-            if leaf not in ("gate_up_proj", "down_proj"):
+            if self._stacked or leaf not in ("gate_up_proj", "down_proj"):
                 views[name] = value
                 continue
             for number, expert in enumerate(value):
