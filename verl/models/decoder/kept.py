@@ -89,7 +89,7 @@ class HostInputs:
         return saved_tensors_hooks(partial(self._leave, number), self._back)
 
     def _leave(self, number: int, x: torch.Tensor) -> int | torch.Tensor:
-        if not x.numel():  # PyTorch 2.9 saves a tensor without values beside the input
+        if not x.numel():  # PyTorch 2.9 saves the input and a tensor without values
             return x
         if number - 1 in self._on_device:
             self._stream.wait(self._ends[number - 1])
