@@ -319,8 +319,8 @@ def _mixture(block: Any, layer: int, join: Join) -> Mixture:
     if hasattr(gate, "e_score_correction_bias"):
         config = block.config  # the router of transformers 5.6 has few of these numbers
         groups = config.n_group, config.topk_group, float(config.routed_scaling_factor)
-        chosen = config.num_experts_per_tok, config.norm_topk_prob
-        rule = ChoiceRule(*chosen, True, gate.e_score_correction_bias, *groups)
+        num_chosen, normalizes = config.num_experts_per_tok, config.norm_topk_prob
+        rule = ChoiceRule(num_chosen, normalizes, True, gate.e_score_correction_bias, *groups)
     else:
         rule = ChoiceRule(gate.top_k, getattr(gate, "norm_topk_prob", True))  # Mixtral always does
     return Mixture(
