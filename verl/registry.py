@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from verl.distributions import require_part
 from verl.errors import ConfigError, DistributionError, NameConfigError, nearest
-from verl.regular_files import imported_files, require_regular
+from verl.regular_files import imported_files, require_regular, syntax_tree
 from verl.user_objects import LIBRARIES, differs_from_file, objects_in, require_kind
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ def reference_to(obj: object) -> str:
 def _is_hidden(file: str, name: str) -> bool:
     """Whether a script is no file, as standard input, or defines `name` under `if __name__ == "__main__":`, so that processes
     that import it lack the name."""
-    body = ast.parse(Path(file).read_bytes()).body if os.path.isfile(file) else []
+    body = syntax_tree(Path(file).read_bytes()).body if os.path.isfile(file) else []
     guards = [n for n in body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return not body or any(isinstance(n, kinds) and n.name == name for guard in guards for n in ast.walk(guard))

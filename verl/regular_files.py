@@ -5,6 +5,7 @@ import ast
 import errno
 import os
 import stat
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from verl.foreign_text import clean
 MAX_BYTES = 64 << 20  # of a file that is read at once
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
+_PARSING = threading.Lock()
 _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -137,10 +139,16 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def syntax_tree(source: str | bytes) -> ast.Module:
+    """`ast.parse`, whose count of depth in Python 3.11 is one for all threads: two at a time can end with a SystemError."""
+    with _PARSING:
+        return ast.parse(source)
+
+
 def imported_files(file: Path) -> Iterator[Path]:
     """The modules in the folder of a Python file that it imports."""
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = syntax_tree(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):  # its import says so
         return
     for node in ast.walk(tree):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from verl.errors import ConfigError, VerlError
+from verl.regular_files import syntax_tree
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
 def objects_in(file: Path) -> str:
     """The end of a sentence about a reference that names only a file: the public functions and classes of that file."""
     try:
-        body = ast.parse(file.read_bytes()).body if file.suffix == ".py" else []
+        body = syntax_tree(file.read_bytes()).body if file.suffix == ".py" else []
     except (OSError, ValueError, SyntaxError):
         return "."
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -196,7 +197,7 @@ def _other_names(function: types.FunctionType, file: str) -> list[str]:
     """Functions that `function` calls and plain globals that it reads, if the file has other ones."""
     try:
         source = Path(file).read_bytes()
-        tree = ast.parse(source)
+        tree = syntax_tree(source)
         works = [_work(code) for code in _codes_in(InspectLoader.source_to_code(source, file))]
     except (OSError, SyntaxError, ValueError, RecursionError):  # its import says so
         return []

@@ -682,6 +682,7 @@ OTHER_LISTS = {
     "gdpo_reward_keys": "known when the reward function returns: tests/algorithms/test_advantages.py",
     "stop": "any text",
     "methods": "two names, checked as choices: tests/rollout/test_drafts.py",
+    "ignore_patterns": "patterns: tests/models/test_qat.py",
     "text_tokens": "names of added tokens: tests/models/test_text_tokens.py",
     "stages": "objects: tests/run/test_stages.py",
     "dynamic_config": "mappings: tests/run/test_phases.py",

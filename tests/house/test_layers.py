@@ -14,7 +14,8 @@ from verl.distributions import PARTS, is_installed
 LAYERS = (
     ("_version", "foreign_text"),
     ("errors",),
-    ("distributions", "regular_files", "user_objects"),
+    ("distributions", "regular_files"),
+    ("user_objects",),
     ("registry",),
     ("families", "model_families"),
     ("data_proto",),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from verl.errors import RewardError, VerlError, nearest
 from verl.families import SERVICE_ROLLOUT
 from verl.registry import load_module, load_object, referenced_name, user_file
+from verl.regular_files import syntax_tree
 from verl.rewards.completions import completion_of
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -184,7 +185,7 @@ def parameters_in_file(path: str, name: str) -> set[str]:
     if not path.endswith(".py"):
         return set()
     try:
-        tree = ast.parse(user_file(path.removeprefix("file://")).read_text(encoding="utf-8"))
+        tree = syntax_tree(user_file(path.removeprefix("file://")).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError, VerlError):
         return set()  # as loading it will say
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
