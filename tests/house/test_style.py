@@ -13,7 +13,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 70_881,
+    "core": 70_891,
     "compat": 9_630,
     "page": 4_075,
     "planner": 2_867,
@@ -22,7 +22,7 @@ MAX_LINES = {
     "drafts": 919,
     "agents": 6_453,
     "tasks": 2_973,
-    "tests": 92_568,
+    "tests": 92_570,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12
