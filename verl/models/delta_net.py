@@ -33,7 +33,7 @@ def lay_out_delta_nets(module: nn.Module) -> None:
     for part in module.modules():
         if type(part).__name__ in _NETS:
             part.forward = MethodType(_forward, part)
-        elif hasattr(part, "linear_attn"):  # transformers before 5.10 passes it no further
+        elif type(getattr(part, "linear_attn", None)).__name__ in _NETS:  # transformers 5.6 to 5.9
             part.register_forward_pre_hook(_hand_down, with_kwargs=True)
 
 

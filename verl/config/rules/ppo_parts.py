@@ -245,7 +245,7 @@ def check_qat(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     if not group.actor.qat.enable:
         return
     fault = None
-    mode, expected = group.actor.qat.mode, {"int8": "int8"}.get(group.actor.qat.mode)
+    expected = "int8" if (mode := group.actor.qat.mode) == "int8" else None
     if group.rollout.quantization != expected:
         fault = f"in {mode} needs a sampler with the same numbers. Set {_ROLLOUT}.quantization={expected or 'null'}"
     elif group.model.lora_rank or group.model.lora_adapter_path:
