@@ -235,7 +235,18 @@ REFUSED = {
     "fsdp_turbo": (f"{ACTOR}.strategy=fsdp_turbo", r"strategy=fsdp_turbo\).*engine_fallback=fsdp"),
     "megatron-lite": ("actor@actor_rollout_ref.actor=mlite_actor", r"strategy=mlite\).*engine_fallback=fsdp"),
     "npu": ("trainer.device=npu", r"kind of device is not available.*trainer.device=auto.*engine_fallback=fsdp"),
-    "qat of inputs": (f"{ACTOR}.fsdp_config.qat.mode=w4a4", "is not one of int8, w4a16"),
+    "qat of inputs": (
+        f"{under(f'{ACTOR}.fsdp_config.qat', 'enable=True mode=w4a4')}",
+        r"(?s)^(?!.*needs a sampler).*Rounding of inputs to four bits is not available.*w4a16",
+    ),
+    "a broken pattern of qat": (
+        f"{under(f'{ACTOR}.fsdp_config.qat', 'enable=True mode=w4a16')} {ACTOR}.qat.ignore_patterns=['re:(']",
+        "qat.enable=True has 're:\\(' in ignore_patterns, and what follows re: is no regular expression",
+    ),
+    "the loop of Search-R1": (
+        "do_search=true retriever.url=http://x",
+        "'do_search'.*a search tool by.*loop of Search-R1",
+    ),
     "qat of a critic": ("critic.megatron.qat.enable=True", "Quantisation-aware training of this role is not available"),
     "mtp": (
         f"{MODEL}.mtp.enable=True {MODEL}.mtp.enable_train=True trainer.n_gpus_per_node=8",

@@ -204,9 +204,10 @@ error    ROLLOUT.kv_cache_dtype  ROLLOUT.name=vllm  ROLLOUT.kv_cache_dtype=int8
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.prepack_weights=False
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.quantization=fp8
 error    ROLLOUT.kv_cache_dtype  ROLLOUT.kv_cache_dtype=int8  ROLLOUT.tensor_model_parallel_size=2  trainer.n_gpus_per_node=2
-error    ACTOR.qat.enable  ACTOR.qat.enable=True
-error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=fp8
-error    ACTOR.qat.enable  ACTOR.qat.enable=True  ACTOR.qat.mode=w4a16  ROLLOUT.quantization=int8
+error    ACTOR.qat.mode  ACTOR.qat.enable=True
+error    ACTOR.qat.mode  ACTOR.qat.enable=True  ROLLOUT.quantization=fp8
+error    ACTOR.qat.mode  ACTOR.qat.enable=True  ACTOR.qat.mode=w4a16  ROLLOUT.quantization=int8
+error    ACTOR.qat.ignore_patterns  ACTOR.qat.enable=True  ACTOR.qat.mode=w4a16  ACTOR.qat.ignore_patterns=['re:(']
 error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  MODEL.lora_rank=8
 error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  trainer.n_gpus_per_node=2
 error    ACTOR.qat.enable  ACTOR.qat.enable=True  ROLLOUT.quantization=int8  ACTOR.strategy=megatron

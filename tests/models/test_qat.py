@@ -19,7 +19,7 @@ from verl.models.decoder.rounded import round_layers
 from verl.models.decoder.weights import DenseDecoder
 from verl.models.forward import computed_by, decoder_for
 from verl.models.qat import RoundedLinear
-from verl.models.quantized import nvfp4, on_grid
+from verl.models.quantized import largest_of_matrices, nvfp4, on_grid
 from verl.models.tiny import make_tiny_model
 
 
@@ -96,8 +96,16 @@ def test_an_engine_computes_with_weights_of_four_bits_and_trains_their_masters(d
         master = engine.optimizer.masters[name].detach()
         assert not torch.equal(master, before[name])
         if name in four_bit:
-            assert torch.equal(p, nvfp4(master).to(p.dtype))
+            fused = [name, name.replace("q_proj", "k_proj"), name.replace("k_proj", "q_proj")]  # v is ignored
+            largest = [largest_of_matrices(engine.optimizer.masters[other].detach()) for other in fused]
+            assert torch.equal(p, nvfp4(master, torch.stack(largest).amax(0)).to(p.dtype))
     assert dict(engine.gather_weights())[min(four_bit)].equal(engine.module.get_parameter(min(four_bit)))
+
+
+def test_patterns_that_leave_nothing_are_refused(tmp_path):
+    rounds = QATConfig(enable=True, mode="w4a16", ignore_patterns=["*"])
+    with pytest.raises(ConfigError, match=r"qat\.ignore_patterns leaves no layer that is rounded"):
+        make_local_engine(make_tiny_model(tmp_path, "llama"), dtype="float32", rounds=rounds)
 
 
 def test_other_models_are_refused(load):  # noqa: F811

@@ -162,9 +162,9 @@ class MasterOptimizer:
         self.rounding, self.shards = rounding or Rounding(), shards or {}
         self.num_steps = 0
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        at_first = self.rounding.measured(self.parameters.items())
         self.masters = {
-            name: _make_master(name, p, compute_dtype, self.rounding, host_masters)
-            for name, p in self.parameters.items()
+            name: _make_master(name, p, compute_dtype, at_first, host_masters) for name, p in self.parameters.items()
         }
         holders = {} if host_masters else {p: self.masters[name] for name, p in self.parameters.items()}
         self.gradients = GradientBuffers(holders)
@@ -267,8 +267,9 @@ class MasterOptimizer:
     @torch.no_grad()
     def round_masters(self) -> None:
         """Write the masters into the module, rounded to its dtype."""
+        rounding = self.rounding.measured((name, master) for name, _, master, _ in self.rounded())
         for name, weights, master, region in self.rounded():
-            self.rounding.write(weights, name, master, region)
+            rounding.write(weights, name, master, region)
 
     def rounded(self) -> Iterator[Rounded]:
         """The weights that `round_masters` writes, and their masters."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from verl.errors import ConfigError
 from verl.models.quantized import on_grid
 
 
@@ -47,7 +48,7 @@ class _RoundedProduct(torch.autograd.Function):
 
 def four_bit_weights(module: nn.Module, ignored: Sequence[str]) -> frozenset[str]:
     """Names of the weights of linear layers and experts, but for layers with a name that `ignored` has: `re:` begins a regular
-    expression, a pattern with * matches the whole name, other patterns a part."""
+    expression, a pattern with * matches the whole name, other patterns a part. Raises ConfigError if nothing is left."""
 
     def is_ignored(name: str, pattern: str) -> bool:
         if pattern.startswith("re:"):
@@ -60,7 +61,12 @@ def four_bit_weights(module: nn.Module, ignored: Sequence[str]) -> frozenset[str
         return [name for name, p in layer.named_parameters(recurse=False) if p.dim() == 3 and "proj" in name]
 
     layers = [(name, layer) for name, layer in module.named_modules() if not any(is_ignored(name, p) for p in ignored)]
-    return frozenset(f"{name}.{weight}" for name, layer in layers for weight in weights(layer))
+    names = frozenset(f"{name}.{weight}" for name, layer in layers for weight in weights(layer))
+    if not names:
+        raise ConfigError(
+            "qat.ignore_patterns leaves no layer that is rounded. Remove a pattern, or set qat.enable=False."
+        )
+    return names
 
 
 def rounds_layers(module: nn.Module) -> bool:

@@ -41,11 +41,19 @@ def fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return joined[:outputs, :inputs].contiguous(), scale[..., 0]
 
 
-def nvfp4(weight: torch.Tensor) -> torch.Tensor:
-    """The values that NVFP4 has for `weight` [..., outputs, inputs], in its dtype; each matrix has a scale for its scales."""
+def largest_of_matrices(weight: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of each matrix of `weight` [..., outputs, inputs]: float32 [..., 1, 1]."""
+    return weight.abs().amax((-2, -1), keepdim=True).float()
+
+
+def nvfp4(weight: torch.Tensor, largest_of_all: torch.Tensor | None = None) -> torch.Tensor:
+    """The values that NVFP4 has for `weight` [..., outputs, inputs], in its dtype; each matrix has a scale for its scales.
+    Matrices that a sampler multiplies together share it: `largest_of_all` is of them all, see `largest_of_matrices`."""
     groups = F.pad(weight.float(), (0, -weight.shape[-1] % 16)).unflatten(-1, (-1, 16))
     largest = groups.abs().amax(-1, keepdim=True)
-    matrix_scale = (largest.amax((-3, -2), keepdim=True) / (6.0 * 448.0)).clamp(min=torch.finfo(torch.float32).tiny)
+    if largest_of_all is None:
+        largest_of_all = largest_of_matrices(weight)
+    matrix_scale = (largest_of_all[..., None] / (6.0 * 448.0)).clamp(min=torch.finfo(torch.float32).tiny)
     scale = (largest / (6.0 * matrix_scale)).to(torch.float8_e4m3fn).float() * matrix_scale
     scaled = torch.where(scale > 0.0, groups / scale, 0.0).clamp(-6.0, 6.0)
     step = torch.where(scaled.abs() < 2.0, 0.5, torch.where(scaled.abs() < 4.0, 1.0, 2.0))

@@ -22,15 +22,16 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from verl.models.ops.table import op
-from verl.models.quantized import nvfp4
+from verl.models.quantized import largest_of_matrices, nvfp4
 from verl.parallel.compiled import open_library
 
 TILE_LENGTHS = (65_537, 40_961)  # prime, and together small enough for a cache
@@ -53,13 +54,25 @@ class Rounding:
 
     kind: str = "dithered"
     four_bit: frozenset[str] = frozenset()  # names of whole parameters
+    largest: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see `measured`
+
+    @torch.no_grad()
+    def measured(self, masters: Iterable[tuple[str, torch.Tensor]]) -> "Rounding":
+        """This rounding for four-bit parameters with these values. q, k and v of a layer share a scale, and so do gate and up:
+        samplers multiply them as one matrix."""
+        largest: dict[str, torch.Tensor] = {}
+        for name, master in masters:
+            if name in self.four_bit:
+                own = largest_of_matrices(master)
+                largest[_fused(name)] = torch.maximum(largest.get(_fused(name), own), own)
+        return replace(self, largest=largest)
 
     @torch.no_grad()
     def write(self, target: torch.Tensor, name: str, master: torch.Tensor, region: Region | None = None) -> None:
         """Fill `target` with the rounded `master`, which is `region` of the parameter `name` (default: all of it). Only
         float32 to bfloat16 is dithered; other dtypes are cast."""
         if name in self.four_bit:
-            target.copy_(nvfp4(master))
+            target.copy_(nvfp4(master, self.largest.get(_fused(name))))
         elif self.kind == "nearest" or target.dtype != torch.bfloat16 or master.dtype != torch.float32:
             target.copy_(master)
         elif master.device != target.device or not target.is_contiguous():
@@ -81,6 +94,11 @@ class Rounding:
         out = torch.empty(master.shape, dtype=dtype, device=master.device)
         self.write(out, name, master, region)
         return out
+
+
+def _fused(name: str) -> str:
+    """The name of the matrix that has this one."""
+    return re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name))
 
 
 def offsets(name: str, shape: tuple[int, ...]) -> torch.Tensor:

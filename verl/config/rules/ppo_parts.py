@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -244,16 +245,28 @@ def check_qat(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     group, key = c.actor_rollout_ref, "actor_rollout_ref.actor.qat.enable"
     if not group.actor.qat.enable:
         return
-    fault = None
+    fault, place = None, key
     expected = "int8" if (mode := group.actor.qat.mode) == "int8" else None
     if group.rollout.quantization != expected:
+        place = "actor_rollout_ref.actor.qat.mode"  # a mode that is refused has no sampler
         fault = f"in {mode} needs a sampler with the same numbers. Set {_ROLLOUT}.quantization={expected or 'null'}"
     elif group.model.lora_rank or group.model.lora_adapter_path:
         fault = "trains the rounded weights themselves, and adapters train beside them. Remove the adapters"
+    elif mode == "w4a16" and (wrong := next(filter(_is_no_pattern, group.actor.qat.ignore_patterns), None)) is not None:
+        place = "actor_rollout_ref.actor.qat.ignore_patterns"
+        fault = f"has {wrong!r} in ignore_patterns, and what follows re: is no regular expression. Repair it"
     elif (mode == "int8" and group.actor.strategy in ("megatron", "deepspeed")) or runs_on_several_devices(c):
         fault = "rounds the layers of a run on one device, and this run has several. Run on one"
     if fault:
-        yield error(key, f"{key}=True {fault}, or set it to False.")
+        yield error(place, f"{key}=True {fault}, or set it to False.")
+
+
+def _is_no_pattern(pattern: str) -> bool:
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error:
+        return True
+    return False
 
 
 def check_ahead(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:

@@ -247,8 +247,8 @@ def require_quantized(module: Any, key: str, value: str, device: torch.device) -
         )
     emulates = value == "fp8" and device.type == "cpu"
     if read is None or (read[0].has_experts and not emulates) or read[0].departures:
-        experts = " and mixtures of experts" if emulates else ""
-        raise ConfigError(f"{key}={value} is for plain dense decoders{experts}, and {name} is none. {end}.")
+        kinds = "decoders and mixtures of experts" if emulates else "dense decoders"
+        raise ConfigError(f"{key}={value} is for plain {kinds} (docs/families.md), and {name} is none. {end}.")
     if device.type != "cpu":
         _require_fp8(read[0], f"{key}=fp8", device, end)
     if value == "int8" and compiled(module, *read, prepack=True) is None:
