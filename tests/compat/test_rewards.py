@@ -90,6 +90,15 @@ class TestManagers:
         assert returned["reward_extra_info"] == {"score": [1.0, 1.0], "acc": [True, False]}
         assert caplog.text.count("[letters]") == 1
 
+    def test_values_of_some_rows_and_a_response_without_tokens(self, batch, tokenizer):
+        from verl.workers.reward_manager.naive import NaiveRewardManager
+
+        batch.batch["attention_mask"][0, 2:] = 0
+        results = iter([{"score": 1.0, "acc": True}, {"score": 2.0, "kind": "b"}])
+        returned = NaiveRewardManager(tokenizer, 0, lambda **_: next(results))(batch, return_dict=True)
+        assert returned["reward_tensor"].tolist() == [[0, 0, 0, 0], [0, 0, 2, 0]]
+        assert returned["reward_extra_info"] == {"score": [1.0, 2.0], "acc": [True, None], "kind": [None, "b"]}
+
     def test_what_is_scored_already(self, batch, tokenizer):
         from verl.workers.reward_manager import NaiveRewardManager
 

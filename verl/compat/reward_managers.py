@@ -79,19 +79,20 @@ class NaiveRewardManager(AbstractRewardManager):
         if done is not None:
             return done
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
-        extra: dict[str, list[object]] = defaultdict(list)
+        reported: list[Mapping[str, object]] = []
         counts: dict[str, int] = defaultdict(int)
         rows = [self._row(data[i]) for i in range(len(data))]
         for i, (row, result) in enumerate(zip(rows, self._score(rows), strict=True)):
             entries = dict(result) if isinstance(result, Mapping) else {"score": float(result)}
             score = self._shape(float(entries["score"]), row["response_length"], entries)
-            if isinstance(result, Mapping):
-                for name, value in entries.items():
-                    extra[name].append(value)
-            rewards[i, row["response_length"] - 1] = score
+            reported.append(entries if isinstance(result, Mapping) else {})
+            if row["response_length"]:  # an empty response has no token for it
+                rewards[i, row["response_length"] - 1] = score
             counts[row["data_source"]] += 1
             if counts[row["data_source"]] <= self.num_examine:
                 log.info("[%s] %s -> %s: score %s", row["data_source"], row["prompt"], row["solution_str"], score)
+        names = dict.fromkeys(name for entries in reported for name in entries)
+        extra = {name: [entries.get(name) for entries in reported] for name in names}
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 
     def _row(self, item: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from decimal import Decimal
 
 from verl.rewards.scorers.route import Scorer
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NUMERAL = re.compile(r"[+-]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]*)?|\.[0-9]+)")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -14,8 +13,11 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def last_answer(text: str) -> str | None:
     """Text of the last <answer>...</answer>, stripped; None without one."""
-    answers = _ANSWER.findall(text)
-    return answers[-1].strip() if answers else None
+    for part in reversed(text.split("</answer>")[:-1]):  # a pattern would look at the rest behind each tag
+        _, tag, answer = part.partition("<answer>")
+        if tag:
+            return answer.strip()
+    return None
 
 
 def number_of(text: str) -> Decimal | None:
