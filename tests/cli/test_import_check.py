@@ -71,6 +71,7 @@ def test_the_words_of_a_command_are_split_as_by_the_shell(monkeypatch):
         "torchrun --nproc_per_node=8 -m verl.trainer.main_ppo trainer.nnodes=2 > log.txt",
         "ray job submit --no-wait \\\n  -- \\\n  python3 -m verl.trainer.main_ppo \\\n  trainer.nnodes=2",
         "CUDA_VISIBLE_DEVICES=0 nohup python -m verl.trainer.main_ppo trainer.nnodes=2 &",
+        "for seed in 1 2; do python -m verl.trainer.main_ppo trainer.nnodes=2; done",
         "srun bash -c 'torchrun --rdzv-id=$JOB \\\n  -m verl.trainer.main_ppo trainer.nnodes=2 --dry-run'",
     ],
 )
@@ -187,6 +188,16 @@ def test_a_python_file(checked, tmp_path):
         "Rows.__init__ takes no processor, max_samples",
     ])  # fmt: skip
     assert "beside is not installed" not in said
+
+
+@pytest.mark.parametrize("content", [
+    "# -*- coding: latin-1 -*-\nfrom verl import DataProto  # \u00e9\n".encode("latin-1"),
+    b"\xef\xbb\xbffrom verl import DataProto\n",
+])  # fmt: skip
+def test_a_python_file_in_another_encoding(content, tmp_path, capsys):
+    (tmp_path / "in two\nlines.py").write_bytes(content)
+    assert main(["import-check", str(tmp_path)]) == 0
+    assert r"pass  in two\nlines.py  runs" in capsys.readouterr().out
 
 
 def test_a_python_file_that_runs(checked):

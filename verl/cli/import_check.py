@@ -39,7 +39,7 @@ def examine_file(file: Path, folders: Sequence[Path] = ()) -> Iterator[Line]:
     """Findings of `file`: available and missing names of verl, packages, reward functions, dataset classes. Packages may lie
     in its folder and in `folders`."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+        tree = ast.parse(file.read_bytes(), str(file))  # in the encoding that it names
     except (SyntaxError, ValueError) as error:
         yield fail(f"it is not Python: {error}")
         return
@@ -184,7 +184,7 @@ _MAX_BYTES = 10_000_000
 _SUFFIXES = (".sh", ".py", ".yaml", ".yml")
 # in a project: an import of verl, a command that starts a module of it, a config, a class in a list of tools, a scorer
 _NAMES_VERL = re.compile(
-    r"^\s*(from|import) verl\b|-m verl\.|^actor_rollout_ref:|:\s*verl\.\w|def compute_score\b", re.M
+    r"^\ufeff?\s*(from|import) verl\b|-m verl\.|^actor_rollout_ref:|:\s*verl\.\w|def compute_score\b", re.M
 )
 _LEVELS = {"error": "fail", "warning": "warn", "notice": "info"}
 

@@ -58,7 +58,7 @@ class Report:
     def add(self, topic: str, line: Line) -> None:
         """Print one line; the topic is shown before its first line only."""
         self.counts[line.level] += 1
-        topic = printable(topic)
+        topic = printable(topic).replace("\n", "\\n")  # of a file's name
         heading = "" if topic == self._topic else topic
         self._topic = topic
         text = printable(line.text)

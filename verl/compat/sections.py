@@ -18,6 +18,7 @@ from verl.config.load import load_composed
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, NameConfigError, nearest
 from verl.registry import load_object
+from verl.regular_files import syntax_tree
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -176,10 +177,10 @@ def names_of_caller(values: Mapping[str, Any]) -> set[str]:
 
 def _names_in(file: Path) -> set[str]:
     try:
-        module = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+        module = syntax_tree(file.read_bytes()) if file.is_file() else None
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # its import says so
         return set()
-    nodes = list(ast.walk(module))
+    nodes = list(ast.walk(module)) if module else []
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     return attributes | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 

@@ -185,7 +185,7 @@ def parameters_in_file(path: str, name: str) -> set[str]:
     if not path.endswith(".py"):
         return set()
     try:
-        tree = syntax_tree(user_file(path.removeprefix("file://")).read_text(encoding="utf-8"))
+        tree = syntax_tree(user_file(path.removeprefix("file://")).read_bytes())
     except (OSError, ValueError, SyntaxError, VerlError):
         return set()  # as loading it will say
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

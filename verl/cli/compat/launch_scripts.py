@@ -172,6 +172,8 @@ def _command(words: list[str]) -> Command | None:
         word = rest[position]
         if word in ("|", "||", "&&", ";", "&", ">", ">>", "2>&1") or word.startswith((">", "2>", "|")):
             break
+        if word.endswith(";"):  # the next command follows
+            word, rest = word[:-1], rest[: position + 1]
         name, equals, value = word.partition("=")
         if name in _OPTIONS:
             if not equals:
