@@ -46,7 +46,8 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
             if twice := [name for name in names[: len(args)] if name in kwargs]:
                 section = f"config={{'{twice[0]}': {{...}}}}"
                 raise ConfigError(
-                    f"The argument {twice[0]} has two values. Give keys of a section of this name by {section}."
+                    f"The argument {twice[0]} has two values, one by its place. Name the arguments behind the first, and give "
+                    f"keys of a section of this name by {section}."
                 )
             return function(*args, **kwargs)
         except (VerlError, KeyboardInterrupt) as error:

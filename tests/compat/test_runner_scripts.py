@@ -1,13 +1,15 @@
 """RLRunner in the place of TRL's classes: TRL's scripts in TRL's environment, and what they ask of a trainer."""
 
+import itertools
 import json
 import re
 import site
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.compat.test_runner import SCRIPTS, rows, tokenizer, trl  # noqa: F401
 from tests.house.source import ROOT
@@ -183,6 +185,55 @@ def test_what_scripts_of_trl_ask_of_a_trainer(trl, tiny_llama, tmp_path, rows, c
     assert [message for _, _, message in pushed] == ["End of training"] * 2
 
 
+@pytest.mark.parametrize("name", ["null", "1e-4", " [a, b] ", "lr=1e-4 ${oc.env:HOME}", "a'b\\"])
+def test_names_of_a_script_are_kept_as_they_are(trl, tiny_llama, tmp_path, rows, name):  # noqa: F811
+    folder = tmp_path / f"{name} $HOME"
+    args = trl.SFTConfig(str(folder), run_name=name, use_cpu=True, report_to="none", max_steps=1)
+    trainer = RLRunner(str(tiny_llama), args, train_dataset=rows)._load({}).config.trainer
+    assert (trainer.experiment_name, trainer.default_local_dir) == (name, str(folder))
+
+
+def test_data_sets_of_a_script(trl, tiny_llama, tmp_path):  # noqa: F811
+    """An endless one gives what max_steps takes, in its order; formatting_func gives texts."""
+    args = trl.SFTConfig(
+        str(tmp_path), use_cpu=True, report_to="none", max_steps=2, per_device_train_batch_size=3, save_strategy="no"
+    )
+    endless = ({"question": number} for number in itertools.count())
+    runner = RLRunner(
+        str(tiny_llama), args, train_dataset=endless, formatting_func=lambda row: f"Say {row['question']}."
+    )
+    assert runner.train_dataset == [{"text": f"Say {number}."} for number in range(6)]
+    runner.train()
+    assert [json.loads(line)["text"] for line in (runner.inputs / "train.jsonl").open()] == [
+        f"Say {number}." for number in range(6)
+    ]
+    for name in ("train_dataset", "eval_dataset"):
+        with pytest.raises(ConfigError, match=f"{name} has several data sets: a, b. Give one of them"):
+            RLRunner(str(tiny_llama), args, **{name: {"a": [], "b": []}})
+
+
+def test_a_run_in_another_thread_and_one_in_a_callback(trl, tiny_llama, tmp_path, rows):  # noqa: F811
+    def runner(name, callbacks=()):
+        settings = {"use_cpu": True, "report_to": "none", "max_steps": 2, "logging_steps": 1, "save_strategy": "no"}
+        args = trl.SFTConfig(str(tmp_path / name), per_device_train_batch_size=4, **settings)
+        return RLRunner(str(tiny_llama), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks)
+
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            other.evaluate()
+
+    other = runner("other")
+    runners = [runner("a", [Evaluates()]), runner("b")]
+    threads = [threading.Thread(target=each.train) for each in runners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    a, b = ([row["loss"] for row in each.state.log_history if "loss" in row] for each in runners)
+    assert (len(a), a) == (2, b)
+    assert len(other.state.log_history) == 2
+
+
 def test_adapters_of_a_model_by_its_path(trl, tiny_llama, tmp_path, rows):  # noqa: F811
     peft = pytest.importorskip("peft")
     args = trl.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
@@ -230,5 +281,10 @@ def test_what_a_script_of_trl_cannot_have(trl, tiny_llama, tmp_path, rows):  # n
     with pytest.raises(ConfigError, match="eos_token='<nothing>' is no token of this model's vocabulary"):
         RLRunner(str(tiny_llama), args, train_dataset=rows)
     args.eos_token = None
+    for positional, named in (((len, args), {}), ((None, args), {}), ((None,), {"args": args})):  # as trainers of TRL
+        with pytest.raises(ConfigError, match="Name the arguments behind"):
+            RLRunner(str(tiny_llama), *positional, **named)
+    with pytest.raises(ConfigError, match="RLRunner reads no argument tools"):
+        RLRunner(str(tiny_llama), args, train_dataset=rows, tools=[len], rollout_func=None)
     with pytest.raises(ConfigError, match="RLRunner reads no quantization_config"):
         RLRunner(str(tiny_llama), args, train_dataset=rows, quantization_config={"load_in_4bit": True})

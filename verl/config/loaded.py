@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import os
-import re
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +16,7 @@ from verl.config.command_defaults import Face
 from verl.config.schema import Problem, R, Schema
 from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
-from verl.config.values import absolute_path, escape_path
+from verl.config.values import absolute_path, escape_path, escape_references
 from verl.errors import ConfigError
 from verl.foreign_text import printable
 from verl.regular_files import whole_file
@@ -105,7 +104,7 @@ class LoadedConfig(Generic[R]):
             value = hide_values(value, path.rpartition(".")[2])
             if leaf.names_files and origin != "default":
                 value = escape_path(value)
-            lines.append(f"{head}: {scalar(_escaped(value))}" + (origin != "default") * f"  # {origin}")
+            lines.append(f"{head}: {scalar(escape_references(value))}" + (origin != "default") * f"  # {origin}")
         return "\n".join(lines) + "\n"
 
 
@@ -119,18 +118,9 @@ def _lines(schema: Schema[Any]) -> dict[str, tuple[str, str]]:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parents, open_sections, strict=False)))
         opened = [*parents[shared:], name]
         head = ":\n".join("  " * (shared + depth) + part for depth, part in enumerate(opened))
-        lines[path] = head, f"{head}: {scalar(_escaped(leaf.default))}"
+        lines[path] = head, f"{head}: {scalar(escape_references(leaf.default))}"
         open_sections = parents
     return lines
-
-
-def _escaped(value: object) -> object:
-    """A resolved value as a reader resolves it to the same: a `${` that is left is text."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {_escaped(k): _escaped(v) for k, v in value.items()}
-    return [_escaped(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def scalar(value: object) -> str:

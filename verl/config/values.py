@@ -244,6 +244,21 @@ def parse_override(argument: str) -> Override:
     return Override(key, parse_value(value, argument), value if plain else None)
 
 
+def escape_references(value: object) -> object:
+    """A resolved value as a reader resolves it to the same: a `${` that is left is text."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {escape_references(k): escape_references(v) for k, v in value.items()}
+    return [escape_references(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def written(text: str, *, is_path: bool = False) -> str:
+    """The value of an override that stands for this very text, whatever characters it has."""
+    text = str(escape_references(escape_path(text) if is_path else text))
+    return "'" + re.sub(r"(['\\])", r"\\\1", text) + "'"
+
+
 def parse_value(text: str, place: str) -> object:
     """The value that `text` stands for; a word that is nothing else is a string. `place` is named in errors."""
     text = text.strip()

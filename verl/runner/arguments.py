@@ -11,6 +11,7 @@ from typing import Any
 from verl.config.roots.preference import ReferenceConfig
 from verl.config.sections.algorithm import PreferenceLossConfig
 from verl.config.sections.model import OWN_SCHEDULES, SCHEDULES
+from verl.config.values import written
 from verl.errors import ConfigError
 
 PREFERENCES = ("dpo", "kto")
@@ -113,6 +114,21 @@ def algorithm_of(args: object, rows: Sequence[Mapping[str, object]], *, has_rewa
     return algorithm or ("dpo" if rows and {"chosen", "rejected"} <= rows[0].keys() else "sft")
 
 
+def refuse_arguments(args: object, data_collator: object, unread: Mapping[str, object]) -> None:
+    """Raises ConfigError for arguments of a trainer of TRL that stand in another order here, and for those that have no meaning
+    here and a value."""
+    if not (args is None or hasattr(args, "output_dir")) or not (data_collator is None or callable(data_collator)):
+        raise ConfigError(
+            "RLRunner has the order of transformers' Trainer (model, args, data_collator), and some trainers of TRL have "
+            "another one. Name the arguments behind model, such as args=, reward_funcs= and ref_model=."
+        )
+    if names := [name for name, value in unread.items() if value is not None]:
+        raise ConfigError(
+            f"RLRunner reads no argument {names[0]}. Leave it out, or set what it is for by RLRunner(config=[...]); "
+            "docs/config.md has the keys."
+        )
+
+
 class Arguments:
     """`args` for `algorithm`, with `world_size` processes. Fields with their default give way to the `keys` of the script.
     Raises ConfigError for a field that was set and has no meaning."""
@@ -208,11 +224,11 @@ class Arguments:
             keep, section = "max_actor_ckpt_to_keep", "actor_rollout_ref.actor.checkpoint"
         never = getattr(args.save_strategy, "value", args.save_strategy) == "no"  # except at the last step
         return {
-            "trainer.default_local_dir": os.path.abspath(args.output_dir),
+            "trainer.default_local_dir": written(os.path.abspath(args.output_dir), is_path=True),
             "trainer.total_training_steps": self.max_steps,
             "trainer.logger": f"[{','.join(loggers)}]",
-            "trainer.experiment_name": getattr(args, "run_name", None) or "huggingface",
-            "trainer.project_name": getattr(args, "project", None) or "huggingface",
+            "trainer.experiment_name": written(getattr(args, "run_name", None) or "huggingface"),
+            "trainer.project_name": written(getattr(args, "project", None) or "huggingface"),
             "trainer.val_before_train": bool(getattr(args, "eval_on_start", False)),
             "trainer.device": "cpu" if args.use_cpu else None,
             f"trainer.{keep}": args.save_total_limit,

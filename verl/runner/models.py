@@ -93,9 +93,14 @@ def drops_inputs(args: object) -> bool:
     return not getattr(args, "disable_dropout", False)
 
 
-def init_arguments(args: object, is_path: bool) -> dict[str, Any]:
+def init_arguments(args: object, is_path: bool, quantization: object = None) -> dict[str, Any]:
     """Arguments of from_pretrained in `model_init_kwargs` that change the model. Raises ConfigError for quantization, and for a
     model that the script has loaded."""
+    if quantization is not None:
+        raise ConfigError(
+            "RLRunner reads no quantization_config. For weights in four bits below adapters, leave it out and set "
+            "quantization of the model's section by config: docs/lora.md."
+        )
     arguments = dict(getattr(args, "model_init_kwargs", None) or {})
     quantized = next((name for name in arguments if name == "quantization_config" or name.startswith("load_in_")), None)
     if quantized:

@@ -9,7 +9,9 @@ import builtins
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,6 +53,17 @@ class Script:
     losses: list[float] = field(default_factory=list)  # of the steps since train began
 
     current: ClassVar[Script | None] = None
+    _running: ClassVar[threading.RLock] = threading.RLock()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """For a run of this script. Another thread's run waits; in a callback the outer one goes on afterwards."""
+        with Script._running:
+            before, Script.current = Script.current, self
+            try:
+                yield
+            finally:
+                Script.current = before
 
     def call(self, event: str, **values: object) -> None:
         """Call `event` of every callback; callbacks of transformers decide the actions that are due."""

@@ -1,5 +1,7 @@
 """Rows of a script as files of a run."""
 
+import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +13,7 @@ import torch
 
 from verl.data.python_rows import Row, checked_row, prompt_row, row_as_json
 from verl.data.tables import NAMES_OF_ROWS
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.runner.arguments import GIVEN_ROWS, Arguments
 
 _TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
@@ -29,6 +31,7 @@ class ScriptRows:
     collator: Callable[[list[Any]], Mapping[str, Any]] | None
     folder: Path
     tokenizer: Any = None
+    shuffles: bool = True
 
     def loss_on(self, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """TRL's defaults for a config of TRL: all tokens of messages train, and of a prompt with completion the latter."""
@@ -58,8 +61,8 @@ class ScriptRows:
         if self.mapped is None:
             return []
         args, mapped = self.args, self.mapped
-        seed, shuffles = args.seed if args.data_seed is None else args.data_seed, "random"
-        if getattr(args, "train_sampling_strategy", shuffles) != shuffles:
+        seed = args.seed if args.data_seed is None else args.data_seed
+        if not self.shuffles or getattr(args, "train_sampling_strategy", "random") != "random":
             return list(range(mapped.steps_per_epoch * mapped.batch_size)) * mapped.num_epochs
         return trainer_order(num_rows, mapped.num_epochs, mapped.batch_size, seed)
 
@@ -87,6 +90,22 @@ class ScriptRows:
         if "labels" not in ids:
             ids["loss_mask"] = ids.get("completion_mask") or ids.get("loss_mask") or [1] * len(ids["input_ids"])
         return {name: ids[name] for name in (*_COLUMNS, "loss_mask") if name in ids}
+
+
+def read_rows(
+    name: str, dataset: Any, args: Any, formatting_func: Callable[[Mapping[str, Any]], str] | None
+) -> list[Row] | None:
+    """The rows of a data set; texts, with a `formatting_func`. Of training data without a length, the rows that max_steps
+    takes. Raises ConfigError for several data sets."""
+    if dataset is None:
+        return None
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(str, dataset))
+        raise ConfigError(f"{name} has several data sets: {names}. Give one of them.")
+    if name == "train_dataset" and not hasattr(dataset, "__len__") and args.max_steps > 0:
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        dataset = itertools.islice(dataset, args.max_steps * batch * int(os.environ.get("WORLD_SIZE", "1")))
+    return [row if formatting_func is None else {"text": formatting_func(row)} for row in dataset]
 
 
 def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) -> list[int]:

@@ -19,14 +19,14 @@ import torch
 
 from verl.config import PPO, PREFERENCE, RM, SFT, LoadedConfig, load_config
 from verl.config.active_keys import uses_reference_policy
-from verl.config.values import absolute_path
+from verl.config.values import absolute_path, parse_value, written
 from verl.data.conversations.tokenized import tokenized
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.run.host import evaluate, train
-from verl.runner.arguments import COMPARING, GIVEN_ROWS, PREFERENCES, Arguments, algorithm_of
+from verl.runner.arguments import COMPARING, GIVEN_ROWS, PREFERENCES, Arguments, algorithm_of, refuse_arguments
 from verl.runner.models import (
     drops_inputs,
     init_arguments,
@@ -43,7 +43,7 @@ from verl.runner.models import (
 )
 from verl.runner.packing import Packing
 from verl.runner.programs import Processes, Script, refuse_other_checkpoints, resume_keys, reward_list
-from verl.runner.rows import ScriptRows, padded_ids
+from verl.runner.rows import ScriptRows, padded_ids, read_rows
 from verl.user_objects import short_traceback
 
 _KINDS = {"sft": "RunnerSFT", "reward": "RunnerRewardModel", **dict.fromkeys(PREFERENCES, "RunnerPreference")}
@@ -89,21 +89,24 @@ class RLRunner:
         peft_config: Any = None,
         quantization_config: Any = None,
         algorithm: str | None = None,
+        formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
         config: Mapping[str, Any] | Sequence[str] | None = None,
+        **unread: object,
     ):
         from transformers import TrainingArguments
 
+        refuse_arguments(args, data_collator, unread)
         texts = [f"{k}={_text(v)}" for k, v in config.items()] if isinstance(config, Mapping) else config
         self.overrides = list(texts or [])
         folder = _values(self.overrides).get("trainer.default_local_dir", "tmp_trainer")
         self.args: Any = TrainingArguments(output_dir=folder) if args is None else args
-        self.train_dataset = None if train_dataset is None else list(train_dataset)
-        self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
+        self.train_dataset = read_rows("train_dataset", train_dataset, self.args, formatting_func)
+        self.eval_dataset = read_rows("eval_dataset", eval_dataset, self.args, formatting_func)
         self._algorithm_is_given = algorithm is not None
         rows = self.train_dataset or self.eval_dataset or []
         self.algorithm = algorithm or algorithm_of(self.args, rows, has_rewards=reward_funcs is not None)
         self.teacher_model = teacher_model or getattr(self.args, "teacher_model_name_or_path", None)
-        self._refuse(optimizers, compute_metrics, data_collator, ref_model, quantization_config)
+        self._refuse(optimizers, compute_metrics, data_collator, ref_model)
         self.ref_model, self.compute_metrics = ref_model, compute_metrics
         self.folder = Path(str(self.args.output_dir)).absolute()
         self.inputs = self.folder / "inputs" / os.environ.get("RANK", "0")  # each rank of torchrun has its own
@@ -113,7 +116,7 @@ class RLRunner:
         self._start: Path | None = None  # the model from before dpo
         given_tokenizer = processing_class if processing_class is not None else tokenizer
         self.processing_class = load_tokenizer(self._path) if given_tokenizer is None else given_tokenizer
-        self._init_arguments = init_arguments(self.args, is_path)
+        self._init_arguments = init_arguments(self.args, is_path, quantization_config)
         tokens = special_tokens(self.args)
         if is_path and (given_tokenizer is not None or self._init_arguments or peft_config is not None or tokens):
             self._module = self._adapted(self.model, peft_config)  # model and tokenizer are written into one folder
@@ -124,14 +127,13 @@ class RLRunner:
         if self.algorithm not in (*GIVEN_ROWS, "gkd") and not self.rewards:
             raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
         self._mapped = self._arguments()
+        shuffles = hasattr(train_dataset, "__len__")  # rows of a stream keep their order
         self._rows = ScriptRows(
-            self.args, self.algorithm, self._mapped, data_collator, self.inputs, self.processing_class
+            self.args, self.algorithm, self._mapped, data_collator, self.inputs, self.processing_class, shuffles
         )
         self.script = self._script(callbacks or ())
 
-    def _refuse(
-        self, optimizers: tuple[Any, Any], compute_metrics: Any, data_collator: Any, ref_model: Any, quantization: Any
-    ) -> None:
+    def _refuse(self, optimizers: tuple[Any, Any], compute_metrics: Any, data_collator: Any, ref_model: Any) -> None:
         """Raise ConfigError for an argument that would be left out."""
         if self.algorithm not in _PROGRAMS:
             raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
@@ -148,11 +150,6 @@ class RLRunner:
             raise ConfigError("RLRunner takes teacher_model with the arguments of a GKDConfig, and needs both.")
         if self.algorithm == "gkd" and self.eval_dataset:
             raise ConfigError("RLRunner does not evaluate distillation: leave eval_dataset out.")
-        if quantization is not None:
-            raise ConfigError(
-                "RLRunner reads no quantization_config. For weights in four bits below adapters, leave it out and set "
-                "quantization of the model's section by config: docs/lora.md."
-            )
 
     @property
     def model(self) -> Any:
@@ -177,15 +174,13 @@ class RLRunner:
         if self._mapped is None:
             raise ConfigError("RLRunner.train needs train_dataset.")
         refuse_other_checkpoints(self.folder)
-        script = Script.current = self.script
+        script = self.script
         script.losses.clear()
         loaded = self._load(resume_keys(resume_from_checkpoint))
         self._keep_start()
-        script.call("on_train_begin")
-        try:
+        with script.running():
+            script.call("on_train_begin")
             train(loaded, program=_PROGRAMS[self.algorithm])
-        finally:
-            Script.current = None
         self._take_weights()
         script.call("on_train_end")
         return TrainOutput(self.state.global_step, loss := float(np.mean(script.losses or [0.0])), {"train_loss": loss})
@@ -199,7 +194,7 @@ class RLRunner:
         if not rows:
             raise ConfigError("RLRunner.evaluate needs eval_dataset.")
         rows = rows if eval_dataset is None else self._packing.blocks(rows, "eval_") or []
-        before, self.eval_dataset, Script.current = self.eval_dataset, rows, self.script
+        before, self.eval_dataset = self.eval_dataset, rows
         try:
             loaded = self._load({"trainer.val_only": True})
             if self._start is not None and self.ref_model is None and uses_reference_policy(loaded.config):
@@ -208,9 +203,10 @@ class RLRunner:
                         "sync_ref_model has moved the reference; set eval_strategy to evaluate in training."
                     )
                 loaded = self._load({"trainer.val_only": True, "ref.model_path": self._start})
-            evaluate(loaded, program=_PROGRAMS[self.algorithm])
+            with self.script.running():
+                evaluate(loaded, program=_PROGRAMS[self.algorithm])
         finally:
-            self.eval_dataset, Script.current = before, None
+            self.eval_dataset = before
         metrics = {n: v for n, v in self.state.log_history[-1].items() if n.startswith("eval_")}
         if self.compute_metrics is None:
             return metrics
@@ -323,6 +319,8 @@ class RLRunner:
         keys |= more_keys.get(self.algorithm, self._reward_keys)()
         if self._module is not None and self._module.dtype == torch.float32 and not self.args.bf16:
             keys["engine.dtype" if has_rows else "actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
+        paths = [key for key, value in keys.items() if key.endswith(("path", "_files")) and value != "[]"]
+        keys |= {key: written(str(keys[key]), is_path=True) for key in paths}
         base = [*(self._mapped.overrides() if self._mapped else []), *(f"{key}={value}" for key, value in keys.items())]
         return load_config(self._joined(base), schema=_SCHEMAS.get(self.algorithm, PPO))
 
@@ -330,7 +328,7 @@ class RLRunner:
         """The overrides of args and of config. Raises ConfigError for a key with two values, one of them of a field that was
         set."""
         values, configured = _values(mapped), _values(self.overrides)
-        for key in [key for key, value in configured.items() if values.get(key, value) != value]:
+        for key in [k for k, v in configured.items() if parse_value(values.get(k, v), k) != parse_value(v, k)]:
             is_set = key == "algorithm.adv_estimator" and self._algorithm_is_given
             if is_set or self._mapped is None or not self._mapped.gives_way(key, values[key]):
                 raise ConfigError(
