@@ -120,6 +120,27 @@ def test_a_folder_of_scripts_and_packages_trains(project):
     assert weights(folder, 2)
 
 
+def test_episodes_without_a_dataset_train_two_steps(project):
+    """As RAGEN has them: turns by token rows, rewards of its own, a worker group by its class, and its own saves."""
+    pytest.importorskip("ray")
+    from tests.compat.recipes.own_rewards import EpisodesTrainer
+
+    project.actor_rollout_ref.rollout.n = 1
+    trainer = EpisodesTrainer(project, hf_tokenizer(project.actor_rollout_ref.model.path))
+    trainer.init_workers()
+    trainer.fit()
+    folder = Path(project.trainer.default_local_dir)
+    assert sorted(metrics(folder)) == [1, 2]
+    assert all(row["actor/grad_norm"] > 0 for row in metrics(folder).values())
+    assert (len(trainer.measured), max(trainer.gaps) < 1e-4) == (1, True)
+    assert weights(folder, 2)
+    with pytest.raises(ConfigError, match="give the trainer class train_dataset"):
+        _ = trainer.train_dataloader
+    project.trainer.total_training_steps = None
+    with pytest.raises(ConfigError, match="set trainer.total_training_steps"):
+        EpisodesTrainer(project, trainer.tokenizer).init_workers()
+
+
 def test_rows_in_memory_without_agents_get_a_sentence(project):
     class Own(RayPPOTrainer):
         def fit(self):
@@ -150,6 +171,8 @@ def test_worker_groups_that_a_project_builds_are_the_run(project, caplog):
     assert "here they are means over the 5 rows that train" in caplog.text
     assert (before, backend.workers._run.step) == (0, 2)
     assert weights(Path(project.trainer.default_local_dir), 2)
+    summary = json.loads((Path(project.trainer.default_local_dir) / "summary.json").read_text())
+    assert summary["steps"] == 2  # Ray may end the process without a word
     backend.workers.load_checkpoint("runs/global_step_2/actor")
     with pytest.raises(ConfigError, match="resumed from global_step_2"):
         backend.workers.load_checkpoint("runs/global_step_1/actor")

@@ -16,7 +16,7 @@ import torch
 
 from verl.compat import tracking
 from verl.compat.models import compute_position_id_with_mask
-from verl.compat.own_rows import samples_of_rows
+from verl.compat.own_rows import require_rows, samples_of_rows
 from verl.config import LoadedConfig
 from verl.data.order import prompts_per_generation
 from verl.data_proto.merge import object_array
@@ -83,9 +83,8 @@ class FitRun:
             self._end_step()
             self.save(self.step)
             self.loop.store.finish()
-            raise InterruptedRun(
-                f"Stopped on request after step {self.step}, and saved. {InterruptedRun.hint}"
-            ) from None
+            note = f"Stopped on request after step {self.step}, and saved. {InterruptedRun.hint}"
+            raise InterruptedRun(note) from None
         finally:
             self.close()
 
@@ -101,13 +100,15 @@ class FitRun:
         attention_mask, response_mask, position_ids, rollout_log_probs, rm_scores and one for each value of the reward function.
         Rows of one prompt are its samples. With meta_info["do_sample"]=False: the greedy sample of each prompt."""
         do_sample = batch.meta_info.get("do_sample", True)
-        step = _number(step) if do_sample else int(step)  # a fit may measure before its first step
+        step = (
+            int(step) if not do_sample or batch.meta_info.get("validate") else _number(step)
+        )  # a fit may measure before its first step
         if self._open is not None and self._open[1] != step:
             self._end_step()
         self.loop.stop.check()
         self.sync()
         self.loop.spans.begin_step(step)
-        _require_rows(batch)
+        require_rows(batch)
         if "ordinal" not in batch.batch.keys():
             if not len(self.prompt_batch):
                 if self._rows_of_step[0] != step:
@@ -201,7 +202,7 @@ class FitRun:
         """All optimizer steps of a role on `batch`, with another `size` or `epochs` of its `schedule`; returns its metrics.
         Guards check the batch and the steps; a batch that they leave out has training/skipped_batches. Raises NumericsError if
         a guard stops the run or would go back."""
-        _require_rows(batch)
+        require_rows(batch)
         step, is_own = _number(step), "ordinal" not in batch.batch.keys()  # rows that agents outside have made
         if not is_own and (
             self._sampled_at != step or not self._sampled_by.keys() >= set(batch.batch["ordinal"].tolist())
@@ -293,6 +294,7 @@ class FitRun:
         self.loop.state.num_tokens += int(result.batch.batch["attention_mask"].sum())
         self._began = now
         self.write_rows(result.batch, step)
+        self._note_end()
 
     def _log(self, metrics: dict[str, object], step: int) -> None:
         """Metrics of the script, to metrics.jsonl of the run folder."""
@@ -301,6 +303,12 @@ class FitRun:
         }
         self.loop.tracker.log({**self._rollout_metrics, **numbers}, step)
         self.loop.spans.write(step)
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """Write the summary once the last step is taken: the process may then end without closing the run."""
+        if self.step >= self.loop.data.num_steps:
+            self._finish(ends=False)
 
 
 class PromptBatches:
@@ -367,17 +375,16 @@ def _inward(batch: DataProto) -> DataProto:
     """The batch with the masks that roles read. Raises ConfigError if a script has changed only some of its tokens."""
     columns = dict(batch.batch.items())
     is_whole = {"input_ids", "prompts", "responses"} <= columns.keys()
-    if is_whole and not torch.equal(torch.cat([columns["prompts"], columns["responses"]], 1), columns["input_ids"]):
+    if is_whole and not torch.cat([columns["prompts"], columns["responses"]], 1).equal(columns["input_ids"]):
         raise ConfigError("The columns input_ids, prompts and responses have different tokens. Change them together.")
-    if (
-        "responses" in columns and "attention_mask" in columns
-    ):  # rows that agents outside have made may lack parts of it
+    if {"responses", "attention_mask"} <= columns.keys():  # rows of agents outside may lack parts of it
         width = columns["responses"].shape[1]
         columns.setdefault("response_mask", columns["attention_mask"][:, -width:])
         columns.setdefault("prompt_mask", columns["attention_mask"][:, :-width])
+        columns |= {} if is_whole or "input_ids" not in columns else {"prompts": columns["input_ids"][:, :-width]}
     columns |= {name: columns[name].bool() for name in _MASKS if name in columns}
-    narrow = [n for n, values in columns.items() if values.is_floating_point() and values.dtype.itemsize < 4]
-    columns |= {name: columns[name].float() for name in narrow}  # scores of a project may be in bfloat16
+    for name in [n for n, values in columns.items() if values.is_floating_point() and values.dtype.itemsize < 4]:
+        columns[name] = columns[name].float()  # scores of a project may be in bfloat16
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch))
 
 
@@ -387,8 +394,3 @@ def _number(step: SupportsIndex) -> int:
     if number < 1:
         raise ConfigError(f"global_steps is {step}: a fit counts its steps from 1, and increments it before the first.")
     return number
-
-
-def _require_rows(batch: DataProto) -> None:
-    if not len(batch):
-        raise ConfigError("The batch has no rows. Give the call at least one, or leave it out in this step.")

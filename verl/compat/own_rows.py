@@ -10,19 +10,22 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
 from verl.compat.models import compute_position_id_with_mask
 from verl.config import LoadedConfig
 from verl.data.dataset import collate_fn
+from verl.data.order import prompts_per_generation
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 from verl.roles.rollout import UNSCORED, greedy, sampling_params
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+
     from torch.utils.data import DataLoader, Dataset, Sampler
 
     from verl.compat.own_fit import FitRun
@@ -51,17 +54,37 @@ def no_score(data_source: str, solution_str: str, ground_truth: object, extra_in
 
 @dataclass(frozen=True)
 class ScriptRows:
-    """The datasets of a script, its function from rows to columns, and its order of the training rows."""
+    """The datasets of a script, its function from rows to columns, and its order of the training rows. Without a dataset its
+    agents make the rows of each step."""
 
-    train: Dataset[Row]
+    train: Dataset[Row] | None
     val: Dataset[Row] | None = None
     collate: Callable[[list[Row]], object] | None = None
     sampler: Sampler[int] | None = None
 
+    def counted(self, loaded: LoadedConfig[Any]) -> LoadedConfig[Any]:
+        """The config of a run over these rows."""
+        if self.train is not None:
+            return counted(loaded, len(cast("Sized", self.train)))
+        return of_steps(loaded, loaded.config.trainer.total_training_steps)
 
-def batches_of(rows: ScriptRows, dataset: Dataset[Row], batch_size: int, *, sampled: bool) -> DataLoader[Row]:
-    """A torch loader of a dataset, without an incomplete last batch; with `sampled` in the script's order."""
+
+def of_steps(loaded: LoadedConfig[Any], steps: int | None) -> LoadedConfig[Any]:
+    """The config of a run of `steps` whose script makes the rows of each. Raises ConfigError without a number."""
+    if not steps or steps < 1:
+        raise ConfigError("A script that makes its rows trains a number of steps: set trainer.total_training_steps.")
+    trainer = replace(loaded.config.trainer, total_training_steps=steps, total_epochs=1)
+    config = replace(loaded.config, trainer=trainer)
+    return counted(replace(loaded, config=config), steps * prompts_per_generation(config))
+
+
+def batches_of(rows: ScriptRows, dataset: Dataset[Row] | None, batch_size: int, *, sampled: bool) -> DataLoader[Row]:
+    """A torch loader of a dataset, without an incomplete last batch; with `sampled` in the script's order. Raises ConfigError
+    without a dataset."""
     from torch.utils.data import DataLoader
+
+    if dataset is None:
+        raise ConfigError("There are no rows for a loader: give the trainer class train_dataset.")
 
     sampler = rows.sampler if sampled else None
     return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=rows.collate or collate_fn, drop_last=True)
@@ -83,6 +106,12 @@ def samples_of_rows(run: FitRun, batch: DataProto, step: int, numbers: Iterator[
     columns["input_ids"] = torch.cat([columns["prompts"], columns["responses"]], dim=1)
     columns["position_ids"] = compute_position_id_with_mask(columns["attention_mask"])
     return DataProto.from_dict(columns, meta_info={"timing": {}})
+
+
+def require_rows(batch: DataProto) -> None:
+    """Raises ConfigError for a batch without rows."""
+    if not len(batch):
+        raise ConfigError("The batch has no rows. Give the call at least one, or leave it out in this step.")
 
 
 def _prompts_of(batch: DataProto) -> Sequence[tuple[int, ...]]:

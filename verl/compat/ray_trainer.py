@@ -21,7 +21,8 @@ from verl.compat.devices import DistProfiler, ProfilerConfig
 from verl.compat.llm_server import CheckpointEngineManager, LLMServerManager, Sampler
 from verl.compat.metrics import FlopsCounter
 from verl.compat.own_fit import FitRun, PromptBatches
-from verl.compat.own_rows import Row, ScriptRows, batches_of, counted
+from verl.compat.own_rows import Row, ScriptRows, batches_of
+from verl.compat.run_workers import RoleCalls
 from verl.compat.task_runner import INSTEAD, WORKERS, Pools, refuse_overrides, undecorated
 from verl.config.active_keys import uses_critic, uses_reference
 from verl.data.order import prompts_per_generation
@@ -140,10 +141,7 @@ class RayPPOTrainer:
     @property
     def _run(self) -> FitRun:
         if self._opened is None:
-            rows = self._own_rows
-            self._opened = FitRun(
-                self._loaded if rows is None else counted(self._loaded, len(cast("Sized", rows.train)))
-            )
+            self._opened = FitRun(self._own_rows.counted(self._loaded) if self._own_rows else self._loaded)
         return self._opened
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -219,9 +217,9 @@ class RayPPOTrainer:
         return CheckpointEngineManager(trainer=self.actor_rollout_wg)
 
     @property
-    def actor_rollout_wg(self) -> SimpleNamespace:
+    def actor_rollout_wg(self) -> RoleCalls:
         """The worker group of earlier releases, by the methods of this class; also for one that a script has built."""
-        return SimpleNamespace(
+        return RoleCalls(
             init_model=self._open,
             sampler=self._sampler,
             world_size=self.resource_pool_manager.get_n_gpus(),
@@ -229,14 +227,18 @@ class RayPPOTrainer:
             compute_log_prob=lambda batch: self._compute_old_log_prob(batch)[0],
             compute_ref_log_prob=self._compute_ref_log_prob,
             update_actor=self._update_actor,
+            save_checkpoint=lambda *_, **__: RayPPOTrainer._save_checkpoint(self),  # of all roles, where the run saves
         )
 
     ref_policy_wg = actor_rollout_wg
 
     @property
-    def critic_wg(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            init_model=self._open, compute_values=self._compute_values, update_critic=self._update_critic
+    def critic_wg(self) -> RoleCalls:
+        return RoleCalls(
+            init_model=self._open,
+            compute_values=self._compute_values,
+            update_critic=self._update_critic,
+            save_checkpoint=lambda *_, **__: None,
         )
 
     @property
@@ -349,11 +351,9 @@ class RayPPOTrainer:
         """Rows that a script holds in a dataset class of its own, for its own fit; None if the config names them."""
         from verl.data.dataset import dataset_class
 
-        if (
-            train is None
-            or type(self).fit is RayPPOTrainer.fit
-            or type(train) is dataset_class(self._loaded.config.data)
-        ):
+        if type(self).fit is RayPPOTrainer.fit or type(train) is dataset_class(self._loaded.config.data):
+            return None
+        if train is None and not hasattr(type(self), "_create_dataloader"):  # whose agents make the rows
             return None
         return ScriptRows(train, val, collate, sampler)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from verl.compat.run_workers import RunWorkers, stand_for_roles
+from verl.compat.run_workers import RoleCalls, RunWorkers, stand_for_roles
 from verl.compat.sections import names_of_caller
 from verl.compat.user_process import UserProcess
 from verl.errors import ConfigError, MissingExtraError, NameConfigError
@@ -144,7 +144,14 @@ class ResourcePoolManager:
         return sum(sum(nodes) for nodes in self.resource_pool_spec.values())
 
 
-class RayWorkerGroup(WorkerGroup):
+class _GroupsOfRuns(type):
+    """Objects that stand for a group of roles of a run are instances too: projects ask for the class."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, RunWorkers | RoleCalls)
+
+
+class RayWorkerGroup(WorkerGroup, metaclass=_GroupsOfRuns):
     """One process per place of `resource_pool`, with the workers of `ray_cls_with_init` in it. Classes of roles give
     the run (RunWorkers)."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -25,11 +24,9 @@ from tensordict import TensorDict
 from verl.compat import tensordicts
 from verl.compat.llm_server import Sampler
 from verl.compat.models import compute_position_id_with_mask
-from verl.compat.own_rows import counted
+from verl.compat.own_rows import of_steps
 from verl.compat.sections import loaded_config
 from verl.compat.task_runner import WORKERS, ActorRolloutRefWorker
-from verl.config import LoadedConfig, PPOConfig
-from verl.data.order import prompts_per_generation
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 
@@ -91,7 +88,9 @@ class RunWorkers:
         if self._opened is None:
             from verl.compat.own_fit import FitRun
 
-            self._opened = FitRun(_of_steps(loaded_config(self._tree, reads=self._reads), self._tree))
+            loaded, optim = loaded_config(self._tree, reads=self._reads), self._tree.actor_rollout_ref.actor.optim
+            steps = loaded.config.trainer.total_training_steps or optim.get("total_training_steps")
+            self._opened = FitRun(of_steps(loaded, steps))
             self._step = self._opened.step + 1
             atexit.register(self.close)
         return self._opened
@@ -215,6 +214,10 @@ class RunWorkers:
             )
 
 
+class RoleCalls(SimpleNamespace):
+    """The methods of a role under the names of a worker group, as a trainer class has it."""
+
+
 class Choice(SimpleNamespace):
     """The loss that a function of a script chooses, by its registered name."""
 
@@ -231,16 +234,6 @@ def ppo_loss(config: ActorConfig | DictConfig, model_output: object, data: objec
         raise ConfigError(f"ppo_loss chooses a loss of a run and takes no model outputs here. {_REGISTERED}")
     loss = config.policy_loss
     return Choice(loss_mode=loss["loss_mode"] if isinstance(loss, Mapping) else loss.loss_mode)
-
-
-def _of_steps(loaded: LoadedConfig[PPOConfig], tree: DictConfig) -> LoadedConfig[PPOConfig]:
-    config = loaded.config
-    steps = config.trainer.total_training_steps or tree.actor_rollout_ref.actor.optim.get("total_training_steps") or 0
-    if steps < 1:
-        raise ConfigError("The workers of a script train a number of steps: set trainer.total_training_steps.")
-    trainer = replace(config.trainer, total_training_steps=steps, total_epochs=1)
-    counted_config = replace(loaded, config=replace(config, trainer=trainer))
-    return counted(counted_config, steps * prompts_per_generation(config))
 
 
 def _padded(rows: Rows) -> DataProto:

@@ -71,7 +71,7 @@ class _OtherDefaults(Exception):
 @contextmanager
 def open_run(
     loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: bool = False
-) -> Iterator[tuple[Loop, Callable[[], None]]]:
+) -> Iterator[tuple[Loop, Callable[..., None]]]:
     """The loop of a run that is ready for its next step, and a function that ends it with its summary.
 
     Defaults of our commands fit the rows and the model: a batch has no more rows than train, and small models learn faster."""
@@ -93,7 +93,7 @@ def open_run(
 @contextmanager
 def _open_run(
     loaded: LoadedConfig[RunConfig], program: str, restarted: bool
-) -> Iterator[tuple[Loop, Callable[[], None]]]:
+) -> Iterator[tuple[Loop, Callable[..., None]]]:
     config = loaded.absolute().config
     load_plugins(config)
     kind: type[Program[Any]] = PROGRAMS.get(program).select(config)
@@ -144,10 +144,10 @@ def _open_run(
             phases=None if scheduler is None else Phases(scheduler, roles, runtime.broadcast),
         )  # fmt: skip
 
-        def finish() -> None:
+        def finish(*, ends: bool = True) -> None:
             if runtime.is_rank_zero:
                 last = loop.last_validation or _last_validation(folder.metrics)
-                _finish(config.trainer, folder, tracker, console, roles, running, state, last)
+                _finish(config.trainer, folder, tracker, console, roles, running, state, last, ends)
 
         yield loop, finish
 
@@ -312,9 +312,9 @@ def _last_validation(metrics_file: Path) -> dict[str, float]:
 
 def _finish(
     trainer: TrainerConfig, folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, program: Program[Any],
-    state: RunState, last: dict[str, float],
+    state: RunState, last: dict[str, float], ends: bool,
 ) -> None:  # fmt: skip
-    """Summary, closing table, upload."""
+    """Summary, and if the run `ends`, closing table and upload."""
     summary = Summary.of_run(
         results=program.results(state.first_validation, last),
         steps=state.step,
@@ -325,6 +325,8 @@ def _finish(
         metrics_file=folder.metrics,
     )
     tracker.finish(summary)
+    if not ends:
+        return
     console.final(summary)
     for name in list(roles.trained())[:1]:
         trained = folder.root / f"global_step_{state.step}" / name / "huggingface"

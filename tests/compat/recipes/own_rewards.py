@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import verl.utils.torch_functional as verl_F
 from verl import DataProto
-from verl.single_controller.ray import RayClassWithInitArgs
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.trainer.ppo.ray_trainer import (
     RayPPOTrainer,
@@ -128,3 +128,78 @@ class GroupsTrainer(PuzzleTrainer):
             group = self.ray_worker_group_cls(resource_pool=pool, ray_cls_with_init=colocated)
             self.actor_rollout_wg = group.spawn(prefix_set=classes.keys())["actor_rollout"]
         self.actor_rollout_wg.init_model()
+
+
+class EpisodesTrainer(RayPPOTrainer):
+    """As RAGEN's trainer: no dataset, since episodes of two turns make the rows of each step; measured before the first."""
+
+    def __init__(self, config, tokenizer):
+        super().__init__(config, tokenizer, reward_fn=self._score, val_reward_fn=self._score)
+        self.gaps, self.measured = [], []
+
+    def _create_dataloader(self, train_dataset, val_dataset, collate_fn, train_sampler):
+        assert (train_dataset, val_dataset) == (None, None)
+        self.total_training_steps = self.config.trainer.total_training_steps
+
+    def _score(self, data, return_dict=False):
+        return data.batch["rm_scores"]
+
+    def _sampled(self, prompts, validate):
+        width = max(map(len, prompts))
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
+        rows = {"input_ids": ids, "attention_mask": mask, "position_ids": compute_position_id_with_mask(mask)}
+        assert isinstance(self.actor_rollout_wg, RayWorkerGroup)
+        meta_info = {"do_sample": True, "validate": validate}
+        samples = self.actor_rollout_wg.generate_sequences(DataProto.from_dict(rows, meta_info=meta_info)).batch
+        lengths = samples["response_mask"].sum(-1).tolist()
+        columns = zip(samples["responses"].tolist(), samples["rollout_log_probs"].tolist(), lengths, strict=True)
+        return [(ids[:length], probs[:length]) for ids, probs, length in columns]
+
+    def _rollout(self, validate=False):
+        rows = [list(f"Game {number // 2}:".encode()) for number in range(8)]
+        parts = [[] for _ in rows]
+        for _ in range(2):
+            for row, part, (ids, probs) in zip(rows, parts, self._sampled(rows, validate), strict=True):
+                part.append((len(row), probs))
+                row += [*ids, *b" again"]
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        columns = {"input_ids": ids, "responses": ids[:, 1:], "attention_mask": (ids > 0).long()}
+        trained, sampled = torch.zeros(2, len(rows), width - 1)
+        for number, turns in enumerate(parts):
+            for start, probs in turns:
+                trained[number, start - 1 : start - 1 + len(probs)] = 1
+                sampled[number, start - 1 : start - 1 + len(probs)] = torch.tensor(probs)
+        scores = torch.zeros(len(rows), width - 1)
+        scores[:, -1] = torch.tensor([float(sum(row) % 5) for row in rows])
+        columns |= {"loss_mask": trained.long(), "rm_scores": scores, "rollout_log_probs": sampled}
+        columns["position_ids"] = compute_position_id_with_mask(columns["attention_mask"])
+        groups = np.array([str(number // 2) for number in range(len(rows))], dtype=object)
+        return DataProto.from_dict(columns, {"uid": groups})
+
+    def _save_checkpoint(self):
+        folder = f"{self.config.trainer.default_local_dir}/global_step_{self.global_steps}/actor"
+        self.actor_rollout_wg.save_checkpoint(folder, None, self.global_steps, max_ckpt_to_keep=1)
+
+    def fit(self):
+        trainer = self.config.trainer
+        logger = Tracking(trainer.project_name, trainer.experiment_name, default_backend=trainer.logger)
+        self.global_steps = 0
+        self._load_checkpoint()
+        self.measured.append(self.val_reward_fn(self._rollout(validate=True)).sum(-1).mean().item())
+        for step in range(1, self.total_training_steps + 1):
+            self.global_steps = step
+            batch = self._rollout()
+            batch.batch["response_mask"] = batch.batch["loss_mask"]
+            batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+            old = self.actor_rollout_wg.compute_log_prob(batch)
+            mask = batch.batch["loss_mask"].bool()
+            gaps = (old.batch["old_log_probs"] - batch.batch["rollout_log_probs"])[mask]
+            self.gaps.append(gaps.abs().max().item())
+            batch = batch.union(old)
+            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"] = self.reward_fn(batch)
+            batch = compute_advantage(batch, adv_estimator="grpo", gamma=1.0, lam=1.0, num_repeat=2)
+            output = self.actor_rollout_wg.update_actor(batch)
+            logger.log(data=reduce_metrics(output.meta_info["metrics"]), step=step)
+        self._save_checkpoint()
