@@ -13,16 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 70_891,
-    "compat": 9_630,
+    "core": 70_945,
+    "compat": 9_716,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_628,
     "clusters": 8_965,
     "drafts": 919,
     "agents": 6_453,
-    "tasks": 2_973,
-    "tests": 92_570,
+    "tasks": 2_975,
+    "tests": 92_764,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12
