@@ -13,8 +13,8 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 70_945,
-    "compat": 9_716,
+    "core": 70_949,
+    "compat": 9_715,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_628,

@@ -31,7 +31,6 @@ class ScriptRows:
     collator: Callable[[list[Any]], Mapping[str, Any]] | None
     folder: Path
     tokenizer: Any = None
-    shuffles: bool = True
 
     def loss_on(self, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """TRL's defaults for a config of TRL: all tokens of messages train, and of a prompt with completion the latter."""
@@ -62,7 +61,7 @@ class ScriptRows:
             return []
         args, mapped = self.args, self.mapped
         seed = args.seed if args.data_seed is None else args.data_seed
-        if not self.shuffles or getattr(args, "train_sampling_strategy", "random") != "random":
+        if getattr(args, "train_sampling_strategy", "random") != "random":
             return list(range(mapped.steps_per_epoch * mapped.batch_size)) * mapped.num_epochs
         return trainer_order(num_rows, mapped.num_epochs, mapped.batch_size, seed)
 
@@ -92,9 +91,7 @@ class ScriptRows:
         return {name: ids[name] for name in (*_COLUMNS, "loss_mask") if name in ids}
 
 
-def read_rows(
-    name: str, dataset: Any, args: Any, formatting_func: Callable[[Mapping[str, Any]], str] | None
-) -> list[Row] | None:
+def read_rows(name: str, dataset: Any, args: Any, formatting_func: Callable[..., str] | None) -> list[Row] | None:
     """The rows of a data set; texts, with a `formatting_func`. Of training data without a length, the rows that max_steps
     takes. Raises ConfigError for several data sets."""
     if dataset is None:
@@ -103,6 +100,7 @@ def read_rows(
         names = ", ".join(map(str, dataset))
         raise ConfigError(f"{name} has several data sets: {names}. Give one of them.")
     if name == "train_dataset" and not hasattr(dataset, "__len__") and args.max_steps > 0:
+        args.train_sampling_strategy = "sequential"  # a stream is not shuffled
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
         dataset = itertools.islice(dataset, args.max_steps * batch * int(os.environ.get("WORLD_SIZE", "1")))
     return [row if formatting_func is None else {"text": formatting_func(row)} for row in dataset]

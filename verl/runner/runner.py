@@ -89,15 +89,14 @@ class RLRunner:
         peft_config: Any = None,
         quantization_config: Any = None,
         algorithm: str | None = None,
-        formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
+        formatting_func: Callable[..., str] | None = None,
         config: Mapping[str, Any] | Sequence[str] | None = None,
         **unread: object,
     ):
         from transformers import TrainingArguments
 
         refuse_arguments(args, data_collator, unread)
-        texts = [f"{k}={_text(v)}" for k, v in config.items()] if isinstance(config, Mapping) else config
-        self.overrides = list(texts or [])
+        self.overrides = _overrides(config)
         folder = _values(self.overrides).get("trainer.default_local_dir", "tmp_trainer")
         self.args: Any = TrainingArguments(output_dir=folder) if args is None else args
         self.train_dataset = read_rows("train_dataset", train_dataset, self.args, formatting_func)
@@ -120,16 +119,14 @@ class RLRunner:
         tokens = special_tokens(self.args)
         if is_path and (given_tokenizer is not None or self._init_arguments or peft_config is not None or tokens):
             self._module = self._adapted(self.model, peft_config)  # model and tokenizer are written into one folder
-        if tokens:
-            set_special_tokens(self.processing_class, self._module, tokens)
+        set_special_tokens(self.processing_class, self._module, tokens)
         self.accelerator, self.hub_model_id = Processes(), getattr(self.args, "hub_model_id", None)
         self.rewards = reward_list(reward_funcs)
         if self.algorithm not in (*GIVEN_ROWS, "gkd") and not self.rewards:
             raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
         self._mapped = self._arguments()
-        shuffles = hasattr(train_dataset, "__len__")  # rows of a stream keep their order
         self._rows = ScriptRows(
-            self.args, self.algorithm, self._mapped, data_collator, self.inputs, self.processing_class, shuffles
+            self.args, self.algorithm, self._mapped, data_collator, self.inputs, self.processing_class
         )
         self.script = self._script(callbacks or ())
 
@@ -391,6 +388,10 @@ class RLRunner:
 def _values(overrides: Sequence[str]) -> dict[str, str]:
     """Key -> text of its value."""
     return {key: value for key, _, value in (text.lstrip("+").partition("=") for text in overrides)}
+
+
+def _overrides(config: Mapping[str, Any] | Sequence[str] | None) -> list[str]:
+    return [f"{k}={_text(v)}" for k, v in config.items()] if isinstance(config, Mapping) else list(config or [])
 
 
 def _text(value: object) -> str:
