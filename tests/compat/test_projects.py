@@ -126,6 +126,8 @@ def test_episodes_without_a_dataset_train_two_steps(project):
     from tests.compat.recipes.own_rewards import EpisodesTrainer
 
     project.actor_rollout_ref.rollout.n = 1
+    handed_on = {"micro_batch_size_per_gpu": 2, "actor_rollout_ref": {"actor": {"ppo_micro_batch_size_per_gpu": 2}}}
+    project = OmegaConf.merge(project, handed_on)  # as ${micro_batch_size_per_gpu} is, once resolved
     trainer = EpisodesTrainer(project, hf_tokenizer(project.actor_rollout_ref.model.path))
     trainer.init_workers()
     trainer.fit()

@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -335,3 +336,18 @@ def test_samples_of_a_validation_go_to_the_open_trackers(tmp_path, monkeypatch):
     assert "file" not in _open
     rows = [row for path in tmp_path.rglob("*.jsonl") for row in read_lines(path)]
     assert rows == [{"step": 7, "data": {"loss": 1.5}}]
+
+
+@pytest.mark.parametrize(
+    ("labels", "groups"),
+    [(["b", "a", "b"], [1, 0, 1]), (["2", "0", "2"], [2, 0, 2]), (torch.tensor([1.0, 0.0, 1.0]), [1, 0, 1])],
+)
+def test_means_of_groups(labels, groups):
+    from verl.utils import as_torch_index, group_mean_std
+
+    index = as_torch_index(labels if isinstance(labels, torch.Tensor) else np.array(labels, dtype=object))
+    assert index.tolist() == groups
+    mean, std, count = group_mean_std(torch.tensor([1.0, 5.0, 3.0]), index)
+    group = groups[0]
+    assert (mean[group], count[group], mean[0], std[0], count[0]) == (2.0, 2.0, 0.0, 1.0, 1.0)
+    assert std[group] == pytest.approx(2**0.5)

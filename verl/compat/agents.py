@@ -43,6 +43,16 @@ class AgentLoopWorker(AgentLoopManager):
     """See AgentLoopManager."""
 
 
+class RolloutSkip:
+    """Samples of an earlier run in place of new ones; making one raises ConfigError."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        raise ConfigError(
+            "RolloutSkip is not available: samples of other weights would train. Remove it, and set "
+            "actor_rollout_ref.rollout.skip_rollout to False."
+        )
+
+
 class AsyncLLMServerManager(AgentLoopManager):
     """The same of earlier releases, with rollout.mode=async."""
 

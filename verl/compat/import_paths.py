@@ -138,8 +138,11 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils": {
         "verl.compat.measure": "benchmark_nccl benchmark_throughput",
         "verl.compat.models": "check_model_consistency hf_processor hf_tokenizer",
+        "verl.compat.tensors": "as_torch_index group_mean_std",
         "verl.parallel.placement": "set_device_map",
     },
+    "verl.utils.rollout_skip": {"verl.compat.agents": "RolloutSkip"},
+    "verl.utils.groupwise": {"verl.compat.tensors": "as_torch_index group_mean_std"},
     "verl.utils.attention_utils": {
         "verl.compat.tensors": "index_first_axis pad_input unpad_input",
         "functorch.einops.rearrange": "rearrange",

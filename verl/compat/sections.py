@@ -150,7 +150,15 @@ def loaded_config(config: object, program: type | None = None, reads: set[str] |
     if isinstance(config, PPOConfig):
         config = dataclasses.asdict(config)
     tree: Any = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
-    return load_composed(tree, program_reads=_names_in_file(program) if reads is None else reads)
+    names = _names_in_file(program) if reads is None else reads
+    return load_composed(tree, program_reads=names | _handed_on(tree) if names else names)
+
+
+def _handed_on(tree: dict[str, Any]) -> set[str]:
+    """Keys at the root with the value of a key below whose name ends so: a config hands them on by ${...}."""
+    below = [leaf for name, part in tree.items() if isinstance(part, dict) for leaf in _leaves(part, name)]
+    values = {name: value for name, value in tree.items() if not isinstance(value, dict)}
+    return {name for name, value in values.items() if any(path.endswith(name) and v == value for path, v in below)}
 
 
 def _names_in_file(program: type | None) -> set[str]:

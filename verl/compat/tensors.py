@@ -3,6 +3,7 @@
 import math
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -180,3 +181,29 @@ class PrecisionType:
         if precision not in _SHORT:
             raise RuntimeError(f"{precision!r} has no short name; only float32, bfloat16 and float16 have one.")
         return _SHORT[precision]
+
+
+def as_torch_index(index: Any, device: torch.device | str | None = None) -> torch.Tensor:
+    """Groups as int64 [n]: whole numbers as they are, other labels numbered in their order."""
+    labels = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index).reshape(-1)
+    try:
+        numbers = labels.astype(np.int64)
+        is_whole = bool((numbers == labels.astype(np.float64)).all())
+    except (TypeError, ValueError):
+        is_whole = False
+    if not is_whole:
+        numbers = np.unique(labels.astype(str), return_inverse=True)[1]
+    return torch.from_numpy(numbers).long().to(device or "cpu")
+
+
+def group_mean_std(
+    scores: torch.Tensor, gidx: torch.Tensor, eps: float = 1e-6, device: torch.device | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mean, standard deviation, count) of `scores` by group, float32 [groups]. A variance is at least `eps`; a group of one
+    has mean 0 and deviation 1."""
+    scores, gidx = scores.reshape(-1).float().to(device or scores.device), gidx.reshape(-1).to(device or scores.device)
+    count = torch.bincount(gidx).float()
+    mean = torch.bincount(gidx, weights=scores).float() / count.clamp(min=1)
+    squares = torch.bincount(gidx, weights=(scores - mean[gidx]) ** 2).float()
+    std = (squares / (count - 1).clamp(min=1)).clamp(min=eps).sqrt()
+    return mean.masked_fill(count <= 1, 0.0), std.masked_fill(count <= 1, 1.0), count

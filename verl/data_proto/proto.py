@@ -59,6 +59,7 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
         self.check_consistency()
 
     # -- making and storing -------------------------------------------------------------------------------------------
@@ -164,9 +165,8 @@ class DataProto:
     def check_consistency(self) -> None:
         """Raises ValueError when a column is not an array or has another number of rows than the batch."""
         if self.batch is not None and len(self.batch.batch_size) != 1 and self.non_tensor_batch:
-            raise ValueError(
-                f"Object columns need one batch dimension; the tensors have {tuple(self.batch.batch_size)}."
-            )
+            shape = tuple(self.batch.batch_size)
+            raise ValueError(f"Object columns need one batch dimension; the tensors have {shape}.")
         num_rows = len(self)
         for name, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray):
