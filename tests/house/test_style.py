@@ -14,15 +14,15 @@ MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
     "core": 70_949,
-    "compat": 9_763,
+    "compat": 9_778,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_628,
-    "clusters": 8_965,
+    "clusters": 8_983,
     "drafts": 919,
     "agents": 6_453,
-    "tasks": 2_975,
-    "tests": 92_782,
+    "tasks": 2_979,
+    "tests": 92_801,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12

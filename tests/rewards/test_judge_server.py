@@ -54,6 +54,25 @@ def ask(server, path, body):
         return error.code, json.loads(error.read())
 
 
+def test_a_request_that_cannot_be_served_fails_alone(server):
+    question = {"messages": [{"role": "user", "content": "Right?"}], "max_tokens": 3}
+    for more in ({"n": 2}, {"stream": True}, {"logprobs": True}, {"temperature": -1}):
+        status, body = ask(server, "/v1/chat/completions", question | more)
+        assert (status, next(iter(more)) in body["error"]["message"]) == (400, True)
+    too_long = {"messages": [{"role": "user", "content": "x" * 3000}], "max_tokens": 3}
+    results = {}
+    bodies = {"good": question, "long": too_long, "other": question | {"messages": [{"role": "user", "content": "?"}]}}
+    threads = [
+        threading.Thread(target=lambda n=name, b=body: results.update({n: ask(server, "/v1/chat/completions", b)[0]}))
+        for name, body in bodies.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {"good": 200, "long": 400, "other": 200}
+
+
 def test_a_reply_is_the_judges_by_either_path(server):
     (expected,) = server.judge.replies(["Right?"])
     question = [{"role": "user", "content": "Right?"}]

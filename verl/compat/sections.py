@@ -154,7 +154,7 @@ def loaded_config(config: object, program: type | None = None, reads: set[str] |
     return load_composed(tree, program_reads=names | _handed_on(tree) if names else names)
 
 
-def _handed_on(tree: dict[str, Any]) -> set[str]:
+def _handed_on(tree: dict[str, object]) -> set[str]:
     """Keys at the root with the value of a key below whose name ends so: a config hands them on by ${...}."""
     below = [leaf for name, part in tree.items() if isinstance(part, dict) for leaf in _leaves(part, name)]
     values = {name: value for name, value in tree.items() if not isinstance(value, dict)}

@@ -183,7 +183,7 @@ class PrecisionType:
         return _SHORT[precision]
 
 
-def as_torch_index(index: Any, device: torch.device | str | None = None) -> torch.Tensor:
+def as_torch_index(index: object, device: torch.device | str | None = None) -> torch.Tensor:
     """Groups as int64 [n]: whole numbers as they are, other labels numbered in their order."""
     labels = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index).reshape(-1)
     try:

@@ -20,7 +20,7 @@ import torch
 from verl.data.prompts import render_chat
 from verl.data.schema import messages_of
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.errors import DataError, ModelError, is_failure
+from verl.errors import ConfigError, DataError, ModelError, is_failure
 from verl.roles.judges import EngineJudge, warn_of_cut_replies
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class JudgeServer:
         ids = body.get("input_ids") or self.judge.tokenizer(str(body["text"]))["input_ids"]
         ids = ids["input_ids"] if isinstance(ids, dict) else ids  # of a chat template of transformers 5
         settings = dict(body.get("sampling_params") or {})
-        done = self._reply(ids, settings.get("max_new_tokens"), settings)
+        done = self._reply(ids, settings.get("max_new_tokens"), {**body, **settings})
         meta: Body = {"prompt_tokens": len(ids), "completion_tokens": len(done.token_ids)}
         meta["finish_reason"] = {"type": done.finish_reason}
         return {"text": self._text(done), "output_ids": done.token_ids, "meta_info": meta}
@@ -93,6 +93,11 @@ class JudgeServer:
 
     def _reply(self, ids: Sequence[int], limit: int | None, settings: Body) -> Completion:
         plain = self.judge.params
+        for name, usual in (("n", 1), ("best_of", 1), ("stream", False), ("logprobs", False)):
+            if (value := settings.get(name)) not in (None, usual):
+                raise ValueError(
+                    f"{name}={value!r} is not available: a question to a judge has one whole reply. Leave it out."
+                )
         params = SamplingParams(
             temperature=float(settings.get("temperature") or plain.temperature),
             top_p=float(settings.get("top_p") or 1.0),
@@ -131,6 +136,10 @@ class JudgeServer:
         try:
             done = {c.ordinal: c for c in self.judge.engine.generate(requests, group[0].params, step=0)}
         except BaseException as error:  # handed to those who wait
+            if len(group) > 1 and is_failure(error):  # of one of them
+                for request in group:
+                    self._answer([request])
+                return
             for request in group:
                 request.answer.set_exception(error)
             if not is_failure(error):
@@ -160,7 +169,16 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
                     )
                 else:
                     self._reply(200, answers[self.path](json.loads(self.rfile.read(int(length)))))
-            except (DataError, ModelError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (
+                ConfigError,
+                DataError,
+                ModelError,
+                ValueError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                RecursionError,
+            ) as error:
                 self._reply(400, {"error": {"message": f"{type(error).__name__}: {error}"}})
             except Exception as error:  # the fault is not the function's: its run says what happened
                 log.exception("A question to the judge could not be answered.")

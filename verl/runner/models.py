@@ -58,6 +58,8 @@ def with_adapters(model: Any, peft_config: object, *, drops: bool = True) -> Any
     if peft_config is not None:
         from peft import get_peft_model
 
+        if is_peft(model):
+            raise ConfigError("The model has adapters already, and peft_config would add others. Give one of them.")
         model = get_peft_model(model, peft_config)
     if not is_peft(model):
         return model
@@ -79,7 +81,9 @@ def with_adapters(model: Any, peft_config: object, *, drops: bool = True) -> Any
             f"LoraConfig.lora_dropout={config.lora_dropout} of adapter {name!r}: log-probs with dropout differ from the "
             "sampler's. Set lora_dropout=0 (--lora_dropout 0), or disable_dropout of the arguments."
         )
-    wrong = "modules_to_save" if fields.get("modules_to_save") else uncomputed_entry(fields, ADAPTER)
+    heads = {"score", "classifier"} if config.task_type == "SEQ_CLS" else set()  # which peft adds by itself
+    is_more = set(fields.get("modules_to_save") or ()) - heads
+    wrong = "modules_to_save" if is_more else uncomputed_entry(fields, ADAPTER)
     if wrong:
         raise ConfigError(
             f"LoraConfig.{wrong}={getattr(config, wrong)!r} of adapter {name!r} has no meaning for RLRunner, whose adapters "
@@ -122,7 +126,9 @@ def write_script_model(module: Any, folder: Path, *, drops: bool = True) -> dict
         module.save_pretrained(folder)
         return {"path": folder}
     base, adapter = module.get_base_model(), folder / "adapter"
-    weights = {n.replace(".base_layer.", "."): t for n, t in base.state_dict().items() if ".lora_" not in n}
+    plain = {n: t for n, t in base.state_dict().items() if ".lora_" not in n and ".original_module." not in n}
+    head = f".modules_to_save.{module.active_adapter}."
+    weights = {n.replace(".base_layer.", ".").replace(head, "."): t for n, t in plain.items()}
     base.save_pretrained(folder, state_dict=weights)
     module.save_pretrained(adapter, selected_adapters=[module.active_adapter], save_embedding_layers=False)
     if module.active_adapter != "default":  # peft makes a folder for it
@@ -131,8 +137,15 @@ def write_script_model(module: Any, folder: Path, *, drops: bool = True) -> dict
     # by their names: peft has further rules for the modules that get an adapter
     adapted = [name for name, part in base.named_modules() if module.active_adapter in getattr(part, "lora_A", ())]
     # `folder` has the weights behind any initialization, as of PiSSA
-    changes = {"target_modules": adapted, "base_model_name_or_path": str(folder), "init_lora_weights": True}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    changes: dict[str, Any] = {
+        "target_modules": adapted,
+        "base_model_name_or_path": str(folder),
+        "init_lora_weights": True,
+    }
+    written = json.loads(file.read_text())
+    if written.get("modules_to_save"):
+        changes["modules_to_save"] = ["score"]  # the one that there is
+    file.write_text(json.dumps({**written, **changes}))
     rate = module.peft_config[module.active_adapter].lora_dropout
     return {"path": folder, "lora_adapter_path": adapter, **({"lora_dropout": rate} if rate and drops else {})}
 
@@ -152,7 +165,9 @@ def take_weights(module: HFModule, role: Path) -> None:
         trained = load_file(role / "lora_adapter" / WEIGHTS_FILE)
         with torch.no_grad():
             for name, value in trained.items():
-                parameters[name.removesuffix(".weight") + suffix].copy_(value)
+                place = name.removesuffix(".weight")
+                own = f"{place}.modules_to_save{suffix}"  # of a head
+                parameters[own if own in parameters else place + suffix].copy_(value)
         return
     weights = {
         name: t for file in sorted((role / "huggingface").glob("*.safetensors")) for name, t in load_file(file).items()

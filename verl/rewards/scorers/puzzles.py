@@ -53,8 +53,8 @@ def countdown(
     if answer is None:
         return 0.0
     value = equation_value(answer.partition("=")[0])
-    numbers = sorted(int(number) for number in ground_truth["numbers"])
-    is_right = value is not None and sorted(value[1]) == numbers and value[0] == int(ground_truth["target"])
+    target, numbers = _target_and_numbers(ground_truth)
+    is_right = value is not None and sorted(value[1]) == sorted(numbers) and value[0] == target
     return score if is_right else format_score
 
 
@@ -87,9 +87,13 @@ def _no_reference(ground_truth: object, extra_info: dict[str, object]) -> None:
     """Rows of countdown have no equation, and the best score of knights and knaves is 3."""
 
 
+def _target_and_numbers(ground_truth: Truth) -> tuple[Fraction, list[Fraction]]:
+    return Fraction(str(ground_truth["target"])), [Fraction(str(number)) for number in ground_truth["numbers"]]
+
+
 def _check_countdown(ground_truth: Truth) -> None:
     try:
-        target, numbers = int(ground_truth["target"]), [int(number) for number in ground_truth["numbers"]]
+        target, numbers = _target_and_numbers(ground_truth)
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
             f'countdown reads {{"target": 24, "numbers": [4, 6]}}, not {quoted(ground_truth, 80)}.'
