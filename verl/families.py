@@ -316,7 +316,7 @@ ROLLOUT_RS = (
     *(f"token_{k}" for k in ("k1", "k2", "k3")),
     *(f"seq_sum_{k}" for k in ("k1", "k2", "k3")),
     *(f"seq_mean_{k}" for k in ("k1", "k2", "k3")),
-    *(f"seq_max_{k}" for k in ("k2", "k3")),
+    *(f"seq_max_{k}" for k in ("k1", "k2", "k3")),
 )
 UNSHAPED = "unshaped_score"  # the part that holds the score of a reward function before its manager shapes it
 SCORE_METRICS = ("reward", "score", "seq_reward", "seq_final_reward")  # filter_groups.metric for the score itself

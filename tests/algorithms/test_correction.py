@@ -66,6 +66,7 @@ def test_a_wild_ratio_stays_finite():
 ESTIMATORS = {"k1": lambda r: r, "k2": lambda r: math.log(r) ** 2 / 2, "k3": lambda r: r - 1 - math.log(r)}
 REDUCE = {"seq_sum": math.fsum, "seq_mean": lambda xs: math.fsum(xs) / len(xs), "seq_max": max}
 REDUCE_RATIOS = {"seq_sum": math.prod, "seq_mean": lambda rs: math.exp(math.fsum(map(math.log, rs)) / len(rs))}
+REDUCE_RATIOS["seq_max"] = min  # the largest k1 is of the smallest ratio
 
 
 def compared_values(ratios, option):
@@ -131,6 +132,16 @@ def test_weights_are_the_ratios_within_their_bounds(level, log_ratios, one, othe
         1 if level == "token" else len(log_ratios)
     )
     assert weights == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_row_with_a_token_of_a_small_ratio_is_left_out():
+    """The veto of earlier releases, over a rule that keeps the row."""
+    log_ratio = torch.log(torch.tensor([[1.0, 1e-5, 2.0], [1.0, 2e-4, 1e9]], dtype=torch.float64))
+    rejected = rollout_correction(
+        log_ratio, torch.zeros_like(log_ratio), torch.ones(2, 3), rollout_rs="seq_max_k1,token_k1",
+        rollout_rs_threshold="1e-4_inf,1e-9_1e8",
+    )  # fmt: skip
+    assert rejected.response_mask.tolist() == [[0, 0, 0], [1, 1, 0]]
 
 
 def test_options_must_all_keep_a_token():

@@ -103,6 +103,10 @@ KINDS: dict[str, dict[str, str]] = {
         "the sampler's log-probs as old ones": f"{DAPO} {ROLLOUT}.calculate_log_probs=True "
         f"{under(CORRECTION, 'bypass_mode=True loss_type=reinforce rollout_is=sequence rollout_is_batch_normalize=True')} "
         f"{under(CORRECTION, 'rollout_is_threshold=2.0 rollout_rs=seq_mean_k1 rollout_rs_threshold=0.999_1.001')}",
+        "rejection and a veto of earlier releases": f"{DAPO} {ROLLOUT}.calculate_log_probs=True "
+        f"{under(CORRECTION, 'rollout_is=sequence rollout_is_threshold=2.0 rollout_is_batch_normalize=true')} "
+        f"{under(CORRECTION, 'rollout_rs=geometric rollout_rs_threshold=1.01 rollout_rs_threshold_lower=0.99')} "
+        f"{CORRECTION}.rollout_token_veto_threshold=1e-4",
         "truncated weights of earlier releases": f"{DAPO} {ACTOR}.tis_imp_ratio_cap=2.0 {ROLLOUT}.calculate_log_probs=True",
     },
     "advantages": {
@@ -261,8 +265,6 @@ REFUSED = {
     "dynamo": (f"{ROLLOUT}.name=dynamo", "rollout engine is not available"),
     "a service of sandboxes": ("sandbox_fusion.url=https://x/run_code", "The code sandbox is not available"),
     "collabllm": (f"{ROLLOUT}.multi_turn.num_repeat_rollouts=3", "Repetition of one trajectory is not available"),
-    "veto of earlier releases": (f"{CORRECTION}.rollout_token_veto_threshold=1e-4", "Set .*rollout_rs=seq_max_k2"),
-    "a lower threshold of earlier releases": (f"{CORRECTION}.rollout_rs_threshold_lower=0.5", "Set .*=lower_upper"),
     "hdfs": ("trainer.default_hdfs_dir=hdfs://x", "Saving to HDFS is not available"),
     "a callback after a save": ("trainer.checkpoint_callback_class=a.B", "callback after a save is not available"),
     "a manager with its own service": ("reward.reward_manager.name=remote", "reward manager is not available"),

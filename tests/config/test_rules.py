@@ -363,6 +363,23 @@ def test_a_method_of_correction_that_is_set_excludes_the_other(method, quantizat
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("keys", "rules", "bounds"),
+    [
+        ("rollout_token_veto_threshold=1e-4", "seq_max_k1", "0.0001_inf"),
+        ("rollout_rs=sequence rollout_rs_threshold=2.0", "seq_sum_k1", 2.0),
+        ("rollout_rs=geometric rollout_rs_threshold=1.01 rollout_rs_threshold_lower=0.99", "seq_mean_k1", "0.99_1.01"),
+        ("rollout_rs=token rollout_rs_threshold=2 rollout_token_veto_threshold=0.1", "token_k1,seq_max_k1", "2.0,0.1_inf"),
+        ("rollout_rs='token_k1,token_k2' rollout_rs_threshold=2 rollout_token_veto_threshold=0.1",
+         "token_k1,token_k2,seq_max_k1", "2.0,2.0,0.1_inf"),
+    ],
+)  # fmt: skip
+def test_rejection_as_earlier_releases_write_it(keys, rules, bounds):
+    section = load(*(f"{CORRECTION}.{key}" for key in keys.split())).config.algorithm.rollout_correction
+    assert section.rollout_rs == rules
+    assert str(section.rollout_rs_threshold) == str(bounds)
+
+
 def test_the_loss_of_bypass_mode_has_no_weights_of_its_own():
     loaded = load(f"{ROLLOUT}.quantization=int8", f"{CORRECTION}.bypass_mode=True")
     assert loaded.config.algorithm.rollout_correction.rollout_is is None

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from verl.algorithms import kl
 from verl.algorithms.advantages import compute_advantage as estimate
-from verl.algorithms.correction import rollout_correction
+from verl.algorithms.correction import CORRECTION_SETTINGS, rollout_correction
 from verl.algorithms.correction.diagnostics import gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.user_functions import ConfigView
 from verl.compat.core_algos import settings_of
+from verl.config.derived_defaults import rejection_rules
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
@@ -24,7 +25,7 @@ from verl.parallel.balance import pack_by_tokens, partition_by_cost
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-_SETTINGS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize")
+_REJECTION = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
@@ -92,6 +93,8 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """(a batch with the column rollout_is_weights, or None without `rollout_is`; the mask without rejected tokens; metrics
     rollout_corr/*). `settings` are the keys of algorithm.rollout_correction. Raises ConfigError."""
+    rules = rejection_rules(*(settings.pop(name, None) for name in _REJECTION))
+    settings["rollout_rs"], settings["rollout_rs_threshold"] = rules
     correction = rollout_correction(old_log_prob, rollout_log_prob, response_mask, **settings)
     weights = None if correction.weights is None else DataProto.from_dict({"rollout_is_weights": correction.weights})
     return weights, correction.response_mask, metric_values(correction.metrics)
@@ -103,7 +106,9 @@ def compute_rollout_correction_and_add_to_batch(
     """Put `rollout_is_weights` (with `rollout_is`) and the `response_mask` without rejected tokens into the batch; it has
     old_log_probs, rollout_log_probs and response_mask. Returns the batch and metrics rollout_corr/*."""
     section, columns = ConfigView(rollout_corr_config, {}), batch.batch
-    settings = {name: section.get(name) for name in _SETTINGS if section.get(name) is not None}
+    settings = {
+        name: section.get(name) for name in (*CORRECTION_SETTINGS, *_REJECTION[2:]) if section.get(name) is not None
+    }
     weights, columns["response_mask"], metrics = compute_rollout_correction_and_rejection_mask(
         columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], **settings
     )

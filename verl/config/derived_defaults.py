@@ -140,6 +140,7 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
         derived["model_engine"] = ("dp", f"{FALLS_BACK}{engine}")
     for key, section in strategies.items():
         derived |= _fallback({**values, **{path: value for path, (value, _) in derived.items()}}, key, section)
+    derived |= _rejection({**values, **{path: value for path, (value, _) in derived.items()}})
     if values["algorithm.adv_estimator"] in ADVANTAGES.reading("sum_pi_squared"):
         derived[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
     return derived
@@ -305,3 +306,34 @@ def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
         settings |= {f"{guard}.limit": 0.1, f"{guard}.action": "stop"}
     source = f"follows {quantized or key}"
     return derived | {name: (value, source) for name, value in settings.items() if name not in set_keys}
+
+
+_SCOPES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+def rejection_rules(
+    rollout_rs: str | None,
+    rollout_rs_threshold: float | str | None = None,
+    rollout_rs_threshold_lower: float | None = None,
+    rollout_token_veto_threshold: float | None = None,
+) -> tuple[str | None, float | str | None]:
+    """(rules, bounds) of keys as releases up to 0.7 have them: a rule by its scope, a key of its lower bound, and a veto of
+    rows with a token of a smaller ratio."""
+    rules, bounds = _SCOPES.get(str(rollout_rs), rollout_rs), rollout_rs_threshold
+    if rollout_rs_threshold_lower is not None and bounds is not None and "_" not in str(bounds):
+        bounds = f"{rollout_rs_threshold_lower}_{bounds}"
+    if rollout_token_veto_threshold is None or "seq_max_k1" in str(rules):
+        return rules, bounds
+    limit = f"{rollout_token_veto_threshold}_inf"
+    if not rules:
+        return "seq_max_k1", limit
+    shared = rules.count(",") if "," not in str(bounds) else 0
+    return f"{rules},seq_max_k1", ",".join([str(bounds)] * (shared + 1) + [limit])
+
+
+def _rejection(values: Mapping[str, Any]) -> Derived:
+    names = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+    keys = [f"algorithm.rollout_correction.{name}" for name in names]
+    rules = rejection_rules(*(values[key] for key in keys))
+    source = next((key for key in reversed(keys[2:]) if values[key] is not None), keys[0])
+    return {k: (value, f"follows {source}") for k, value in zip(keys, rules, strict=False) if value != values[k]}

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 import torch
 
 from verl.algorithms.advantages.turns import turn_numbers
-from verl.algorithms.correction import require_fresh, rollout_correction, rollout_gap_metrics
+from verl.algorithms.correction import CORRECTION_SETTINGS, require_fresh, rollout_correction, rollout_gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import PPOConfig
@@ -157,9 +157,8 @@ class PPO(PPOProgram):
 
     def _correct(self, batch: DataProto) -> dict[str, Metric]:
         """Weigh or reject tokens if sampler and trainer differ too much; always measure the difference."""
-        columns, rule = batch.batch, asdict(self.config.algorithm.rollout_correction)
-        for name in ("bypass_mode", "loss_type"):
-            del rule[name]
+        columns, section = batch.batch, asdict(self.config.algorithm.rollout_correction)
+        rule = {name: section[name] for name in CORRECTION_SETTINGS}
         old, sampled, mask = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
         correction = rollout_correction(old, sampled, mask, **rule)
         if correction.weights is not None:

@@ -18,7 +18,15 @@ from verl.algorithms.correction.weights import importance_weights
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError, ModelError, nearest
 
-__all__ = ["PRESETS", "importance_weights", "preset", "require_fresh", "rollout_correction", "rollout_gap_metrics"]
+__all__ = [
+    "CORRECTION_SETTINGS",
+    "PRESETS",
+    "importance_weights",
+    "preset",
+    "require_fresh",
+    "rollout_correction",
+    "rollout_gap_metrics",
+]
 
 # Named settings of `algorithm.rollout_correction`. decoupled_*: three policies (sampler, old, current); bypass_*: the sampler
 # is the old policy. is: importance weights (tis: truncated); rs: rejection; k1: by the row's ratio, geo: by its
@@ -30,6 +38,11 @@ _GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 _K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
 _PPO_CLIP = {"bypass_mode": True, "loss_type": "ppo_clip"}
 _REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+
+# keyword arguments of `rollout_correction`, which have the names of their keys
+CORRECTION_SETTINGS = (
+    "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold"
+)  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
     "disabled": {},

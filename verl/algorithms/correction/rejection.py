@@ -125,7 +125,7 @@ def _compared(values: Tensor, mask: Tensor, scope: str) -> Tensor:
         return masked_sum(values, mask, -1)[:, None]
     if scope == "seq_mean":
         return masked_mean(values, mask, -1)[:, None]
-    return torch.where(mask, values, 0.0).amax(-1, keepdim=True)  # k2 and k3 are never negative
+    return torch.where(mask, values, -math.inf).amax(-1, keepdim=True)
 
 
 def _fractions(name: str, mask: Tensor, passes: Tensor) -> dict[str, Metric]:

@@ -20,6 +20,12 @@ class RolloutCorrectionConfig(Section):
     rollout_is_batch_normalize: bool = used(False, "divide weights by their mean", when="rollout_is")
     rollout_rs: str | None = used(None, "rejection rules, separated by commas")
     rollout_rs_threshold: float | str | None = used(None, "bounds of those rules", when="rollout_rs")
+    rollout_rs_threshold_lower: float | None = used(
+        None, "lower bound of the ratio for one rule, whose upper bound is then in rollout_rs_threshold", gt=0
+    )
+    rollout_token_veto_threshold: float | None = used(
+        None, "a row with a token of a smaller ratio does not train: the rule seq_max_k1", gt=0
+    )
     bypass_mode: bool = used(
         False,
         "take the sampler's log-probabilities as the old ones; with rollout.prefetch_num they are of older weights, and the "
