@@ -1,14 +1,23 @@
 """Names of the existing verl's agents that no other test imports."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
+from tests.compat.test_own_fit import OneStep, tree_of
 from verl.compat.python import load_class_from_fqn as get_class
 from verl.errors import ConfigError
 from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker, utils
-from verl.experimental.agent_loop.agent_loop import get_trajectory_info
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    AgentLoopWorkerBase,
+    get_trajectory_info,
+)
 from verl.interactions.gsm8k_interaction import Gsm8kInteraction
+from verl.models.tiny import make_tokenizer
 from verl.tools.geo3k_tool import Geo3kTool
 from verl.tools.gsm8k_tool import Gsm8kTool
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
@@ -18,6 +27,102 @@ from verl.tools.schemas import (
     OpenAIFunctionToolCall,
     ToolResponse,
 )
+from verl.utils.transferqueue_utils import tqbridge
+
+STOPS = [chr(code) for code in range(33, 127)]
+
+
+class StoppingWorker(AgentLoopWorkerBase):
+    """As a recipe has it: the same sampling but for texts that end a turn."""
+
+    params: dict[str, object] = {"stop": STOPS, "include_stop_str_in_output": True}
+
+    @tqbridge()
+    async def generate_sequences(self, batch):
+        rollout = self.config.actor_rollout_ref.rollout
+        params = {"temperature": rollout.temperature, "top_p": rollout.top_p, "repetition_penalty": 1.0, **self.params}
+        (row,) = await get_trajectory_info(batch.meta_info.get("global_steps", -1), [0], False)
+        return await asyncio.gather(
+            self._run_agent_loop(params, row, raw_prompt=batch.non_tensor_batch["raw_prompt"][0])
+        )
+
+
+class StoppingManager(AgentLoopManager):
+    def __init__(self, config, worker_group=None, rm_wg=None):
+        self.agent_loop_workers_class = StoppingWorker
+        super().__init__(config, worker_group, rm_wg)
+
+
+class PreparedLoop(AgentLoopBase):
+    @classmethod
+    def init_class(cls, config, tokenizer, processor, **kwargs):
+        if not cls._class_initialized:
+            cls._class_initialized, cls.room = True, config.actor_rollout_ref.rollout.response_length
+
+    async def run(self, sampling_params, **kwargs):
+        ids = self.tokenizer.apply_chat_template(kwargs["raw_prompt"], add_generation_prompt=True, tokenize=True)
+        output = await self.server_manager.generate("", prompt_ids=ids, sampling_params={"max_tokens": self.room})
+        return AgentLoopOutput(prompt_ids=ids, response_ids=output.token_ids, response_mask=[1] * len(output.token_ids))
+
+
+class ChoosingTrainer(OneStep):
+    """Some of the prompts of a batch train, and the trainer has its own manager of agents, as SPO's has."""
+
+    def init_workers(self):
+        self.sizes, self.texts = [], []
+        self.actor_rollout_wg.init_model()
+        self.async_rollout_manager = StoppingManager(config=self.config, worker_group=self.actor_rollout_wg)
+
+    def one_step(self, prompts):
+        self.sizes.append(len(prompts))
+        chosen = prompts[list(range(0, len(prompts), 2))]
+        batch = self.credited(chosen, self.generated(chosen))
+        batch, metrics = self.compute_rollout_importance_weights_and_add_to_batch(batch)
+        self.texts += [read(row["responses"][row["response_mask"].bool()]) for row in batch.batch]
+        self._update_actor(batch)
+        assert metrics == {}
+
+
+def read(ids):
+    return make_tokenizer().decode(ids, skip_special_tokens=True)
+
+
+def test_a_manager_of_agents_ends_turns_by_its_own_texts(tiny_llama, tmp_path):
+    tree = tree_of(tiny_llama, tmp_path)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: prepared, _target_: {__name__}.PreparedLoop}}\n")
+    tree["algorithm"] = {"adv_estimator": "grpo"}
+    tree["data"] |= {"gen_batch_size": 6, "max_response_length": 20}
+    agent = {"agent_loop_config_path": f"{tmp_path}/loops.yaml", "default_agent_loop": "prepared"}
+    tree["actor_rollout_ref"]["rollout"] |= {"multi_turn": {"enable": True}, "agent": agent}
+    tree["trainer"] |= {"total_training_steps": None, "total_epochs": 1, "save_freq": -1}
+    trainer = ChoosingTrainer(OmegaConf.create(tree))
+    trainer.init_workers()
+    assert trainer.total_training_steps == 40 // 6
+    trainer.fit()
+    trainer._opened = None
+    assert (set(trainer.sizes), trainer.config.data.train_batch_size) == ({6}, 3)
+    assert sum(text[-1:] in STOPS for text in trainer.texts) > len(trainer.texts) / 2
+    assert not any(set(text[:-1]) & set(STOPS) for text in trainer.texts)
+
+
+async def unused(self, batch):
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"params": {"temperature": 0.3}}, "samples by temperature=0.3.*Set actor_rollout_ref.rollout.temperature"),
+        ({"_postprocess": lambda self, outputs: outputs}, "Changed._postprocess would not be called"),
+        ({"generate_sequences": unused}, "generate_sequences would not be called"),
+    ],
+)
+def test_sampling_of_a_manager_that_would_not_be_used_is_refused(change, message):
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 1.0, "top_p": 1.0}}})
+    group = SimpleNamespace(sampler=SimpleNamespace(until=list), generate_sequences=list)
+    worker = type("Changed", (StoppingWorker,), change)
+    with pytest.raises(ConfigError, match=message):
+        type("Manager", (AgentLoopManager,), {"agent_loop_workers_class": worker})(config, group)
 
 
 @pytest.mark.parametrize("base", [AgentLoopManager, AgentLoopWorker])

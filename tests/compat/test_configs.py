@@ -149,6 +149,7 @@ class TestWholeTrees:
         merged.actor_rollout_ref.actor["_target_"] = "verl.workers.config.FSDPActorConfig"
         for path in ("actor_rollout_ref.rollout.prompt_length", "actor_rollout_ref.rollout.response_length"):
             OmegaConf.update(merged, path, "${oc.select:data.max_" + path.rpartition(".")[2] + "}")
+        merged.trainer.resume_from_path = ""  # of a variable without a value: nothing
         merged.trainer.default_local_dir = tiny_tree["trainer"]["default_local_dir"]
         composed = loaded_config(merged).config
         assert composed.data == plain.data

@@ -28,6 +28,7 @@ def quick():
     Runner.trainers.clear()
 
 
+TOKENS = ["input_ids", "attention_mask", "position_ids"]
 SCORER = """
 import hashlib
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -301,6 +302,26 @@ def test_batches_of_a_script_that_would_train_on_something_else(tree, changed, m
         Changed(OmegaConf.create(tree)).fit()
 
 
+@pytest.mark.parametrize("pops_tokens", [False, True])
+def test_a_validation_of_a_script_has_the_samples_of_the_run(tree, pops_tokens):
+    class Validating(OneStep):
+        def fit(self):
+            self.expected, self.rewards = self._validate(), []
+            for columns in self.val_dataloader:
+                batch = DataProto.from_single_dict(columns).repeat(3, interleave=True)
+                prompts = batch.pop(TOKENS, ["raw_prompt_ids"]) if pops_tokens else self._get_gen_batch(batch)
+                prompts.meta_info = {"validate": True, "do_sample": True, "global_steps": self.global_steps}
+                samples = self.async_rollout_manager.generate_sequences(prompts)
+                self.rewards += samples.batch["rm_scores"].sum(-1).tolist()
+
+    tree["actor_rollout_ref"]["rollout"]["val_kwargs"] = {"n": 3, "temperature": 1.0, "do_sample": True}
+    tree["data"] |= {"val_max_samples": 5, "val_batch_size": 2}
+    trainer = Validating(OmegaConf.create(tree))
+    trainer.fit()
+    assert len(trainer.rewards) == 15
+    assert np.mean(trainer.rewards) == pytest.approx(trainer.expected["val/reward"])
+
+
 def test_a_fit_of_earlier_releases(tree, caplog):
     """It takes tokens out of the prompts for generation, and calls worker groups and a reward function."""
     trained = []
@@ -311,8 +332,7 @@ def test_a_fit_of_earlier_releases(tree, caplog):
                 self.global_steps += 1
                 batch = DataProto.from_single_dict(columns)
                 batch.non_tensor_batch["uid"] = np.arange(len(batch)).astype(object)
-                names = ["input_ids", "attention_mask", "position_ids"]
-                prompts = batch.pop(batch_keys=names, non_tensor_batch_keys=["raw_prompt_ids"])
+                prompts = batch.pop(batch_keys=TOKENS, non_tensor_batch_keys=["raw_prompt_ids"])
                 assert [len(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]] == prompts.batch[
                     "attention_mask"
                 ].sum(-1).tolist()

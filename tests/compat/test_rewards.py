@@ -181,7 +181,9 @@ class TestOfAConfig:
         config = OmegaConf.create(
             {"reward_model": {"reward_manager": "batch"}, "custom_reward_function": {"path": scorer, "name": "batched"}}
         )
+        config.reward_model.reward_kwargs = {"dapo": {"alpha": 1.0}}  # of another manager
         assert load_reward_manager(config, tokenizer, 0)(batch).sum(1).tolist() == [2, 3]
+        config.reward_model.reward_kwargs = {}
         config.reward_model.reward_manager = "dapo"
         config.custom_reward_function.name = "compute_score"
         manager = load_reward_manager(

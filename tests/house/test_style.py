@@ -13,16 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 70_949,
-    "compat": 9_778,
+    "core": 71_016,
+    "compat": 9_916,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_628,
     "clusters": 8_983,
     "drafts": 919,
-    "agents": 6_453,
+    "agents": 6_459,
     "tasks": 2_979,
-    "tests": 92_801,
+    "tests": 92_959,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12

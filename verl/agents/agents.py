@@ -45,7 +45,7 @@ from verl.data_proto.extras import media_of
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings
-from verl.data_proto.tokenizer import Tokenizer
+from verl.data_proto.tokenizer import Tokenizer, listing_ids
 from verl.data_proto.trajectory import Status, Trajectory
 from verl.errors import ConfigError
 from verl.rewards.outcome import RefusedResult, checked_number
@@ -79,6 +79,7 @@ class Agents:
     ):
         rollout = spec.rollout
         self.spec, self.tokenizer, self.engine = spec, tokenizer, engine
+        self.loop_tokenizer = listing_ids(tokenizer)
         multi_turn, agent = rollout.multi_turn, rollout.agent
         self.loops = load_loops(agent.agent_loop_config_path)
         loop_named(self.loops, agent.default_agent_loop, f"{_AGENTS}.agent.default_agent_loop")
@@ -278,7 +279,7 @@ class Agents:
         return cls(
             trainer_config=DictConfigWrap(self.spec.config, self.context),
             server_manager=self.server_manager,
-            tokenizer=self.tokenizer,
+            tokenizer=self.loop_tokenizer,
             processor=None,
             dataset_cls=RLHFDataset,
             data_config=DictConfigWrap(self.spec.data),

@@ -176,7 +176,11 @@ async def read_images(
 
 
 class AgentLoopBase(ABC):
-    """An agent: one object for each episode. `self.config` is the config of the run, `self.server_manager` samples."""
+    """An agent: one object for each episode. `self.config` is the config of the run, `self.server_manager` samples. Loops of
+    earlier releases prepare their class in `init_class(config=, tokenizer=, processor=, ...)`, once by `_class_initialized`."""
+
+    _class_initialized = False
+    init_class: Callable[..., object] = dict
 
     def __init__(
         self,
@@ -191,6 +195,7 @@ class AgentLoopBase(ABC):
     ):
         assert trainer_config.context is not None, "loops are made by a run"
         self.config, self.context = trainer_config.config, trainer_config.context
+        self.init_class(config=self.config, tokenizer=tokenizer, processor=processor, **kwargs)
         self.tool_calls, self.stop_token_ids = self.context.tool_calls, self.context.stop_token_ids
         self.rollout_config = self.context.spec.rollout
         self.data_config = self.context.spec.data if data_config is None else data_config.config

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
 
 from verl.agents.parsers import QwenCoderToolParser
 from verl.agents.tools.python import program_output
+from verl.compat.task_runner import INSTEAD, refuse_overrides, undecorated
+from verl.data_proto.merge import object_array
+from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 from verl.families import AGENT_LOOPS
 from verl.registry import RegistryMapping, user_file
@@ -19,28 +24,93 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse, text_tool
 from verl.tools.tool_registry import load_class
 
+if TYPE_CHECKING:
+    from verl.compat.llm_server import Sampler
+    from verl.compat.task_runner import Tree
+
+T = TypeVar("T")
+_EPISODES = (
+    "the rollout worker of each rank runs its episodes. Subclass AgentLoopBase and declare it in "
+    "rollout.agent.agent_loop_config_path, or set rollout.agent.runner."
+)
+_WORKER_HOOKS = ("_run_agent_loop", "_agent_loop_postprocess", "_postprocess", "_compute_score")
+_KEPT = {"logprobs", "include_stop_str_in_output"}  # a run has the log-probs, and keeps the text that ends a turn
+
+
+class AgentLoopWorker:
+    """Sampling of a script's agents: `generate_sequences` of a subclass gives its `sampling_params` to `_run_agent_loop`. The
+    rollout worker of each rank runs the episodes."""
+
+    def __init__(
+        self, config: Tree | None = None, server_handles: object = (), reward_router_address: object = None, **_: object
+    ):
+        if type(self).generate_sequences is AgentLoopWorker.generate_sequences:
+            raise ConfigError(f"{type(self).__name__} is not used in this version: {_EPISODES}")
+        refuse_overrides(self, AgentLoopWorker, _WORKER_HOOKS)
+        self.config = config
+
+    async def generate_sequences(self, batch: DataProto) -> DataProto:
+        raise NotImplementedError
+
+    async def _run_agent_loop(self, sampling_params: Mapping[str, object], *_: object, **__: object) -> None:
+        raise _Sampling(sampling_params)
+
+
+class _Sampling(Exception):
+    """The parameters that a worker samples by."""
+
+    def __init__(self, params: Mapping[str, object]):
+        super().__init__()
+        self.params = dict(params)
+
 
 class AgentLoopManager:
-    """Not used here: making one raises ConfigError; `create` gives one whose episodes do."""
+    """The sampler of a trainer, whose `actor_rollout_wg` is `worker_group`. Texts `stop` of a subclass's
+    `agent_loop_workers_class` end turns, also in validation. Raises ConfigError without such a group, and for other sampling
+    than the config's. `create` gives a manager to scripts that sample by `llm_client` themselves."""
+
+    agent_loop_workers_class: object = None
 
     @classmethod
-    def create(cls, config: object, llm_client: object = None, **_: object) -> AgentLoopManager:
-        """For scripts that sample by `llm_client` themselves."""
-        if cls is not AgentLoopManager:
-            return cls()
-        manager = object.__new__(cls)
-        manager.generate_sequences = cls  # type: ignore[attr-defined]
+    def create(cls, config: Tree | None = None, llm_client: object = None, **_: object) -> AgentLoopManager:
+        manager = cls(config) if cls is not AgentLoopManager else object.__new__(cls)
+        manager.generate_sequences = cls
         return manager
 
-    def __init__(self, *args: object, **kwargs: object):
+    def __init__(self, config: Tree | None = None, worker_group: object = None, rm_wg: object = None, **_: object):
+        sampler: Sampler | None = getattr(worker_group, "sampler", None)
+        if sampler is None:
+            raise ConfigError(f"{type(self).__name__} is not used in this version: {_EPISODES}")
+        if self.agent_loop_workers_class is not None and config is not None:
+            worker = undecorated(self.agent_loop_workers_class)(config, ())
+            sampler.until(_stops(worker, config))
+        self.generate_sequences: Callable[..., object] = getattr(worker_group, "generate_sequences", list)
+
+
+def _stops(worker: AgentLoopWorker, config: Tree) -> tuple[str, ...]:
+    """The texts that end a turn of a worker. Raises ConfigError for other parameters than the config's."""
+    name, rollout = type(worker).__name__, config.actor_rollout_ref.rollout
+    row = DataProto.from_dict({"dummy_tensor": torch.zeros(1, 1)}, {"raw_prompt": object_array([[]])})
+    try:
+        asyncio.run(worker.generate_sequences(row))
+    except _Sampling as sampling:
+        params = sampling.params
+    else:
         raise ConfigError(
-            f"{type(self).__name__} is not used in this version: the rollout worker of each rank runs its episodes. Subclass "
-            "AgentLoopBase and declare it in rollout.agent.agent_loop_config_path, or set rollout.agent.runner."
+            f"{name}.generate_sequences would not be called: it has no call of _run_agent_loop. {INSTEAD}"
         )
+    stop = cast("str | Sequence[str]", params.pop("stop", None) or ())
+    for key in params.keys() - _KEPT:
+        if params[key] != rollout.get(key, 1.0):
+            raise ConfigError(
+                f"{name} samples by {key}={params[key]}, and the run by its config. Set actor_rollout_ref.rollout.{key}."
+            )
+    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-class AgentLoopWorker(AgentLoopManager):
-    """See AgentLoopManager."""
+def tqbridge(*_: object, **__: object) -> Callable[[T], T]:
+    """A decorator that changes nothing: batches are passed as they are."""
+    return lambda function: function
 
 
 class RolloutSkip:

@@ -22,7 +22,8 @@ _AGENT_LOOPS = {
     "verl.agents.loops": "AgentLoopBase AgentLoopMetrics AgentLoopOutput AsyncLLMServerManager DictConfigWrap "
     "SingleTurnAgentLoop register=register_agent_loop",
     "verl.agents.tool_agent": "ToolAgentLoop",
-    "verl.compat.agents": "AgentLoopManager AgentLoopWorker _agent_loop_registry=agent_loop_registry get_trajectory_info",
+    "verl.compat.agents": "AgentLoopManager AgentLoopWorker AgentLoopWorkerBase=AgentLoopWorker "
+    "_agent_loop_registry=agent_loop_registry get_trajectory_info",
 }
 
 # module -> {module here: its names, as "name" or "name=name_here"}
@@ -218,6 +219,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.algorithms.kl": "AdaptiveKLController FixedKLController",
     },
     "verl.utils.tracking": {"verl.compat.tracking": "Tracking ValidationGenerationsLogger"},
+    "verl.utils.transferqueue_utils": {"verl.compat.agents": "tqbridge"},
     "verl.utils.ulysses": {
         "verl.compat.sequence_parallel": "gather_outputs_and_unpad get_ulysses_sequence_parallel_group "
         "get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size "

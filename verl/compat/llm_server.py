@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 class Sampler(NamedTuple):
-    """The sampler of a trainer: `served` starts its endpoint, `sync` gives it the trained weights, `rest` frees its cache."""
+    """The sampler of a trainer: `served` starts its endpoint, `sync` gives it the trained weights, `rest` frees its cache, and
+    `until` sets texts that end a turn."""
 
     served: Callable[[], PolicyEndpoint]
     sync: Callable[[], object]
     rest: Callable[[], object]
+    until: Callable[[Sequence[str]], object]
 
 
 class LLMServerClient:
@@ -73,6 +75,18 @@ class LLMServerManager:
         """Each step reports where its time went."""
 
     stop_profile = start_profile
+
+
+class Addressed(SimpleNamespace):
+    """A rollout manager; reading its addresses starts the endpoint."""
+
+    def __init__(self, addresses: Callable[[], list[str]], **members: object):
+        super().__init__(**members)
+        self._addresses = addresses
+
+    @property
+    def server_addresses(self) -> list[str]:
+        return self._addresses()
 
 
 class CheckpointEngineManager:

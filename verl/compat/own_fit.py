@@ -15,18 +15,26 @@ import numpy as np
 import torch
 
 from verl.compat import tracking
-from verl.compat.models import compute_position_id_with_mask
-from verl.compat.own_rows import require_rows, samples_of_rows
+from verl.compat.own_rows import (
+    MASKS,
+    PromptIds,
+    Row,
+    columns_of,
+    outward,
+    require_rows,
+    samples_of_rows,
+    whole_rows,
+)
 from verl.config import LoadedConfig
+from verl.data.loader import ValidationLoader
 from verl.data.order import prompts_per_generation
-from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings, token_ids
 from verl.errors import ConfigError, InterruptedRun, NumericsError
-from verl.programs.collect import generate_samples, rollout_metrics
+from verl.programs.collect import VALIDATION_STEP, generate_samples, rollout_metrics
 from verl.programs.ppo import PPO
 from verl.roles.guards import RollBack, StepBatch
 from verl.roles.rollout import greedy, sampling_params
@@ -34,8 +42,6 @@ from verl.roles.updates import Updates
 from verl.run.host import open_run
 from verl.run.loop import StopRequested
 from verl.tracking.ledger.records import keys_of
-
-_MASKS = ("attention_mask", "response_mask", "prompt_mask")  # integers for scripts, booleans here
 
 
 class FitRun:
@@ -62,7 +68,6 @@ class FitRun:
         self.step = self.loop.state.step
         self._is_synced, self._began = True, time.perf_counter()
         self._rollout_metrics: dict[str, float] = {}
-        self.prompt_batch = DataProto()  # the newest of PromptBatches
         self.forward_s = 0.0  # of the last forward
         self._calls = threading.RLock()  # the endpoint samples on a thread
         self._open: tuple[StepBatch, int] | None = None  # batch and number of a step; its actor may be updated yet
@@ -98,11 +103,10 @@ class FitRun:
     def generate(self, batch: DataProto, step: int) -> DataProto:
         """One sample for each row of `batch`, in the order of its rows, with scores: columns prompts, responses, input_ids,
         attention_mask, response_mask, position_ids, rollout_log_probs, rm_scores and one for each value of the reward function.
-        Rows of one prompt are its samples. With meta_info["do_sample"]=False: the greedy sample of each prompt."""
-        do_sample = batch.meta_info.get("do_sample", True)
-        step = (
-            int(step) if not do_sample or batch.meta_info.get("validate") else _number(step)
-        )  # a fit may measure before its first step
+        Rows of one prompt are its samples. With meta_info["do_sample"]=False: the greedy sample of each prompt. With
+        meta_info["validate"] samples are as of validation, and in no ledger."""
+        do_sample = batch.meta_info.get("do_sample", True) and not batch.meta_info.get("validate", False)
+        step = _number(step) if do_sample else int(step)  # a fit may measure before its first step
         if self._open is not None and self._open[1] != step:
             self._end_step()
         self.loop.stop.check()
@@ -110,11 +114,11 @@ class FitRun:
         self.loop.spans.begin_step(step)
         require_rows(batch)
         if "ordinal" not in batch.batch.keys():
-            if not len(self.prompt_batch):
+            if not isinstance(next(iter(batch.non_tensor_batch.get("raw_prompt_ids", ())), None), PromptIds):
                 if self._rows_of_step[0] != step:
                     self._rows_of_step = step, itertools.count()
                 return samples_of_rows(self, batch, step, self._rows_of_step[1])
-            batch = self._whole_rows(batch)
+            batch = whole_rows(batch)
         ordinals = batch.batch["ordinal"].tolist()
         if do_sample:
             self._require_new(ordinals, step)
@@ -129,7 +133,17 @@ class FitRun:
             places += [row for group in rows for row in group]
             seconds += took
         samples = DataProto.concat(parts).select_idxs(np.argsort(places))
-        return _outward(samples, set(batch.non_tensor_batch) - {"media"}, seconds)
+        return outward(samples, set(batch.non_tensor_batch) - {"media"}, seconds)
+
+    def sample_until(self, stop: Sequence[str]) -> None:
+        """End each turn behind one of these texts too, also in validation."""
+        rollout = self.config.actor_rollout_ref.rollout
+        actor = replace(self.config.actor_rollout_ref, rollout=replace(rollout, stop=[*rollout.stop, *stop]))
+        self.config = replace(self.config, actor_rollout_ref=actor)
+        if self.program.data.validation is not None:
+            validator = self.program.validator
+            texts = (*validator.params.stop, *stop)
+            validator.params, validator.greedy = (replace(p, stop=texts) for p in (validator.params, validator.greedy))
 
     def _require_new(self, ordinals: Sequence[int], step: int) -> None:
         """Raises ConfigError for a prompt with samples of this step and these weights: new ones would have the same tokens."""
@@ -145,18 +159,19 @@ class FitRun:
 
     def _sampled(self, prompts: DataProto, step: int, count: int) -> tuple[DataProto, float]:
         """`count` samples of each prompt, with scores, and the seconds of their generation."""
-        params = replace(sampling_params(self.config.actor_rollout_ref.rollout), n=count)
+        validates, do_sample = (prompts.meta_info.get(*flag) for flag in (("validate", False), ("do_sample", True)))
+        params = replace(sampling_params(self.config.actor_rollout_ref.rollout, validation=validates), n=count)
         began, collector = time.perf_counter(), self.program.collector
-        collector.reads_data, do_sample = True, prompts.meta_info.get("do_sample", True)
+        collector.reads_data = True
         with self.loop.spans("gen"):
-            if do_sample:
+            if do_sample and not validates:
                 samples = collector.samples_of(prompts, step, params)
             else:
-                samples = generate_samples(
-                    self.roles.rollout, prompts, greedy(params, count), step=step, split="greedy"
-                )
+                params = params if do_sample else greedy(params, count)
+                at = (VALIDATION_STEP, "val") if validates else (step, "greedy")
+                samples = generate_samples(self.roles.rollout, prompts, params, step=at[0], split=at[1])
         seconds = time.perf_counter() - began
-        if do_sample:
+        if do_sample and not validates:
             return collector.scored(samples, step), seconds
         return samples.union(self.roles.reward.collect(samples)), seconds
 
@@ -166,13 +181,6 @@ class FitRun:
         with self._calls:
             self.sync()
             return self.roles.rollout.generate(prompts, step=step, split=split, params=params).get()
-
-    def _whole_rows(self, batch: DataProto) -> DataProto:
-        """The prompts of a batch that a script has taken tokens out of, as fits of earlier releases do."""
-        number = {ordinal: row for row, ordinal in enumerate(self.prompt_batch.batch["ordinal"].tolist())}
-        rows = self.prompt_batch.select_idxs([number[ids.ordinal] for ids in batch.non_tensor_batch["raw_prompt_ids"]])
-        rows.meta_info = batch.meta_info
-        return rows
 
     def end_generation(self) -> None:
         """Free the KV cache until the next generation."""
@@ -317,6 +325,8 @@ class PromptBatches:
     input_ids, attention_mask, position_ids [batch, data.max_prompt_length] and raw_prompt_ids, as fits of earlier releases
     read."""
 
+    sampler = None  # the run has the order of its rows
+
     def __init__(self, run: FitRun):
         self._run, self._next = run, 0
         self.batch_size = prompts_per_generation(run.config)
@@ -324,51 +334,28 @@ class PromptBatches:
     def __len__(self) -> int:
         return -(-self._run.loader.order.rows_per_epoch // self.batch_size)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Row]:
         loader = self._run.loader
         per_epoch = loader.order.rows_per_epoch
         self._next = max(self._next, self._run.program.samples.cursor)
         end = (self._next // per_epoch + 1) * per_epoch
         while self._next < end and self._run.step < self._run.loop.data.num_steps:
-            batch = self._run.prompt_batch = loader.take(self._next, self.batch_size)
+            batch = loader.take(self._next, self.batch_size)
             self._next += self.batch_size
-            yield {**dict(batch.batch.items()), **batch.non_tensor_batch, **self._tokens(batch)}
-
-    def _tokens(self, batch: DataProto) -> dict[str, object]:
-        """The prompts' tokens as datasets of earlier releases have them, padded on the left to data.max_prompt_length."""
-        ids = list(map(PromptIds, batch.non_tensor_batch["prompt_token_ids"], batch.batch["ordinal"].tolist()))
-        input_ids = torch.zeros(len(ids), self._run.config.data.max_prompt_length, dtype=torch.long)
-        mask = torch.zeros_like(input_ids)
-        for row, tokens in enumerate(ids):
-            start = input_ids.shape[1] - len(tokens)
-            input_ids[row, start:], mask[row, start:] = torch.tensor(tokens), 1
-        columns = {"input_ids": input_ids, "attention_mask": mask, "position_ids": compute_position_id_with_mask(mask)}
-        return {**columns, "raw_prompt_ids": object_array(ids)}
+            yield columns_of(batch, self._run.config.data.max_prompt_length)
 
 
-class PromptIds(list[int]):
-    """The tokens of a prompt, with its number."""
+class HeldOutBatches:
+    """All held-out prompts of a run in batches of data.val_batch_size, with the columns of PromptBatches; see `generate`."""
 
-    def __init__(self, ids: Sequence[int], ordinal: int):
-        super().__init__(ids)
-        self.ordinal = ordinal
+    def __init__(self, run: FitRun, loader: ValidationLoader):
+        self._loader, self._width = loader, run.config.data.max_prompt_length
 
+    def __len__(self) -> int:
+        return -(-self._loader.num_rows // self._loader.batch_size)
 
-def _outward(samples: DataProto, prompt_columns: set[str], seconds: float) -> DataProto:
-    """Samples as the existing trainer's rollout returns them. `prompt_columns`: object columns that the script has already."""
-    columns = dict(samples.batch.items())
-    columns["rm_scores"] = columns.pop("token_level_scores")
-    columns |= {name: columns[name].long() for name in _MASKS if name in columns}
-    columns["input_ids"] = columns["prompts"].new_zeros(columns["attention_mask"].shape)
-    width = columns["prompts"].shape[1]
-    columns["input_ids"][:, :width], columns["input_ids"][:, width:] = columns["prompts"], columns["responses"]
-    columns["position_ids"] = compute_position_id_with_mask(columns["attention_mask"])
-    objects = {name: values for name, values in samples.non_tensor_batch.items() if name not in prompt_columns}
-    parts = list(samples.non_tensor_batch["reward_parts"])
-    names = sorted({name for row in parts for name in row} - prompt_columns - set(objects))
-    objects |= {name: object_array([row.get(name) for row in parts]) for name in names}
-    meta: dict[str, object] = {"timing": {"generate_sequences": seconds}, "reward_extra_keys": names}
-    return DataProto.from_dict(columns, objects, meta_info=meta)
+    def __iter__(self) -> Iterator[Row]:
+        return (columns_of(batch, self._width) for batch in self._loader)
 
 
 def _inward(batch: DataProto) -> DataProto:
@@ -382,7 +369,7 @@ def _inward(batch: DataProto) -> DataProto:
         columns.setdefault("response_mask", columns["attention_mask"][:, -width:])
         columns.setdefault("prompt_mask", columns["attention_mask"][:, :-width])
         columns |= {} if is_whole or "input_ids" not in columns else {"prompts": columns["input_ids"][:, :-width]}
-    columns |= {name: columns[name].bool() for name in _MASKS if name in columns}
+    columns |= {name: columns[name].bool() for name in MASKS if name in columns}
     for name in [n for n, values in columns.items() if values.is_floating_point() and values.dtype.itemsize < 4]:
         columns[name] = columns[name].float()  # scores of a project may be in bfloat16
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from verl.compat.own_fit import FitRun
 
 Row: TypeAlias = dict[str, object]
+MASKS = ("attention_mask", "response_mask", "prompt_mask")  # integers for scripts, booleans here
 
 
 def counted(loaded: LoadedConfig[Any], num_rows: int) -> LoadedConfig[Any]:
@@ -125,3 +126,49 @@ def _prompts_of(batch: DataProto) -> Sequence[tuple[int, ...]]:
             "other rows reach the policy at async_rollout_manager.server_addresses."
         )
     return [tuple(map(int, ids)) for ids in batch.non_tensor_batch["raw_prompt_ids"]]
+
+
+def outward(samples: DataProto, prompt_columns: set[str], seconds: float) -> DataProto:
+    """Samples as the existing trainer's rollout returns them. `prompt_columns`: object columns that the script has already."""
+    columns = dict(samples.batch.items())
+    columns["rm_scores"] = columns.pop("token_level_scores")
+    columns |= {name: columns[name].long() for name in MASKS if name in columns}
+    columns["input_ids"] = columns["prompts"].new_zeros(columns["attention_mask"].shape)
+    width = columns["prompts"].shape[1]
+    columns["input_ids"][:, :width], columns["input_ids"][:, width:] = columns["prompts"], columns["responses"]
+    columns["position_ids"] = compute_position_id_with_mask(columns["attention_mask"])
+    objects = {name: values for name, values in samples.non_tensor_batch.items() if name not in prompt_columns}
+    parts = list(samples.non_tensor_batch["reward_parts"])
+    names = sorted({name for row in parts for name in row} - prompt_columns - set(objects))
+    objects |= {name: object_array([row.get(name) for row in parts]) for name in names}
+    meta: dict[str, object] = {"timing": {"generate_sequences": seconds}, "reward_extra_keys": names}
+    return DataProto.from_dict(columns, objects, meta_info=meta)
+
+
+class PromptIds(list[int]):
+    """The tokens of a prompt, with its row of a batch."""
+
+    def __init__(self, ids: Sequence[int], batch: DataProto, row: int):
+        super().__init__(ids)
+        self.batch, self.row = batch, row
+
+
+def columns_of(batch: DataProto, width: int) -> Row:
+    """Columns of prompts, and their tokens as datasets of earlier releases have them, padded on the left to `width`."""
+    ids = [PromptIds(tokens, batch, row) for row, tokens in enumerate(batch.non_tensor_batch["prompt_token_ids"])]
+    input_ids = torch.zeros(len(ids), width, dtype=torch.long)
+    mask = torch.zeros_like(input_ids)
+    for row, tokens in enumerate(ids):
+        input_ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = torch.tensor(tokens), 1
+    columns = {"input_ids": input_ids, "attention_mask": mask, "position_ids": compute_position_id_with_mask(mask)}
+    return {**dict(batch.batch.items()), **batch.non_tensor_batch, **columns, "raw_prompt_ids": object_array(ids)}
+
+
+def whole_rows(batch: DataProto) -> DataProto:
+    """The prompts of a batch that a script has taken tokens out of, as fits of earlier releases do."""
+    prompts: list[PromptIds] = list(batch.non_tensor_batch["raw_prompt_ids"])
+    sources = {id(ids.batch): ids.batch for ids in prompts}
+    starts = dict(zip(sources, itertools.accumulate(map(len, sources.values()), initial=0), strict=False))
+    rows = DataProto.concat(list(sources.values())).select_idxs([starts[id(ids.batch)] + ids.row for ids in prompts])
+    rows.meta_info = batch.meta_info
+    return rows

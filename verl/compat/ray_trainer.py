@@ -11,16 +11,15 @@ import inspect
 import logging
 from collections.abc import Callable, Sized
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from verl.compat.batches import log_seqlen_unbalance
+from verl.compat.batches import compute_rollout_correction_and_add_to_batch, log_seqlen_unbalance
 from verl.compat.devices import DistProfiler, ProfilerConfig
-from verl.compat.llm_server import CheckpointEngineManager, LLMServerManager, Sampler
+from verl.compat.llm_server import Addressed, CheckpointEngineManager, LLMServerManager, Sampler
 from verl.compat.metrics import FlopsCounter
-from verl.compat.own_fit import FitRun, PromptBatches
+from verl.compat.own_fit import FitRun, HeldOutBatches, PromptBatches
 from verl.compat.own_rows import Row, ScriptRows, batches_of
 from verl.compat.run_workers import RoleCalls
 from verl.compat.task_runner import INSTEAD, WORKERS, Pools, refuse_overrides, undecorated
@@ -68,15 +67,15 @@ class RayPPOTrainer:
         device_name: str | None = None,
         **other: Any,
     ):
-        from verl.compat.sections import loaded_config
+        from verl.compat.sections import completed, loaded_config
 
         if type(self).fit is RayPPOTrainer.fit:
             hooks = [name for name in vars(RayPPOTrainer) if callable(vars(RayPPOTrainer)[name]) and name[:2] != "__"]
             refuse_overrides(self, RayPPOTrainer, tuple(hooks))
         if other:
             raise ConfigError(f"RayPPOTrainer has no argument {next(iter(other))!r} here. {INSTEAD}")
-        self._loaded = loaded_config(config, type(self))
-        self.config = _completed(self._loaded.config, config)
+        self._loaded = loaded_config(config, type(self), chooses=type(self).fit is not RayPPOTrainer.fit)
+        self.config = completed(self._loaded.config, config)
         self.tokenizer, self.processor = tokenizer, processor
         if train_dataset is None:  # a project may have set its rows before
             train_dataset, val_dataset = (vars(self).get(name) for name in ("train_dataset", "val_dataset"))
@@ -178,13 +177,15 @@ class RayPPOTrainer:
     kl_ctrl = kl_ctrl_in_reward
 
     @property
-    def val_dataloader(self) -> DataLoader[Row]:
-        """Batches of the script's own held-out rows. Raises ConfigError without them: `_validate()` has the run's."""
+    def val_dataloader(self) -> HeldOutBatches | DataLoader[Row]:
+        """Batches of held-out rows, of the script's own or of the run. Raises ConfigError without them."""
         if "val_dataloader" in (values := vars(self).get("_values", {})):
             return cast("DataLoader[Row]", values["val_dataloader"])
         rows = self._own_rows
+        if rows is None and (loader := self._run.program.data.validation) is not None:
+            return HeldOutBatches(self._run, loader)
         if rows is None or rows.val is None:
-            raise ConfigError("The run reads its held-out rows itself, and `_validate()` has their metrics.")
+            raise ConfigError("There are no held-out rows: set data.val_files.")
         size = self._loaded.config.data.val_batch_size or len(cast("Sized", rows.val))
         return batches_of(rows, rows.val, size, sampled=False)
 
@@ -192,7 +193,7 @@ class RayPPOTrainer:
     def async_rollout_manager(self) -> SimpleNamespace:
         """`generate_sequences(batch)`: see FitRun.generate. `server_addresses`: see PolicyEndpoint, which starts with them."""
         manager = self.llm_server_manager
-        return _Addressed(
+        return Addressed(
             manager.get_addresses, generate_sequences=self._generate, rollout_replicas=manager.get_replicas()
         )
 
@@ -202,7 +203,12 @@ class RayPPOTrainer:
 
     @property
     def _sampler(self) -> Sampler:
-        return Sampler(self._served, lambda: self._run.sync(), lambda: self._run.end_generation())
+        calls = (
+            lambda: self._run.sync(),
+            lambda: self._run.end_generation(),
+            lambda stop: self._run.sample_until(stop),
+        )
+        return Sampler(self._served, *calls)
 
     def _served(self) -> PolicyEndpoint:
         if self._endpoint is None:
@@ -289,6 +295,13 @@ class RayPPOTrainer:
         """rm_scores; generation has computed them already."""
         return self._run.rewards(batch)
 
+    def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, object]:
+        """See compute_rollout_correction_and_add_to_batch; (batch, {}) without a correction."""
+        section = self._loaded.config.algorithm.rollout_correction
+        if not (section.rollout_is or section.rollout_rs) or "rollout_log_probs" not in batch.batch.keys():
+            return batch, {}
+        return compute_rollout_correction_and_add_to_batch(batch, section)
+
     def _update_actor(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the actor; meta_info["metrics"]. The step then counts as taken."""
         return DataProto(meta_info={"metrics": self._run.update("actor", batch, self.global_steps)})
@@ -344,7 +357,10 @@ class RayPPOTrainer:
         for reward in rewards:
             if reward is not None and type(reward).__module__ != NaiveRewardManager.__module__:
                 raise ConfigError(f"The reward_fn {reward!r} would not be called. {INSTEAD}")
-        if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler)):
+        is_ours = (
+            isinstance(sampler, (RandomSampler, SequentialSampler)) or type(sampler).__module__[:10] == "torchdata."
+        )
+        if sampler is not None and not is_ours:
             raise ConfigError(f"The sampler {type(sampler).__name__} would not be used. {INSTEAD}")
 
     def _rows_of_script(self, train: Any, val: Any, collate: Any, sampler: Any) -> ScriptRows | None:
@@ -368,18 +384,6 @@ class RayPPOTrainer:
                 )
 
 
-class _Addressed(SimpleNamespace):
-    """A rollout manager; reading its addresses starts the endpoint."""
-
-    def __init__(self, addresses: Callable[[], list[str]], **members: object):
-        super().__init__(**members)
-        self._addresses = addresses
-
-    @property
-    def server_addresses(self) -> list[str]:
-        return self._addresses()
-
-
 def _closing(fit: Callable[..., object]) -> Callable[..., Any]:
     """`fit` with its run open around it, once if subclasses call the fit of a base."""
 
@@ -389,11 +393,3 @@ def _closing(fit: Callable[..., object]) -> Callable[..., Any]:
             return fit(self, *arguments, **keywords)
 
     return run
-
-
-def _completed(tree: Any, config: object) -> object:
-    """All keys of the tree as OmegaConf, and the ones of `config`; it may have some that only the script reads."""
-    from omegaconf import OmegaConf
-
-    values = asdict(cast("Any", config)) if hasattr(config, "__dataclass_fields__") else cast("Any", config)
-    return OmegaConf.merge(OmegaConf.create(asdict(tree)), values)

@@ -44,7 +44,7 @@ SENTENCES = {
     ),
     **dict.fromkeys(
         """verl.experimental.fully_async_policy verl.experimental.separation verl.experimental.transfer_queue
-        verl.trainer.ppo.v1 verl.utils.transferqueue_utils""".split(),
+        verl.trainer.ppo.v1 verl.utils.transferqueue_utils:""".split(),
         _TRAINERS,
     ),
     "verl.utils.tokenizer.continuous_token": _TOKENS,

@@ -25,6 +25,7 @@ from verl.errors import ConfigError
 from verl.registry import RegistryMapping, load_object
 from verl.rewards.functions import RewardFunctionSpec, finished, load_reward_function
 from verl.rewards.managers import REWARD_MANAGERS, function_spec
+from verl.rewards.managers.build import settings_of_manager
 from verl.rewards.managers.dapo import OverlongBuffer, overlong_penalty
 from verl.rewards.scorers.route import default_compute_score
 
@@ -216,7 +217,7 @@ def load_reward_manager(
         num_examine=num_examine,
         compute_score=bound,
         reward_fn_key=complete.data.reward_fn_key,
-        **{**dict(reward.reward_kwargs or {}), **reward_kwargs},
+        **{**settings_of_manager(reward), **reward_kwargs},
     )
 
 

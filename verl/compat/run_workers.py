@@ -72,7 +72,9 @@ class RunWorkers:
         self._step = 0
         self._dispatch_info: dict[str, list[int]] = {}
         self.world_size = int(tree.trainer.nnodes * tree.trainer.n_gpus_per_node)
-        self.sampler = Sampler(self._served, self._sync, lambda: self._run.end_generation())
+        self.sampler = Sampler(
+            self._served, self._sync, lambda: self._run.end_generation(), lambda stop: self._run.sample_until(stop)
+        )
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RunWorkers]:
         return dict.fromkeys(prefix_set, self)

@@ -140,9 +140,12 @@ def _at(tree: object, place: str) -> Any:
     )
 
 
-def loaded_config(config: object, program: type | None = None, reads: set[str] | None = None) -> LoadedConfig[Any]:
+def loaded_config(
+    config: object, program: type | None = None, reads: set[str] | None = None, *, chooses: bool = False
+) -> LoadedConfig[Any]:
     """A complete tree from Python (OmegaConf, dict, dataclasses), checked as by `load_composed`. `program`: a class of the user
-    that may read further keys, by names that its file has (or `reads`). Raises ConfigError."""
+    that may read further keys, by names that its file has (or `reads`). If it `chooses` among data.gen_batch_size prompts, the
+    run has batches of so many. Raises ConfigError."""
     from omegaconf import OmegaConf
 
     if isinstance(config, LoadedConfig):
@@ -150,6 +153,9 @@ def loaded_config(config: object, program: type | None = None, reads: set[str] |
     if isinstance(config, PPOConfig):
         config = dataclasses.asdict(config)
     tree: Any = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
+    data, filters = tree.get("data") or {}, (tree.get("algorithm") or {}).get("filter_groups") or {}
+    if chooses and data.get("gen_batch_size") and not filters.get("enable"):
+        data["train_batch_size"] = data.pop("gen_batch_size")
     names = _names_in_file(program) if reads is None else reads
     return load_composed(tree, program_reads=names | _handed_on(tree) if names else names)
 
@@ -159,6 +165,14 @@ def _handed_on(tree: dict[str, object]) -> set[str]:
     below = [leaf for name, part in tree.items() if isinstance(part, dict) for leaf in _leaves(part, name)]
     values = {name: value for name, value in tree.items() if not isinstance(value, dict)}
     return {name for name, value in values.items() if any(path.endswith(name) and v == value for path, v in below)}
+
+
+def completed(tree: PPOConfig, config: object) -> object:
+    """All keys of the tree as OmegaConf, and the ones of `config`; it may have some that only the script reads."""
+    from omegaconf import OmegaConf
+
+    values = dataclasses.asdict(cast("Any", config)) if dataclasses.is_dataclass(config) else cast("Any", config)
+    return OmegaConf.merge(OmegaConf.create(dataclasses.asdict(tree)), values)
 
 
 def _names_in_file(program: type | None) -> set[str]:

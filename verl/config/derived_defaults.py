@@ -317,8 +317,8 @@ def rejection_rules(
     rollout_rs_threshold_lower: float | None = None,
     rollout_token_veto_threshold: float | None = None,
 ) -> tuple[str | None, float | str | None]:
-    """(rules, bounds) of keys as releases up to 0.7 have them: a rule by its scope, a key of its lower bound, and a veto of
-    rows with a token of a smaller ratio."""
+    """(rules, bounds) of keys as releases up to 0.7 have them. These name a rule by its scope, have a key for its lower bound,
+    and a veto of rows with a token of a smaller ratio."""
     rules, bounds = _SCOPES.get(str(rollout_rs), rollout_rs), rollout_rs_threshold
     if rollout_rs_threshold_lower is not None and bounds is not None and "_" not in str(bounds):
         bounds = f"{rollout_rs_threshold_lower}_{bounds}"

@@ -137,6 +137,8 @@ def load_composed(
             same += [folder, COMPOSED_FOLDER]
         if path in COMPOSED_NULLS:
             same.append(None)
+        if schema.leaves[path].default is None:
+            same.append("")  # an empty text in a script asks for nothing
         return value not in same
 
     user.settings = [setting for setting in user.settings if asks(setting)]

@@ -1,7 +1,9 @@
 """The part of a Hugging Face tokenizer that verl uses, for annotations. No torch."""
 
+import copy
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, cast, overload
 
 
 class Tokenizer(Protocol):
@@ -54,3 +56,11 @@ class Tokenizer(Protocol):
         ...
 
     def save_pretrained(self, save_directory: object) -> object: ...
+
+
+def listing_ids(tokenizer: Any) -> Tokenizer:
+    """A copy whose apply_chat_template gives a list of token ids, as in the releases of transformers that functions and agents
+    of users are written for."""
+    listing = copy.copy(tokenizer)
+    vars(listing)["apply_chat_template"] = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    return cast("Tokenizer", listing)

@@ -16,6 +16,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from verl.data_proto.tokenizer import listing_ids
 from verl.errors import RewardError, VerlError, nearest
 from verl.families import SERVICE_ROLLOUT
 from verl.registry import load_module, load_object, referenced_name, user_file
@@ -87,9 +88,7 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
     if spec.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer)
-        # a list of ids, as in the releases of transformers for which such functions are written
-        vars(tokenizer)["apply_chat_template"] = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+        tokenizer = listing_ids(AutoTokenizer.from_pretrained(spec.tokenizer))
         function = functools.partial(function, **{_OF_A_SERVICE[1]: tokenizer})
     return function
 

@@ -34,7 +34,7 @@ def build_reward_manager(
     """The manager named by `reward.reward_manager`, with a pool that is not started. `max_response_length`: tokens. `parts`:
     numbers that the function must return in addition to the score. Raises ConfigError."""
     manager = manager_class(config)
-    kwargs = _plain(config.reward_kwargs or {})
+    kwargs = _plain(settings_of_manager(config))
     try:
         inspect.signature(manager).bind(None, max_response_length=max_response_length, **kwargs)
     except TypeError as error:
@@ -43,6 +43,12 @@ def build_reward_manager(
         ) from error
     pool = build_pool(config, log_dir=log_dir, parts=parts)
     return manager(pool, max_response_length=max_response_length, **kwargs)  # type: ignore[no-any-return]
+
+
+def settings_of_manager(config: RewardConfig) -> dict[str, Any]:
+    """reward.reward_kwargs without the sections that recipes have there for other managers, under the manager's name."""
+    others = set(REWARD_MANAGERS) - {config.reward_manager.name}
+    return {name: value for name, value in (config.reward_kwargs or {}).items() if name not in others}
 
 
 def build_pool(
