@@ -1,10 +1,13 @@
 """Override lists of launch scripts (script_lists.py): each trains two steps on a tiny model, or gets its sentence."""
 
 import json
+import re
 
 import pytest
 
-from tests.compat.script_lists import ACTOR, FAMILIES, QUICK, REFUSED, ROLLOUT, RUNS
+from tests.compat import vision_lists
+from tests.compat.script_lists import ACTOR, FAMILIES, KINDS, QUICK, REFUSED, ROLLOUT, RUNS
+from tests.house.source import ROOT
 from tests.json_lines import write_lines
 from tests.slow import slow
 from verl.config import load_config
@@ -107,6 +110,14 @@ def test_a_list_trains_two_steps(row, tiny_tree, files, model_of):
     assert [metrics["step"] for metrics in trained] == [1, 2]
     if "float16" in row:
         assert all(metrics["actor/loss_scale"] == 2.0**16 for metrics in trained)
+
+
+def test_the_page_counts_the_lists():
+    page = (ROOT / "docs" / "coming-from-verl.md").read_text(encoding="utf-8")
+    section = page.split("## Launch scripts that were tried")[1].partition("A script that needs")[0]
+    counts = {re.match(r"\w+", kind)[0]: str(len(lists)) for kind, lists in KINDS.items()}
+    counts["images"] = str(len(vision_lists.RUNS) + len(vision_lists.FINE_TUNING))
+    assert dict(re.findall(r"^\| (\w+)[^|]*\| (\d+) \|$", section, re.M)) == counts
 
 
 @pytest.mark.parametrize("name", REFUSED)
