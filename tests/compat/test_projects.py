@@ -121,7 +121,7 @@ def test_a_folder_of_scripts_and_packages_trains(project):
 
 
 def test_episodes_without_a_dataset_train_two_steps(project):
-    """As RAGEN has them: turns by token rows, rewards of its own, a worker group by its class, and its own saves."""
+    """As RAGEN has them: turns by token rows, its rewards and saves, and a worker group by its class."""
     pytest.importorskip("ray")
     from tests.compat.recipes.own_rewards import EpisodesTrainer
 

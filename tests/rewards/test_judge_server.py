@@ -54,7 +54,7 @@ def ask(server, path, body):
         return error.code, json.loads(error.read())
 
 
-def test_a_request_that_cannot_be_served_fails_alone(server):
+def test_a_request_that_cannot_be_served_fails_no_other(server):
     question = {"messages": [{"role": "user", "content": "Right?"}], "max_tokens": 3}
     for more in ({"n": 2}, {"stream": True}, {"logprobs": True}, {"temperature": -1}):
         status, body = ask(server, "/v1/chat/completions", question | more)

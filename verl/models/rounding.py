@@ -63,8 +63,8 @@ class Rounding:
         largest: dict[str, torch.Tensor] = {}
         for name, master in masters:
             if name in self.four_bit:
-                own = largest_of_matrices(master)
-                largest[_fused(name)] = torch.maximum(largest.get(_fused(name), own), own)
+                values = largest_of_matrices(master)
+                largest[_fused(name)] = torch.maximum(largest.get(_fused(name), values), values)
         return replace(self, largest=largest)
 
     @torch.no_grad()

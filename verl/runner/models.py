@@ -144,7 +144,7 @@ def write_script_model(module: Any, folder: Path, *, drops: bool = True) -> dict
     }
     written = json.loads(file.read_text())
     if written.get("modules_to_save"):
-        changes["modules_to_save"] = ["score"]  # the one that there is
+        changes["modules_to_save"] = ["score"]  # a causal model has no classifier
     file.write_text(json.dumps({**written, **changes}))
     rate = module.peft_config[module.active_adapter].lora_dropout
     return {"path": folder, "lora_adapter_path": adapter, **({"lora_dropout": rate} if rate and drops else {})}
@@ -166,8 +166,8 @@ def take_weights(module: HFModule, role: Path) -> None:
         with torch.no_grad():
             for name, value in trained.items():
                 place = name.removesuffix(".weight")
-                own = f"{place}.modules_to_save{suffix}"  # of a head
-                parameters[own if own in parameters else place + suffix].copy_(value)
+                head = f"{place}.modules_to_save{suffix}"
+                parameters[head if head in parameters else place + suffix].copy_(value)
         return
     weights = {
         name: t for file in sorted((role / "huggingface").glob("*.safetensors")) for name, t in load_file(file).items()

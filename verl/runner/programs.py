@@ -57,7 +57,7 @@ class Script:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """For a run of this script. Another thread's run waits; in a callback the outer one goes on afterwards."""
+        """For a run of this script. Another thread's run waits; in a callback the outer run continues afterwards."""
         with Script._running:
             before, Script.current = Script.current, self
             try:

@@ -91,7 +91,7 @@ class ScriptRows:
         return {name: ids[name] for name in (*_COLUMNS, "loss_mask") if name in ids}
 
 
-def read_rows(name: str, dataset: Any, args: Any, formatting_func: Callable[..., str] | None) -> list[Row] | None:
+def rows_of_script(name: str, dataset: Any, args: Any, formatting_func: Callable[..., str] | None) -> list[Row] | None:
     """The rows of a data set; texts, with a `formatting_func`. Of training data without a length, the rows that max_steps
     takes. Raises ConfigError for several data sets."""
     if dataset is None:

@@ -43,7 +43,7 @@ from verl.runner.models import (
 )
 from verl.runner.packing import Packing
 from verl.runner.programs import Processes, Script, refuse_other_checkpoints, resume_keys, reward_list
-from verl.runner.rows import ScriptRows, padded_ids, read_rows
+from verl.runner.rows import ScriptRows, padded_ids, rows_of_script
 from verl.user_objects import short_traceback
 
 _KINDS = {"sft": "RunnerSFT", "reward": "RunnerRewardModel", **dict.fromkeys(PREFERENCES, "RunnerPreference")}
@@ -99,8 +99,8 @@ class RLRunner:
         self.overrides = _overrides(config)
         folder = _values(self.overrides).get("trainer.default_local_dir", "tmp_trainer")
         self.args: Any = TrainingArguments(output_dir=folder) if args is None else args
-        self.train_dataset = read_rows("train_dataset", train_dataset, self.args, formatting_func)
-        self.eval_dataset = read_rows("eval_dataset", eval_dataset, self.args, formatting_func)
+        self.train_dataset = rows_of_script("train_dataset", train_dataset, self.args, formatting_func)
+        self.eval_dataset = rows_of_script("eval_dataset", eval_dataset, self.args, formatting_func)
         self._algorithm_is_given = algorithm is not None
         rows = self.train_dataset or self.eval_dataset or []
         self.algorithm = algorithm or algorithm_of(self.args, rows, has_rewards=reward_funcs is not None)
