@@ -47,8 +47,8 @@ def build_reward_manager(
 
 def settings_of_manager(config: RewardConfig) -> dict[str, Any]:
     """reward.reward_kwargs without the sections that recipes have there for other managers, under the manager's name."""
-    others = set(REWARD_MANAGERS) - {config.reward_manager.name}
-    return {name: value for name, value in (config.reward_kwargs or {}).items() if name not in others}
+    managers = set(REWARD_MANAGERS) - {config.reward_manager.name}
+    return {name: value for name, value in (config.reward_kwargs or {}).items() if name not in managers}
 
 
 def build_pool(
