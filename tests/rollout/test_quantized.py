@@ -154,12 +154,12 @@ def on_rows(x, grid, weights=False):
     return level.float() * scale
 
 
-def rounding(module, grid, rounded=on_grid):
-    """A copy of `module` whose layers round weights and inputs to `grid`; the head does not."""
+def rounding(module, grid, rounded=on_grid, *, head=False):
+    """A copy of `module` whose layers, and `head` if it is chosen, round weights and inputs to `grid`."""
     module = copy.deepcopy(module)
-    for layer in module.model.modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight.data = rounded(layer.weight.data, grid, weights=True)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and (head or layer is not module.lm_head):
+            layer.weight = nn.Parameter(rounded(layer.weight.data, grid, weights=True))  # no longer the embedding's
             layer.register_forward_pre_hook(lambda layer, inputs: rounded(inputs[0], grid))
         elif isinstance(getattr(layer, "gate_up_proj", None), nn.Parameter):
             layer.forward = functools.partial(experts_of_rows, layer, lambda x, **more: rounded(x, grid, **more))
@@ -200,10 +200,10 @@ def test_log_probs_equal_modules_that_round_alike(grid, name, load, odd_models, 
     assert isinstance(engine.dense(), CpuForward) == (grid == "int8")
     prompts = make_prompts([3, 20, 7, 33])
     done = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=16, ignore_eos=True), step=1)
-    alike, exact = gap(done, prompts, rounding(module, grid)), gap(done, prompts, module)
-    # a value at the border of two levels may go either way, after sums in another order
-    assert np.quantile(alike, 0.2) < 1e-5
-    assert alike.mean() < 0.1 * exact.mean()
+    alike, exact = gap(done, prompts, rounding(module, grid, head=grid == "int8")), gap(done, prompts, module)
+    # a value at the border of two levels may go either way, after sums in another order: in a prompt, for all later tokens
+    assert np.quantile(alike, 0.6) < 1e-5
+    assert alike.max() < exact.max()
 
 
 @needs_kernels
@@ -297,8 +297,8 @@ def test_gpus_and_models_that_do_not_multiply_in_fp8_are_refused(change, capabil
     ("engine", "family", "isa", "grid", "words"),
     [
         ("hf", "llama", None, "fp8", "sampled by transformers, .*Set actor_rollout_ref.rollout.quantization=null"),
-        ("native", "gemma", None, "int8", "plain dense decoders, and GemmaForCausalLM"),
-        ("native", "gemma", None, "fp8", "plain dense decoders"),
+        ("native", "gemma", None, "int8", "plain dense decoders .*, and GemmaForCausalLM is none"),
+        ("native", "gemma", None, "fp8", "plain decoders and mixtures of experts .*, and GemmaForCausalLM is none"),
         (
             "native",
             "llama",

@@ -170,7 +170,7 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
 {
     /* a tile of 8 rows may begin at any row, where the tokens of an adapter do */
     const int64_t tokens = round_up(s->tokens, 8) + 8, chunk = tokens < CHUNK + 8 ? tokens : CHUNK + 8, dim = padded_head(m);
-    const int64_t queries = s->max_tile * (m->heads / m->kv_heads);
+    const int64_t queries = s->max_tile * (m->heads / m->kv_heads), has_levels = m->int8 || m->int8_head;
     int64_t used = 0;
     f->kernels = k, f->int8 = int8_of(k), f->model = m, f->step = s;
     f->kind = (int)m->kind;
@@ -182,7 +182,7 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     f->h_stride = row_bytes(m->inner, f->kind);
     f->scores_stride = round_up(s->max_seen, BLOCK) + 3 * BLOCK;
     f->low_stride = round_up(s->max_rank, k->panel);
-    f->level_stride = m->int8 ? (f->h_stride > f->att_stride ? f->h_stride : f->att_stride) + f->a_stride : 0;
+    f->level_stride = has_levels ? (f->h_stride > f->att_stride ? f->h_stride : f->att_stride) + f->a_stride : 0;
 #define TAKE(field, bytes) f->field = (void *)(work + used), used = fence(work, used + round_up(bytes, 64))
     TAKE(x, tokens * f->x_stride * 4);
     TAKE(q, tokens * m->heads * dim * item(f->kind));
@@ -193,8 +193,8 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     TAKE(h, chunk * f->h_stride);
     TAKE(low, chunk * f->low_stride * 4);
     TAKE(levels, chunk * f->level_stride);
-    f->apart_stride = m->int8 ? apart_bytes(m->inner + m->hidden + m->heads * m->head_dim) : 0;
-    TAKE(level_scales, m->int8 ? chunk * 4 : 0);
+    f->apart_stride = has_levels ? apart_bytes(m->inner + m->hidden + m->heads * m->head_dim) : 0;
+    TAKE(level_scales, has_levels ? chunk * 4 : 0);
     TAKE(apart, chunk * f->apart_stride);
     f->scratch_bytes = round_up(queries * (f->scores_stride + 2 * dim) * 4, 64) + 64;
     TAKE(scratch, s->threads * f->scratch_bytes);
@@ -214,10 +214,10 @@ static void multiply(const struct forward *f, const struct team *team, int threa
     (int8 ? f->int8->gemm : f->kernels->gemm)(&g, units * thread / team->size, units * (thread + 1) / team->size);
 }
 
-/* This thread's share of the rows that an int8 product reads */
-static void quantize(const struct forward *f, const struct team *team, int thread, const char *a, int64_t a_stride, int64_t inputs, int64_t rows)
+/* This thread's share of the rows that an int8 product reads, if there is one */
+static void quantize(const struct forward *f, const struct team *team, int thread, const char *a, int64_t a_stride, int64_t inputs, int64_t rows, int64_t int8)
 {
-    for (int64_t r = rows * thread / team->size; f->model->int8 && r < rows * (thread + 1) / team->size; r++)
+    for (int64_t r = rows * thread / team->size; int8 && r < rows * (thread + 1) / team->size; r++)
         f->int8->quantize(f->levels + r * f->level_stride, f->level_scales + r, f->apart + r * f->apart_stride, a + r * a_stride, inputs, f->kind == PAIRS);
 }
 
@@ -265,8 +265,8 @@ static void multiply_adapted(const struct forward *f, struct team *team, int thr
                              int64_t inputs, int64_t outputs)
 {
     struct gemm base = g;
-    if (f->model->int8 && number < 4 * f->model->layers) {
-        base.kind = INT8, base.bf16 = (int)f->model->bf16;
+    if (number < 4 * f->model->layers ? f->model->int8 : f->model->int8_head) {
+        base.kind = INT8, base.bf16 = number < 4 * f->model->layers && f->model->bf16; /* logits are float32 */
         base.a = f->levels, base.a_stride = f->level_stride, base.a_scale = f->level_scales;
         base.apart = f->apart, base.apart_stride = f->apart_stride;
     }
@@ -282,13 +282,13 @@ static void multiply_adapted(const struct forward *f, struct team *team, int thr
     low_rank_products(f, team, thread, &g, first, number, ends, inputs, outputs, 1);
 }
 
-static void normalise(const struct forward *f, const struct team *team, int thread, int64_t first, int64_t rows, const float *weight, float eps)
+static void normalise(const struct forward *f, const struct team *team, int thread, int64_t first, int64_t rows, const float *weight, float eps, int64_t int8)
 {
     const struct model *m = f->model;
     for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++)
         f->kernels->rms_norm(f->a + r * f->a_stride, f->x + (first + r) * f->x_stride, m->hidden, round_up(m->hidden, 2),
                              (struct norm){weight, eps}, (int)m->bf16, f->kind);
-    quantize(f, team, thread, f->a, f->a_stride, m->hidden, rows);
+    quantize(f, team, thread, f->a, f->a_stride, m->hidden, rows, int8);
 }
 
 /* Record a row of a token, [width] floats at column `column` of [columns], in `to`, a part of the record */
@@ -328,7 +328,7 @@ static void project(struct forward *f, struct team *team, int thread, int64_t la
     const int64_t width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     for (int64_t first = 0; first < f->step->tokens; first += CHUNK) {
         int64_t rows = f->step->tokens - first < CHUNK ? f->step->tokens - first : CHUNK;
-        normalise(f, team, thread, first, rows, w->input_norm, w->input_eps);
+        normalise(f, team, thread, first, rows, w->input_norm, w->input_eps, m->int8);
         barrier(team);
         struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = w->qkv, .bias = w->qkv_bias, .out = f->qkv, .out_stride = f->qkv_stride, .rows = rows};
         multiply_adapted(f, team, thread, g, first, 4 * layer, f->step->run_ends, m->hidden, width);
@@ -375,7 +375,7 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
         int64_t rows = tokens - first < CHUNK ? tokens - first : CHUNK;
         float *x = f->x + first * f->x_stride;
         if (m->int8) {
-            quantize(f, team, thread, f->att + first * f->att_stride, f->att_stride, m->heads * m->head_dim, rows);
+            quantize(f, team, thread, f->att + first * f->att_stride, f->att_stride, m->heads * m->head_dim, rows, 1);
             barrier(team);
         }
         struct gemm o = {.add = 1, .a = f->att + first * f->att_stride, .a_stride = f->att_stride, .b = w->o, .bias = w->o_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
@@ -383,7 +383,7 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
         barrier(team);
         if (!w->gate_up) /* experts, which the caller computes */
             continue;
-        normalise(f, team, thread, first, rows, w->post_norm, w->post_eps);
+        normalise(f, team, thread, first, rows, w->post_norm, w->post_eps, m->int8);
         barrier(team);
         struct gemm up = {.a = f->a, .a_stride = f->a_stride, .b = w->gate_up, .bias = w->gate_up_bias, .out = f->gate_up, .out_stride = 2 * f->gate_stride, .rows = rows};
         multiply_adapted(f, team, thread, up, first, 4 * layer + 2, ends, m->hidden, 2 * f->gate_stride);
@@ -398,7 +398,7 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
             }
             f->kernels->swiglu(f->h + r * f->h_stride, gate, gate + f->gate_stride, m->inner, round_up(m->inner, 2), (int)m->bf16, f->kind);
         }
-        quantize(f, team, thread, f->h, f->h_stride, m->inner, rows);
+        quantize(f, team, thread, f->h, f->h_stride, m->inner, rows, m->int8);
         barrier(team);
         struct gemm down = {.add = 1, .a = f->h, .a_stride = f->h_stride, .b = w->down, .bias = w->down_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
         multiply_adapted(f, team, thread, down, first, 4 * layer + 3, ends, m->inner, m->hidden);
@@ -439,7 +439,7 @@ static void forward_job(struct team *team, int thread)
     for (int64_t first = 0; first < s->num_kept; first += CHUNK) {
         int64_t rows = s->num_kept - first < CHUNK ? s->num_kept - first : CHUNK;
         int64_t stride = round_up(m->vocab, f->kernels->panel);
-        normalise(f, team, thread, first, rows, m->final_norm, m->final_eps);
+        normalise(f, team, thread, first, rows, m->final_norm, m->final_eps, m->int8_head);
         barrier(team);
         struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = m->head, .bias = m->head_bias, .out = s->logits + first * stride, .out_stride = stride, .rows = rows};
         multiply_adapted(f, team, thread, g, first, 4 * m->layers, s->kept_ends, m->hidden, m->vocab);

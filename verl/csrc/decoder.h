@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 9 };          /* counts up when a structure changes */
+enum { REVISION = 10 };         /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
@@ -26,7 +26,7 @@ struct model {
     int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
     int64_t hidden_block, heads_block, inner_block; /* of products with so many inputs, see struct gemm */
     int64_t bf16, kind; /* bf16: weights and roundings, else float32; kind: FLOATS, WIDENED or PAIRS */
-    int64_t int8;       /* the weights of layers are int8, see int8_kernels.h */
+    int64_t int8, int8_head; /* the weights of layers are int8, and of the head, see int8_kernels.h */
     int64_t int8_cache; /* keys and values are int8, see levels.h */
     float scale, final_eps;
     const struct layer *layer;

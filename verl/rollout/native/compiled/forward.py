@@ -22,6 +22,7 @@ from verl.models.decoder.projection import Projection
 from verl.models.decoder.reuse import ActivationStore
 from verl.models.decoder.taped import TapedPass
 from verl.models.decoder.weights import DenseDecoder
+from verl.models.qat import rounds_layers
 from verl.models.vision import ImageFeatures
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.compiled.library import (
@@ -102,20 +103,19 @@ class CpuForward:
         int8_cache: bool = False,
         shares: CpuForward | None = None,
     ):
-        """With `int8`, layers multiply in int8, and the head as without. With `int8_cache`, keys and values are int8. `shares`
-        has the packed copy of `head` that is read, and must live as long."""
-        self._int8 = int8
+        """With `int8`, layers and the head multiply in int8; the head does not if the layers train so. With `int8_cache`, keys
+        and values are int8. `shares` has the packed copy of `head` that is read, and must live as long."""
         self.states: torch.Tensor | None = None  # [tokens, hidden] of the last forward, before the final norm
         self.keeps_states = False
         self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], partial(PackedAdapter, kernels))
-        self.decoder, self._kernels = decoder, kernels
+        self.decoder, self._kernels, self._int8 = decoder, kernels, int8
         self.dtype = decoder.embed.dtype
         self.max_tile = max(1, min(8, _MAX_TILE_QUERIES // (decoder.num_heads // decoder.num_kv_heads)))
-        self.num_copied_bytes = 0
-        self._held: list[torch.Tensor] = []
+        self.num_copied_bytes, self._held = 0, list[torch.Tensor]()
         self._layers = (Layer * len(decoder.layers))(*(self._layer(layer) for layer in decoder.layers))
         vocab, hidden = head.weight.shape
         inner = max((layer.down.weight.shape[1] for layer in decoder.layers if layer.mixture is None), default=0)
+        int8_head = int8 and not rounds_layers(module) if shares is None else bool(shares._model.int8_head)
         self._model: Model = Model(
             layers=len(decoder.layers),
             hidden=hidden,
@@ -130,13 +130,14 @@ class CpuForward:
             bf16=self.dtype == torch.bfloat16,
             kind=kernels.kind(self.dtype),
             int8=int8,
+            int8_head=int8_head,
             int8_cache=int8_cache,
             scale=decoder.scale,
             final_eps=decoder.final_norm.eps,
             layer=ctypes.addressof(self._layers),
             final_norm=self._vector(decoder.final_norm.weight),
             head_bias=self._bias(head.bias),
-            head=self._keep(kernels.pack(head.weight)) if shares is None else shares._model.head,
+            head=self._keep(kernels.pack(head.weight, int8=int8_head)) if shares is None else shares._model.head,
         )
         self._logits = torch.empty(0, kernels.padded(vocab))
         self._x_bytes = 4 * kernels.padded(hidden)  # of a token's hidden states
@@ -269,8 +270,7 @@ class CpuForward:
         self._kernels.forward(model, step)
 
     def _sum_block(self, inputs: int) -> int:
-        is_paired = self._kernels.kind(self.dtype) == PAIRS
-        return (self._kernels.sum_block(inputs) or 0) if is_paired else 0
+        return (self._kernels.sum_block(inputs) or 0) if self._kernels.kind(self.dtype) == PAIRS else 0
 
     def _layer(self, layer: DenseLayer) -> Layer:
         q_norm, k_norm = layer.q_norm, layer.k_norm

@@ -14,7 +14,7 @@ from verl.models.ops.linear import Matmul
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
-REVISION = 9  # of the structures, see decoder.h
+REVISION = 10  # of the structures, see decoder.h
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
 PAIRED = ("avx512_amx", "avx512_bf16")  # instruction sets with products of bfloat16 pairs
@@ -34,8 +34,8 @@ class Layer(Structure):
 class Model(Structure):
     _fields_ = (
         [(name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")]
-        + [(name, c_int64) for name in ("hidden_block", "heads_block", "inner_block", "bf16", "kind", "int8")]
-        + [("int8_cache", c_int64)]
+        + [(name, c_int64) for name in ("hidden_block", "heads_block", "inner_block", "bf16", "kind")]
+        + [(name, c_int64) for name in ("int8", "int8_head", "int8_cache")]
         + [(name, c_float) for name in ("scale", "final_eps")]
         + [(name, c_void_p) for name in ("layer", "final_norm", "head_bias", "head")]
     )
