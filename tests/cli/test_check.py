@@ -142,11 +142,11 @@ DRAFTS, FLOAT64 = {"rollout.speculative.methods": "[ngram]"}, "actor.fsdp_config
             {"model.mtp.enable": True, "model.mtp.enable_train": True},
             "has no heads that predict further tokens",
         ),
-        ("qwen3_moe", {"rollout.quantization": "int8"}, "is for plain dense decoders (docs/families.md), and Qwen3MoeForCausalLM is none"),
+        ("qwen3_moe", {"rollout.quantization": "int8"}, "(docs/families.md), and Qwen3MoeForCausalLM is none"),
         (
             "qwen3_5_text",
             {"rollout.quantization": "int8"},
-            "is for plain dense decoders (docs/families.md), and Qwen3_5ForCausalLM is none",
+            "(docs/families.md), and Qwen3_5ForCausalLM is none",
         ),
         (
             "llama",
