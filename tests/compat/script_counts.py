@@ -31,12 +31,11 @@ import pandas
 import ray
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import verl
 from tests.engines.tiny import make_model_with_head
 from tests.vision_families import vision_folder
-from verl.models.tiny import TINY_FAMILIES, make_tiny_model, make_tokenizer
+from verl.models.tiny import TINY_FAMILIES, make_tiny_model
 
 LIMIT_S, CAPTURE_LIMIT_S, NUM_ROWS = 120, 12, 64
 VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
@@ -49,19 +48,19 @@ FAMILIES = {  # pattern of a path or a script's name -> family
     r"gemma": "gemma2", r"mistral|nemo": "mistral", r"seed[-_]oss": "seed_oss", r"nemotron": "nemotron_h",
     r"minicpm": "minicpmo", r"mixtral": "mixtral", r"deepseek|llama|smollm": "llama",
 }  # fmt: skip
-SIZES = {
-    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "pad_token_id": 256, "eos_token_id": 258,
-    "bos_token_id": 257, "initializer_range": 0.1,
-}  # fmt: skip
 FURTHER_FAMILIES = {  # families of transformers that the tiny models do not have
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
-    "seed_oss": {},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+    "seed_oss": {"head_dim": 16},
     "qwen3_next": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "full_attention_interval": 2,
+        "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "full_attention_interval": 2,
     },
+}  # fmt: skip
+KINDS = {  # pattern of a module, a script and its arguments -> kind of rows, length of prompts
+    r"^\S*sft": ("sft", "256"), r"/spo/": ("text", "1024"),
+    r"tool_config_path|retool|interaction_config|multi_turn.enable=true": ("tools", "1400"),
+    r"geo3k|image_key|_vl_|-vl-|video": ("image", "1024"), "": ("chat", "256"),
 }  # fmt: skip
 CHANGES = {  # pattern of a key -> value; OUT is a folder of the run, PROMPT the length of its prompts
     r"train_batch_size$|val_batch_size$|ppo_mini_batch_size$|micro_batch_size(_per_gpu)?$": "2", r"data\.gen_batch_size$": "4",
@@ -138,12 +137,9 @@ def model_folder(folder: Path, family: str) -> Path:
             vision_folder(out, family)
         elif family != base or family == "mimo":
             make_model_with_head(out, "qwen2" if family == "mimo" else base)
-        elif family in TINY_FAMILIES:
-            make_tiny_model(out, family, max_position_embeddings=4096)
         else:
-            config = AutoConfig.for_model(family, **{**SIZES, **FURTHER_FAMILIES.get(family, {})})
-            AutoModelForCausalLM.from_config(config).save_pretrained(out)
-            make_tokenizer().save_pretrained(out)
+            TINY_FAMILIES.setdefault(family, FURTHER_FAMILIES.get(family, {}))
+            make_tiny_model(out, family, max_position_embeddings=4096)
     return out
 
 
@@ -195,11 +191,8 @@ def _row(kind: str, name: str, number: int) -> dict:
 def changed(folder: Path, script: str, module: str, words: Sequence[str], out: Path) -> Iterator[str]:
     """The arguments of a command for a tiny run."""
     text, keys = " ".join(words), set()
-    is_image = re.search(r"geo3k|image_key|_vl_|-vl-|video", (text + script).lower())
-    has_tools = re.search(r"tool_config_path|retool|interaction_config|multi_turn.enable=[Tt]rue", text)
-    is_spo, is_sft = "/spo/" in script, "sft" in module
-    kind = "sft" if is_sft else "text" if is_spo else "tools" if has_tools else "image" if is_image else "chat"
-    prompt = {"text": "1024", "tools": "1400", "image": "1024"}.get(kind, "256")
+    everything, is_sft = f"{module} {script} {text}".lower(), "sft" in module
+    kind, prompt = next(row for pattern, row in KINDS.items() if re.search(pattern, everything))
     for word in words:
         read = re.match(r"^(\+{0,2}|~)([\w./@]+)=(.*)$", word, re.DOTALL)
         if not read or "ray_kwargs" in word or "runtime_env" in word:

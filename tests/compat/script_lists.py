@@ -249,7 +249,7 @@ REFUSED = {
     ),
     "the loop of Search-R1": (
         "do_search=true retriever.url=http://x",
-        "'do_search'.*a search tool by.*loop of Search-R1",
+        "'do_search'.*with a search tool .Search-R1 has a loop",
     ),
     "qat of a critic": ("critic.megatron.qat.enable=True", "Quantisation-aware training of this role is not available"),
     "mtp": (

@@ -176,11 +176,13 @@ async def read_images(
 
 
 class AgentLoopBase(ABC):
-    """An agent: one object for each episode. `self.config` is the config of the run, `self.server_manager` samples. Loops of
-    earlier releases prepare their class in `init_class(config=, tokenizer=, processor=, ...)`, once by `_class_initialized`."""
+    """An agent: one object for each episode. `self.config` is the config of the run, `self.server_manager` samples."""
 
-    _class_initialized = False
-    init_class: Callable[..., object] = dict
+    _class_initialized = False  # a loop of an earlier release sets it in `init_class`, and returns at once if it is set
+
+    @classmethod  # noqa: B027 - few loops have something to prepare
+    def init_class(cls, **kwargs: object) -> None:
+        """Prepare the class; called with config, tokenizer and processor for each object."""
 
     def __init__(
         self,

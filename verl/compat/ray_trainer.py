@@ -357,10 +357,8 @@ class RayPPOTrainer:
         for reward in rewards:
             if reward is not None and type(reward).__module__ != NaiveRewardManager.__module__:
                 raise ConfigError(f"The reward_fn {reward!r} would not be called. {INSTEAD}")
-        is_ours = (
-            isinstance(sampler, (RandomSampler, SequentialSampler)) or type(sampler).__module__[:10] == "torchdata."
-        )
-        if sampler is not None and not is_ours:
+        is_torchs = type(sampler).__module__.startswith("torchdata.")
+        if sampler is not None and not is_torchs and not isinstance(sampler, (RandomSampler, SequentialSampler)):
             raise ConfigError(f"The sampler {type(sampler).__name__} would not be used. {INSTEAD}")
 
     def _rows_of_script(self, train: Any, val: Any, collate: Any, sampler: Any) -> ScriptRows | None:

@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 _GATHERING_S = 0.01  # requests within this time share a generation
 _MAX_BODY = 64 * 2**20
 
+# errors that a question is the cause of
+_OF_A_QUESTION = (
+    ConfigError, DataError, ModelError, ValueError, TypeError, KeyError, AttributeError, RecursionError
+)  # fmt: skip
 
 Body: TypeAlias = dict[str, Any]
 
@@ -169,16 +173,7 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
                     )
                 else:
                     self._reply(200, answers[self.path](json.loads(self.rfile.read(int(length)))))
-            except (
-                ConfigError,
-                DataError,
-                ModelError,
-                ValueError,
-                TypeError,
-                KeyError,
-                AttributeError,
-                RecursionError,
-            ) as error:
+            except _OF_A_QUESTION as error:
                 self._reply(400, {"error": {"message": f"{type(error).__name__}: {error}"}})
             except Exception as error:  # the fault is not the function's: its run says what happened
                 log.exception("A question to the judge could not be answered.")
