@@ -203,7 +203,7 @@ def test_log_probs_equal_modules_that_round_alike(grid, name, load, odd_models, 
     alike, exact = gap(done, prompts, rounding(module, grid, head=grid == "int8")), gap(done, prompts, module)
     # a value at the border of two levels may go either way, after sums in another order: in a prompt, for all later tokens
     assert np.quantile(alike, 0.6) < 1e-5
-    assert alike.max() < exact.max()
+    assert alike.mean() < 0.2 * exact.mean()
 
 
 @needs_kernels
