@@ -178,11 +178,10 @@ async def read_images(
 class AgentLoopBase(ABC):
     """An agent: one object for each episode. `self.config` is the config of the run, `self.server_manager` samples."""
 
-    _class_initialized = False  # a loop of an earlier release sets it in `init_class`, and returns at once if it is set
+    _class_initialized = False  # a loop of an earlier release sets it in `init_class`
 
-    @classmethod  # noqa: B027 - few loops have something to prepare
-    def init_class(cls, **kwargs: object) -> None:
-        """Prepare the class; called with config, tokenizer and processor for each object."""
+    @classmethod  # noqa: B027 - few loops prepare their class
+    def init_class(cls, **kwargs: object) -> None: ...
 
     def __init__(
         self,
