@@ -14,15 +14,15 @@ MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
     "core": 71_016,
-    "compat": 9_916,
+    "compat": 9_914,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_628,
-    "clusters": 8_983,
+    "clusters": 8_978,
     "drafts": 919,
     "agents": 6_459,
     "tasks": 2_979,
-    "tests": 93_306,
+    "tests": 93_299,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12

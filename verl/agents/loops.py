@@ -168,10 +168,8 @@ async def read_images(
     if sources is not None and list(sources[: len(row)]) == row:
         return await images.read([*sources, *map(VideoSource, videos or ())], "an episode")
     row_kinds = [kind for media in row for kind in media.kinds]
-    later = [
-        *(sources or ())[row_kinds.count("image") :],
-        *map(VideoSource, (videos or ())[row_kinds.count("video") :]),
-    ]
+    images_later, videos_later = row_kinds.count("image"), row_kinds.count("video")
+    later = [*(sources or ())[images_later:], *map(VideoSource, (videos or ())[videos_later:])]
     return [*row, *await images.read(later, "an episode")]
 
 
