@@ -20,7 +20,7 @@ MAX_LINES = {
     "tinker": 5_628,
     "clusters": 8_978,
     "drafts": 919,
-    "agents": 6_459,
+    "agents": 6_458,
     "tasks": 2_979,
     "tests": 93_299,
     "benchmarks": 5_984,
