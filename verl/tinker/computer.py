@@ -161,7 +161,7 @@ class Computer:
     def _sample(self, lane: SampleLane, jobs: list[QueuedJob]) -> None:
         """Let a lane take its turn with the requests that fit; the ones that have not ended wait for its next turn. If it
         fails, each request gets a lane for itself, so that one fails no other."""
-        start, (running, new) = time.perf_counter(), self._admitted(lane, jobs)
+        start, (running, new) = time.perf_counter(), self._admitted(lane, self._staying(lane, jobs))
         if not running:
             return
         try:
@@ -190,15 +190,25 @@ class Computer:
         for job, output in done:
             self._give(job, WireAnswer(sample_result(output), PROTOBUF), runs_again=False)
 
+    def _staying(self, lane: SampleLane, jobs: list[QueuedJob]) -> list[QueuedJob]:
+        """The jobs whose clients wait; running ones whose client has gone leave the lane."""
+        staying, gone = [job for job in jobs if not job.future.is_gone], [job for job in jobs if job.future.is_gone]
+        begun = [job for job in gone if job.number is not None]
+        if begun:
+            worker = self.bases.bench(lane.base).samplers[self._place]
+            worker.abort(self._lane_numbers[lane], [job.number or 0 for job in begun])
+            self._leave(lane, begun, is_empty=all(job.number is None for job in staying))
+        for job in gone:
+            self._give(job, _failed(RefusedRequest("The client has gone.")), runs_again=False)
+        return staying
+
     def _admitted(self, lane: SampleLane, jobs: list[QueuedJob]) -> tuple[list[QueuedJob], list[QueuedJob]]:
         """The jobs that run, and the new ones of them. A job begins if its tenant has room for it beside its running samples,
         or has none; small jobs have room for themselves. A job that does not fit waits for the next turn."""
         running, new = [job for job in jobs if job.number is not None], list[QueuedJob]()
         for job in [job for job in jobs if job.number is None]:
             used, rows = self._used[_room(job)], job.work.request.num_samples
-            if job.future.is_gone:
-                self._give(job, _failed(RefusedRequest("The client has gone.")), runs_again=False)
-            elif not used.rows or (
+            if not used.rows or (
                 used.rows + rows <= lane.base.facts.most_rows and used.tokens + job.cost <= _MOST_TOKENS
             ):
                 self._used[_room(job)] = _Used(used.rows + rows, used.tokens + job.cost)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -107,6 +107,13 @@ class OpenLane:
             part = running_request.parts.popleft()
             running_request.running = part.num_samples or 1
             self._generation.add(part)
+
+    def drop(self, numbers: Collection[int]) -> None:
+        """Forget requests that have begun, as the ones whose clients have gone. Unknown numbers are ignored."""
+        for number in self._requests.keys() & set(numbers):
+            samples = range(self._requests.pop(number).request.num_samples)
+            self._generation.abort([(number, sample) for sample in samples])
+        self._forget()
 
     def advance(self, tokens: int) -> Mapping[int, tuple[AdapterWeights | None, SamplingRequest, list[Completion]]]:
         """Take steps of about `tokens` tokens, at least one: the requests that have ended, by their numbers."""

@@ -50,7 +50,7 @@ class RequestFuture:
         self.request_id, self.digest, self.owner, self.tenant, self.tokens = request_id, digest, owner, tenant, tokens
         self.answer: WireAnswer | None = None
         self.place = -1  # of the process that samples for it
-        self.is_gone = False  # its client, who cannot come back: it is not begun
+        self.is_gone = False  # its client, who cannot come back: it is not computed to its end
         self.ends = False  # the server, and waits with it
         self.done_at = 0.0
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()

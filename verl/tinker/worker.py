@@ -169,6 +169,13 @@ class BenchWorker:
             self._held.popitem(last=False)
         return ended
 
+    @register(**_TOGETHER)
+    def abort(self, lane: int, numbers: Collection[int]) -> None:
+        """Let requests leave a lane before they have ended."""
+        for one in [self._lanes[key] for key in self._lanes if key[0] == lane]:
+            one.drop(numbers)
+        self._lanes = {key: one for key, one in self._lanes.items() if not one.is_empty}
+
     def _adapter(self, model_id: str) -> Adapter:
         if model_id not in self.adapters:
             raise ModelError(f"The model {model_id} has ended with its session.")
