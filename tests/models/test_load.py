@@ -178,6 +178,12 @@ def test_what_bfloat16_rounds_is_no_difference(tiny_folder, monkeypatch):
     assert "differs from its own attention" in packed_problem(module)
 
 
+@pytest.mark.parametrize("size", [2, 7])
+def test_a_vocabulary_of_few_tokens(tmp_path, size):
+    module = load_causal_lm(make_tiny_model(tmp_path, vocab_size=size, pad_token_id=0, eos_token_id=0, bos_token_id=0))
+    assert not packed_problem(module)
+
+
 def test_the_check_leaves_the_model_as_it_was_and_settings_to_their_reader(tiny_folder, monkeypatch):
     module = load_causal_lm(tiny_folder("gemma3_text")).train()
     choose_forward(module)

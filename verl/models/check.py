@@ -26,7 +26,7 @@ from verl.models.vision import attention_of, is_vision_model
 
 log = logging.getLogger(__name__)
 
-# two samples of one prompt, of unequal length; ids that every vocabulary has
+# two samples of one prompt, of unequal length; a vocabulary of fewer tokens has their remainders
 _PROMPT, _RESPONSES = (1, 2, 3, 4, 9), ((5, 6, 7, 8, 2, 6), (7, 5, 3))
 _PROBED_TOKENS = 128
 _RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -86,7 +86,7 @@ def choose_forward(module: Any, attention: str | None = None) -> None:
 def largest_difference(module: HFModule, other: HFModule) -> float:
     """Largest difference of the log-probs of a few tokens: of `module` by its chosen forward, of `other`, a causal language
     model of transformers, by its own."""
-    packed = _describe(module, pack_rows(_columns(), device=next(module.parameters()).device))
+    packed = _describe(module, pack_rows(_columns(module), device=next(module.parameters()).device))
     return float((packed.cpu() - _in_rows(other).cpu()).abs().max())
 
 
@@ -100,7 +100,8 @@ def require_dtype(module: HFModule) -> None:
     longest = getattr(config, "max_position_embeddings", None) or _PROBED_TOKENS
     first = (getattr(config, "pad_token_id", None) or 0) + 1  # position of the first token in RoBERTa's families
     # longer than the chunks of some families
-    tokens = (_PROMPT * _PROBED_TOKENS)[: min(longest - first if first < longest else longest, _PROBED_TOKENS)]
+    prompt, _ = _samples(module)
+    tokens = (prompt * _PROBED_TOKENS)[: min(longest - first if first < longest else longest, _PROBED_TOKENS)]
     try:
         _own(module, tokens)
     except RuntimeError as error:
@@ -141,7 +142,7 @@ def packed_problem(module: HFModule) -> str:
         return "it counts positions by itself, and those of packed rows start again"
     if _has_logits(module) and "logits_to_keep" not in inspect.signature(module.forward).parameters:
         return "it computes the logits of all tokens, and generation needs those of some"
-    packed = pack_rows(_columns(), device=next(module.parameters()).device)
+    packed = pack_rows(_columns(module), device=next(module.parameters()).device)
     layout = _NotingLayout(packed.layout)
     packed = PackedBatch(**{**vars(packed), "layout": layout})
     actual = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
@@ -171,7 +172,7 @@ def _moved_by_rounding(module: HFModule, expected: torch.Tensor) -> Iterator[flo
 def padded_problem(module: nn.Module) -> str:
     """The reason why padded rows do not give what each token gets from a forward over the tokens before it; "" if they
     do."""
-    packed = pack_rows(_columns(), device=next(module.parameters()).device)
+    packed = pack_rows(_columns(module), device=next(module.parameters()).device)
     actual = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
     _require_backward(module, packed)
     return _difference(module, actual, _by_prefixes(module), "padded")
@@ -255,13 +256,15 @@ def _rounded_embeddings(module: nn.Module, seed: int) -> Iterator[None]:
 
 def _in_rows(module: nn.Module) -> torch.Tensor:
     """The compared values by the model's own forward, one row at a time."""
-    return torch.cat([_at(module, _own(module, _PROMPT + r)[len(_PROMPT) - 1 : -1], r) for r in _RESPONSES])
+    prompt, responses = _samples(module)
+    return torch.cat([_at(module, _own(module, prompt + r)[len(prompt) - 1 : -1], r) for r in responses])
 
 
 def _by_prefixes(module: nn.Module) -> torch.Tensor:
     """The compared values by the definition of a causal model: each token from a forward over only the tokens before it."""
-    last = [[_own(module, _PROMPT + response[:n])[-1:] for n in range(len(response))] for response in _RESPONSES]
-    return torch.cat([_at(module, torch.cat(values), r) for values, r in zip(last, _RESPONSES, strict=True)])
+    prompt, responses = _samples(module)
+    last = [[_own(module, prompt + response[:n])[-1:] for n in range(len(response))] for response in responses]
+    return torch.cat([_at(module, torch.cat(values), r) for values, r in zip(last, responses, strict=True)])
 
 
 def _attending(module: Any) -> Any:
@@ -295,11 +298,19 @@ def _notice(name: str, problem: str) -> None:
         )
 
 
-def _columns() -> dict[str, torch.Tensor]:
-    width = max(len(r) for r in _RESPONSES)
-    responses = torch.tensor([[*r, *[0] * (width - len(r))] for r in _RESPONSES])
-    prompts = torch.tensor([_PROMPT] * len(_RESPONSES))
-    mask = torch.tensor([[i < len(r) for i in range(width)] for r in _RESPONSES])
+def _samples(module: nn.Module) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The prompt, and its responses."""
+    size = getattr(cast(Any, module).config.get_text_config(), "vocab_size", None) or 10
+    prompt, *responses = [tuple(token % size for token in tokens) for tokens in (_PROMPT, *_RESPONSES)]
+    return prompt, responses
+
+
+def _columns(module: nn.Module) -> dict[str, torch.Tensor]:
+    prompt, rows = _samples(module)
+    width = max(len(r) for r in rows)
+    responses = torch.tensor([[*r, *[0] * (width - len(r))] for r in rows])
+    prompts = torch.tensor([prompt] * len(rows))
+    mask = torch.tensor([[i < len(r) for i in range(width)] for r in rows])
     return {
         "prompts": prompts,
         "prompt_mask": torch.ones_like(prompts).bool(),
