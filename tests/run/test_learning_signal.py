@@ -35,6 +35,11 @@ def said(steps, samples_per_prompt=4):
         (all_score(-1.0), 4, "All samples of a prompt score the same"),
         ({"rollout/num_failed_episodes": 7}, 4, "7 episodes of the last step have failed"),
         ({"reward/num_defaulted": 12}, 4, "The reward function has failed for 12 samples"),
+        (
+            {**LEARNS, "rollout_corr/rollout_rs_masked_fraction": 1.0},
+            4,
+            "every token is rejected (mean reward 0). Sampler and",
+        ),
     ],
 )
 def test_the_third_silent_step_warns(caplog, metrics, samples_per_prompt, words):

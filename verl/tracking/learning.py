@@ -12,9 +12,14 @@ _MOSTLY = 0.9
 _NEARLY_ALL = 0.75  # of the samples of a step: the same response
 
 
+def _is_rejected(metrics: Mapping[str, float]) -> bool:
+    """Whether the correction has rejected every token of the step."""
+    return metrics.get("rollout_corr/rollout_rs_masked_fraction") == 1.0
+
+
 def _is_silent(metrics: Mapping[str, float]) -> bool:
-    """Whether every advantage of the step is 0."""
-    return metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0.0
+    """Whether every advantage of the step is 0, or there is none."""
+    return _is_rejected(metrics) or metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0.0
 
 
 class SignalWatch:
@@ -40,13 +45,19 @@ class SignalWatch:
         if self._silent == _PATIENCE or is_short:
             first = step - self._silent + 1
             log.warning(
-                "%s learnt nothing from rewards: every advantage is 0 (mean reward %.3g). %s",
+                "%s learnt nothing from rewards: %s (mean reward %.3g). %s",
                 f"Step {step}" if first == step else f"Steps {first} to {step}",
+                "every token is rejected" if _is_rejected(metrics) else "every advantage is 0",
                 metrics.get("critic/score/mean", float("nan")),
                 self._why(metrics),
             )
 
     def _why(self, metrics: Mapping[str, float]) -> str:
+        if _is_rejected(metrics):
+            return (
+                "Sampler and trainer differ by more than algorithm.rollout_correction.rollout_rs_threshold in every sample: "
+                "widen it. rollout_corr/rollout_rs_* of metrics.jsonl are the compared values."
+            )
         if failed := metrics.get("reward/num_defaulted", 0.0):
             return f"The reward function has failed for {failed:.0f} samples: see the log."
         if failed := metrics.get("rollout/num_failed_episodes", 0.0):
