@@ -119,7 +119,17 @@ warning  algorithm.use_kl_in_reward  algorithm.use_kl_in_reward=True  ACTOR.use_
 warning  algorithm.filter_groups.enable  algorithm.filter_groups.enable=True
 error    ACTOR.policy_loss.dro_beta  ACTOR.policy_loss.loss_mode=dro
 error    ACTOR.policy_loss.loss_mode  ACTOR.policy_loss.loss_mode=bypass_mode
-error    CORRECTION.rollout_rs  CORRECTION.rollout_rs=token_k4  CORRECTION.rollout_rs_threshold=2
+error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token_k4  CORRECTION.rollout_rs_threshold=2
+error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token
+error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token  CORRECTION.rollout_rs_threshold=nan
+error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=seq_max_k2  CORRECTION.rollout_rs_threshold=0.1_2
+error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token_k1,token_k2  CORRECTION.rollout_rs_threshold=0.5_2
+error    CORRECTION.rollout_rs_threshold_lower  CORRECTION.rollout_rs=token_k1  CORRECTION.rollout_rs_threshold=0.5_2
+        CORRECTION.rollout_rs_threshold_lower=0.7
+error    CORRECTION.rollout_rs_threshold_lower  CORRECTION.rollout_rs=token_k1,seq_sum_k1  CORRECTION.rollout_rs_threshold=2
+        CORRECTION.rollout_rs_threshold_lower=0.7
+error    CORRECTION.rollout_rs_threshold_lower  CORRECTION.rollout_token_veto_threshold=0.1
+        CORRECTION.rollout_rs_threshold_lower=0.7
 error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token_k1
 error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token_k1,seq_max_k2,seq_sum_k3
         CORRECTION.rollout_rs_threshold='1,2'
@@ -372,6 +382,8 @@ def test_a_method_of_correction_that_is_set_excludes_the_other(method, quantizat
         ("rollout_rs=token rollout_rs_threshold=2 rollout_token_veto_threshold=0.1", "token_k1,seq_max_k1", "2.0,0.1_inf"),
         ("rollout_rs='token_k1,token_k2' rollout_rs_threshold=2 rollout_token_veto_threshold=0.1",
          "token_k1,token_k2,seq_max_k1", "2.0,2.0,0.1_inf"),
+        ("rollout_rs=seq_max_k1 rollout_rs_threshold=1e-3_inf rollout_token_veto_threshold=0.1",
+         "seq_max_k1,seq_max_k1", "1e-3_inf,0.1_inf"),
     ],
 )  # fmt: skip
 def test_rejection_as_earlier_releases_write_it(keys, rules, bounds):

@@ -145,11 +145,11 @@ def _broken_rules(loaded: LoadedConfig[object], faulty: set[str]) -> Iterator[Pr
 
 def _followed(loaded: LoadedConfig[object], key: str) -> set[str]:
     """The keys that `key` follows, directly or through further keys."""
-    sources: set[str] = set()
-    while (origin := loaded.origins.get(key, "")).startswith("follows "):
-        key = origin.removeprefix("follows ")
-        sources.add(key)
-    return sources
+    source, sources = key, set[str]()
+    while (origin := loaded.origins.get(source, "")).startswith("follows ") and source not in sources:
+        source = origin.removeprefix("follows ")
+        sources.add(source)
+    return sources - {key}  # a key whose older spelling was replaced follows itself
 
 
 def _notices(loaded: LoadedConfig[RunConfig], by_key: dict[str, Verdict], unread: dict[str, str]) -> list[Problem]:

@@ -322,9 +322,9 @@ def rejection_rules(
     rules, bounds = _SCOPES.get(str(rollout_rs), rollout_rs), rollout_rs_threshold
     if rollout_rs_threshold_lower is not None and bounds is not None and "_" not in str(bounds):
         bounds = f"{rollout_rs_threshold_lower}_{bounds}"
-    if rollout_token_veto_threshold is None or "seq_max_k1" in str(rules):
-        return rules, bounds
     limit = f"{rollout_token_veto_threshold}_inf"
+    if rollout_token_veto_threshold is None or limit in str(bounds).split(","):
+        return rules, bounds
     if not rules:
         return "seq_max_k1", limit
     shared = rules.count(",") if "," not in str(bounds) else 0

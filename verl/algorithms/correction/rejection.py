@@ -4,7 +4,6 @@ Bounds of k1 are bounds of the ratio rho = trainer / sampler. Existing releases 
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,73 +11,9 @@ from torch import Tensor
 from verl.algorithms.correction.diagnostics import extremes
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
 from verl.data_proto.metrics import Metric
-from verl.errors import ConfigError, nearest
-from verl.families import ROLLOUT_RS
+from verl.families import Rejection, parse_rejection
 
 EXPONENT_LIMIT = 80.0  # of k3: its largest value fits in float32
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Rule that keeps low <= divergence <= high. `low` is -inf for k2 and k3."""
-
-    option: str
-    low: float
-    high: float
-
-    @property
-    def scope(self) -> str:
-        return self.option.rpartition("_")[0]  # token, seq_sum, seq_mean or seq_max
-
-    @property
-    def estimator(self) -> str:
-        return self.option.rpartition("_")[2]
-
-
-def parse_rejection(options: str, thresholds: float | str | None) -> list[Rejection]:
-    """Parse options and thresholds, such as ("token_k1,seq_mean_k3", "0.5_2.0,0.01"); one threshold applies to all.
-
-    k1 takes "low_high" bounds of the ratio, or one number u for (1/u, u); k2 and k3 take an upper bound of the
-    divergence. Raises ConfigError on an unknown option, a missing or malformed threshold, or a count that does not
-    fit.
-    """
-    names = [name.strip() for name in options.split(",") if name.strip()]
-    for name in names:
-        if name not in ROLLOUT_RS:
-            hint = nearest(name, ROLLOUT_RS) or "; there are " + ", ".join(ROLLOUT_RS)
-            raise ConfigError(f"algorithm.rollout_correction.rollout_rs has no option {name!r}{hint}")
-    if thresholds is None:
-        raise ConfigError(
-            f"algorithm.rollout_correction.rollout_rs={options} needs rollout_rs_threshold; "
-            "give one number for each option ('low_high' for k1)."
-        )
-    bounds = [part.strip() for part in str(thresholds).split(",")]
-    if len(bounds) == 1:
-        bounds *= len(names)
-    if len(bounds) != len(names):
-        raise ConfigError(
-            f"algorithm.rollout_correction.rollout_rs_threshold={thresholds} has {len(bounds)} entries for {len(names)} "
-            "options; give one for each, or one for all."
-        )
-    return [_rejection(name, text) for name, text in zip(names, bounds, strict=True)]
-
-
-def _rejection(option: str, text: str) -> Rejection:
-    try:
-        bounds = [float(part) for part in text.split("_")]
-    except ValueError:
-        bounds = []
-    if option.endswith("k1"):
-        if len(bounds) == 1 and bounds[0] > 0:
-            bounds = sorted((bounds[0], 1 / bounds[0]))
-        if len(bounds) == 2 and 0 < bounds[0] <= bounds[1]:
-            return Rejection(option, -math.log(bounds[1]), -math.log(bounds[0]))  # of k1 = -log rho
-        raise ConfigError(
-            f"rollout_rs_threshold {text!r} for {option} must be 'low_high' with 0 < low <= high, or one number."
-        )
-    if len(bounds) == 1 and bounds[0] > 0:
-        return Rejection(option, -math.inf, bounds[0])
-    raise ConfigError(f"rollout_rs_threshold {text!r} for {option} must be one positive number, an upper bound.")
 
 
 def divergence(log_ratio: Tensor, estimator: str) -> Tensor:
@@ -99,16 +34,22 @@ def rejection_mask(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """(mask of the kept tokens, bool [batch, response]; metrics). A token must pass all options.
 
-    token_*: each token by its divergence. seq_sum_*, seq_mean_*, seq_max_*: the row by the sum, mean or maximum over its
-    tokens. Metrics: rollout_rs_<option>_{mean,max,min,masked_fraction,seq_masked_fraction} of the divergence that is compared,
-    and rollout_rs_{masked_fraction,seq_masked_fraction} of all together (a row counts when it loses a token).
+    token_*: each token by its divergence. seq_sum_*, seq_mean_*: the row by the sum or mean over its tokens. seq_max_*: the row
+    by all its tokens, each within the bounds.
+
+    Metrics: rollout_rs_<option>_{mean,max,min,masked_fraction,seq_masked_fraction} of the divergence that is compared, and
+    rollout_rs_{masked_fraction,seq_masked_fraction} of all together (a row counts when it loses a token).
     """
     mask = mask.bool()
     accepted = mask
     metrics: dict[str, Metric] = {}
     for rule in parse_rejection(options, thresholds):
-        compared = _compared(divergence(log_ratio, rule.estimator), mask, rule.scope)
-        passes = mask & (compared >= rule.low) & (compared <= rule.high)
+        divergences = divergence(log_ratio, rule.estimator)
+        compared = _compared(divergences, mask, rule.scope)
+        if rule.scope == "seq_max":
+            passes = mask & (_is_within(divergences, rule) | ~mask).all(-1, keepdim=True)
+        else:
+            passes = mask & _is_within(compared, rule)
         accepted = accepted & passes
         over = mask if rule.scope == "token" else mask.any(-1, keepdim=True)
         name = f"rollout_rs_{rule.option}"
@@ -116,6 +57,10 @@ def rejection_mask(
         metrics.update(_fractions(name, mask, passes))
     metrics.update(_fractions("rollout_rs", mask, accepted))
     return accepted, metrics
+
+
+def _is_within(values: Tensor, rule: Rejection) -> Tensor:
+    return (values >= rule.low) & (values <= rule.high)
 
 
 def _compared(values: Tensor, mask: Tensor, scope: str) -> Tensor:

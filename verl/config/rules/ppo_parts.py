@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from verl.config.active_keys import WITHOUT, quantized_keys, runs_agents, runs_on_several_devices
 from verl.config.schema import Problem, error, warning
-from verl.families import ROLLOUT_RS, engine_facts, needs_engine
+from verl.errors import ConfigError
+from verl.families import engine_facts, needs_engine, parse_rejection
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
@@ -130,19 +131,21 @@ def _is_interval(value: object) -> bool:
 def check_correction(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Importance weights and rejection between sampler and trainer."""
     correction = c.algorithm.rollout_correction
-    options = [o.strip() for o in (correction.rollout_rs or "").split(",") if o.strip()]
-    if any(option not in ROLLOUT_RS for option in options):
-        yield error(
-            f"{_CORRECTION}.rollout_rs",
-            f"{_CORRECTION}.rollout_rs={correction.rollout_rs} has an unknown rule; there are {', '.join(ROLLOUT_RS)}.",
-        )
-    bounds = [] if correction.rollout_rs_threshold is None else str(correction.rollout_rs_threshold).split(",")
-    if options and not (len(bounds) in (1, len(options)) and all(map(_is_interval, bounds))):
-        yield error(
-            f"{_CORRECTION}.rollout_rs_threshold",
-            f"{_CORRECTION}.rollout_rs_threshold={correction.rollout_rs_threshold} must be one bound for all rules, or one "
-            f"per rule of rollout_rs={correction.rollout_rs}, separated by commas; a bound is a number above 0 or low_high.",
-        )
+    veto, bounds = correction.rollout_token_veto_threshold, str(correction.rollout_rs_threshold).split(",")
+    if correction.rollout_rs:
+        try:
+            rules = parse_rejection(correction.rollout_rs, correction.rollout_rs_threshold)
+        except ConfigError as fault:
+            yield error(f"{_CORRECTION}.rollout_rs_threshold", str(fault))
+            rules = []
+        named = len(rules) - (veto is not None)  # the rule of the veto is the last one
+        lower = correction.rollout_rs_threshold_lower
+        if rules and lower is not None and not (named == 1 and bounds[0].startswith(f"{lower}_")):
+            yield error(
+                f"{_CORRECTION}.rollout_rs_threshold_lower",
+                f"{_CORRECTION}.rollout_rs_threshold_lower={lower} is the lower bound of one rule, whose upper bound is "
+                "rollout_rs_threshold alone. Remove it, and write both bounds of a rule as rollout_rs_threshold=low_high.",
+            )
     if not _is_interval(correction.rollout_is_threshold):
         yield error(
             f"{_CORRECTION}.rollout_is_threshold",
