@@ -13,16 +13,16 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
-    "core": 71_016,
+    "core": 71_049,
     "compat": 9_914,
     "page": 4_075,
     "planner": 2_867,
-    "tinker": 5_628,
+    "tinker": 5_652,
     "clusters": 8_978,
     "drafts": 919,
     "agents": 6_458,
     "tasks": 2_979,
-    "tests": 93_299,
+    "tests": 93_329,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12
