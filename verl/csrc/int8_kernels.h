@@ -26,12 +26,7 @@
 #if HAS_DOT && WIDTH == 16
 #define GROUP 4
 #define v_weights(p) v_loadi(p)
-#define v_dot(sum, a, w) NAME(dot)(sum, _mm512_set1_epi32(a), w)
-INLINE vi NAME(dot)(vi sum, vi a, vi w) /* GCC 12 copies the sum before and after the intrinsic: 48 moves beside 24 products */
-{
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(w));
-    return sum;
-}
+#define v_dot(sum, a, w) _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(a), w)
 #define v_plus(a, b) _mm512_add_epi32(a, b)
 #elif HAS_DOT
 #define GROUP 4
@@ -143,9 +138,10 @@ FN void NAME(pack)(int bf16, char *to, const char *from, int64_t outputs, int64_
     }
 }
 
-/* `fetches`: weights that lie `ahead` bytes further are fetched */
-INLINE void NAME(tile)(const int rows, const int fetches, int64_t steps, int64_t stride, const char *a, const char *b, int64_t ahead, vi acc[MR][3])
+/* `fetches`: weights that lie `ahead` bytes further are fetched. Sums of the caller would be in memory in each step (GCC 12). */
+INLINE void NAME(tile)(const int rows, const int fetches, int64_t steps, int64_t stride, const char *a, const char *b, int64_t ahead, vi sums[MR][3])
 {
+    vi acc[MR][3];
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
         acc[i][0] = acc[i][1] = acc[i][2] = v_int(v_set(0.0f));
@@ -163,6 +159,9 @@ INLINE void NAME(tile)(const int rows, const int fetches, int64_t steps, int64_t
             acc[i][2] = v_dot(acc[i][2], x, w2);
         }
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+        sums[i][0] = acc[i][0], sums[i][1] = acc[i][1], sums[i][2] = acc[i][2];
 }
 
 /* The products of a row's outliers with WIDTH outputs, levels of weights that begin at `levels`, in units of their scales */
