@@ -6,6 +6,7 @@ import os
 import sqlite3
 import ssl
 import sys
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -66,6 +67,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not _repeats_in_another_dtype(item)]
+    _mark_slow_cases(items)
     if config.getoption("--unit"):
         items[:] = {_unit_key(item): item for item in reversed(items)}.values()
         items.reverse()
@@ -88,6 +90,18 @@ def pytest_collection(session):
 def _unit_key(item):
     """A key that all cases of a parametrized test share; tests/house reads all files and pages, and keeps its cases."""
     return item.nodeid if item.path.parent.name == "house" else (item.path, item.cls, item.originalname)
+
+
+def _mark_slow_cases(items):
+    """slow_cases.txt says how many cases of a test the default suite runs. The later ones, of seconds each, are slow."""
+    rows = Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
+    remaining = {name: int(count) for name, count in map(str.split, rows)}
+    for item in items:
+        key = f"{'/'.join(item.path.parts[-2:])}::{getattr(item, 'originalname', None)}"
+        if key in remaining and item.get_closest_marker("slow") is None:
+            remaining[key] -= 1
+            if remaining[key] < 0:
+                item.add_marker(pytest.mark.slow)
 
 
 def _repeats_in_another_dtype(item):

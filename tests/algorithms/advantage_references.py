@@ -280,9 +280,7 @@ TABLE = {
     "grpo": Row(grpo, *same([[GRPO, GRPO], [-GRPO, 0]])),
     "grpo_vectorized": Row(grpo, *same([[0.5, 0.5], [-0.5, 0]]), *[{"norm_adv_by_std_in_grpo": False}] * 2),
     "gdpo": Row(
-        gdpo,
-        *same([[T, T], [-2 * T, 0]]),
-        *[{"gdpo_reward_weights": [2.0, 1.0], "gdpo_reward_keys": ["x", "y"]}] * 2,
+        gdpo, *same([[T, T], [-2 * T, 0]]), *[{"gdpo_reward_weights": [2.0, 1.0], "gdpo_reward_keys": ["x", "y"]}] * 2
     ),
     "grpo_passk": Row(grpo_passk, *same([[2 * GRPO, 2 * GRPO], [0, 0]]), singles=False),
     "reinforce_plus_plus": Row(

@@ -22,10 +22,7 @@ KEYS = {
     "eval_data": ("data.val_files", __file__, ROWS),
     "output_dir": ("trainer.default_local_dir", "elsewhere", "here"),
 }
-WITHOUT_KEY = {
-    "callbacks": "an object of the script",
-    "config": "the keys themselves",
-}
+WITHOUT_KEY = {"callbacks": "an object of the script", "config": "the keys themselves"}
 # entry -> its arguments that stand for keys; of a Trainer if the signature has **arguments
 ENTRIES = {
     "Trainer": {*KEYS} - {"loss"},

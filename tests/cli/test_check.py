@@ -143,11 +143,7 @@ DRAFTS, FLOAT64 = {"rollout.speculative.methods": "[ngram]"}, "actor.fsdp_config
             "has no heads that predict further tokens",
         ),
         ("qwen3_moe", {"rollout.quantization": "int8"}, "(docs/families.md), and Qwen3MoeForCausalLM is none"),
-        (
-            "qwen3_5_text",
-            {"rollout.quantization": "int8"},
-            "(docs/families.md), and Qwen3_5ForCausalLM is none",
-        ),
+        ("qwen3_5_text", {"rollout.quantization": "int8"}, "(docs/families.md), and Qwen3_5ForCausalLM is none"),
         (
             "llama",
             {"rollout.quantization": "int8", FLOAT64: "float64"},

@@ -212,11 +212,7 @@ class TestAdapters:
         def runner(adapted):
             return RLRunner(adapted, arguments(tmp_path), train_dataset=rows, processing_class=tokenizer)
 
-        for field, value in (
-            ("rank_pattern", {"q_proj": 2}),
-            ("modules_to_save", ["lm_head"]),
-            ("bias", "all"),
-        ):
+        for field, value in (("rank_pattern", {"q_proj": 2}), ("modules_to_save", ["lm_head"]), ("bias", "all")):
             with pytest.raises(ConfigError, match=f"LoraConfig.{field}=.* has no meaning for RLRunner"):
                 runner(self.adapted(model, **{field: value}))
         prefix = peft.get_peft_model(copy.deepcopy(model), peft.IA3Config(task_type="CAUSAL_LM"))

@@ -26,11 +26,7 @@ from verl.utils.import_utils import deprecated, import_external_libs, load_class
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.utils.metric import reduce_metrics
 from verl.utils.net_utils import is_valid_ipv6_address
-from verl.utils.py_functional import (
-    append_to_dict,
-    convert_to_regular_types,
-    union_two_dict,
-)
+from verl.utils.py_functional import append_to_dict, convert_to_regular_types, union_two_dict
 from verl.utils.ray_utils import auto_await, get_event_loop
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.utils.torch_dtypes import PrecisionType

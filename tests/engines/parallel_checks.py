@@ -99,7 +99,7 @@ def in_messages(function):
         return function()
 
 
-@on(1, 2)
+@on(1, 4)
 def check_calls_of_modules(folder):
     """Calls of modules of transformers and torch in a forward and a step, by family: of all within the decoder but its layers,
     which FSDP surrounds with hooks, and the rotary embedding. With the layers of a CPU, and of a GPU."""

@@ -60,7 +60,9 @@ def test_four_ranks_equal_one_device(four, check):
     assert_equal_in_float64(four[check])
 
 
-@pytest.mark.parametrize(("ranks", "num_divided"), [("one", 0), ("two", 15 + 9 + 3)])
+@pytest.mark.parametrize(
+    ("ranks", "num_divided"), [("one", 0), pytest.param("four", 15 + 9 + 3, marks=pytest.mark.slow)]
+)
 def test_families_with_a_decoder_call_no_module_of_transformers(request, ranks, num_divided):
     counts = request.getfixturevalue(ranks)["check_calls_of_modules"]
     assert counts == dict.fromkeys(counts, 0)

@@ -41,8 +41,7 @@ SLOW = {
     *("grpo", "ppo", "lora"),
     *("generate", "images", "export", "distillation", "reward-models", "rejection-sampling", "agents"),
     *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python", "own-loop"),
-    "trackers",
-    "environments",
+    *("trackers", "coming-from-verl", "planner", "environments"),
     "from-base-to-answers",
     "which-gpu",  # the same command as on the page of the planner
 }

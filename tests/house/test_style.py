@@ -80,6 +80,12 @@ def test_a_part_stays_below_its_ceiling(part):
     assert lines <= MAX_LINES[part], f"{part} has {lines} lines: remove some, or raise the ceiling with a reason"
 
 
+def test_tests_with_slow_cases_exist():
+    for row in (ROOT / "tests/slow_cases.txt").read_text().splitlines():
+        file, name = row.split()[0].split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), row
+
+
 def test_every_rise_of_a_ceiling_has_a_reason():
     """History of the table; a tree without git has none."""
     try:

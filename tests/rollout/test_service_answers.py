@@ -12,17 +12,7 @@ from hypothesis import strategies as st
 
 from tests.foreign_text import texts
 from tests.processes import wait_until
-from tests.rollout.damaged_answers import (
-    KINDS,
-    PARAMS,
-    answers_of,
-    dripped,
-    endless,
-    outcome,
-    places,
-    use,
-    with_value,
-)
+from tests.rollout.damaged_answers import KINDS, PARAMS, answers_of, dripped, endless, outcome, places, use, with_value
 from tests.rollout.service import Raw, running
 from verl.errors import ConfigError, DeadlineError, ModelError, VerlError
 from verl.rollout.http.answers import Answer, SampleRequest

@@ -387,10 +387,7 @@ def test_sessions_have_a_limit(bench, tmp_path):
         ({"origin": "https://elsewhere.example"}, 403),
         ({"origin": "null"}, 403),
         ({"sec-fetch-site": "cross-site"}, 403),
-        (
-            {"origin": "https://elsewhere.example", "x-api-key": "any"},
-            200,
-        ),  # no browser sends it without asking first
+        ({"origin": "https://elsewhere.example", "x-api-key": "any"}, 200),  # no browser sends it without asking first
     ],
 )
 def test_a_page_of_another_site_cannot_post(bench, tmp_path, headers, status):
