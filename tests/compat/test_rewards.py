@@ -330,7 +330,7 @@ class TestFilesInThePackage:
         ],
     )
     def test_tagged_answers(self, reply, score):
-        from verl.utils.reward_score.openr1mm import compute_score
+        from verl.utils.reward_score.tinyllava_video_r1 import compute_score  # openr1mm's
 
         assert compute_score(solution_str=reply, ground_truth="<answer> 0.5 </answer>")["score"] == pytest.approx(score)
 

@@ -319,19 +319,21 @@ def test_samples_of_a_validation_go_to_the_open_trackers(tmp_path, monkeypatch):
         logger = ValidationGenerationsLogger(project_name="p", experiment_name="e")
         logger.log(["file"], [["1+1", "2", 1.0], ["1+2", "4", "3", 0.0]], 7)
         tracking.log({"loss": 1.5}, 7)
-    assert tables == [
-        (
-            "val/generations",
-            [
-                {"input": "1+1", "output": "2", "score": 1.0},
-                {"input": "1+2", "output": "4", "ground_truth": "3", "score": 0.0},
-            ],
-            7,
-        )
-    ]
+    samples = [{"input": "1+1", "output": "2", "score": 1.0}]
+    samples.append({"input": "1+2", "output": "4", "ground_truth": "3", "score": 0.0})
+    assert tables == [("val/generations", samples, 7)]
     assert "file" not in _open
     rows = [row for path in tmp_path.rglob("*.jsonl") for row in read_lines(path)]
     assert rows == [{"step": 7, "data": {"loss": 1.5}}]
+
+
+def test_a_console_of_a_script(capsys):
+    from verl.utils.logger import LocalLogger
+
+    for prints in (True, False):
+        with LocalLogger(print_to_console=prints) as logger:
+            logger.log({"loss": 1.5}, 7)
+    assert capsys.readouterr().out == "step:7 - loss:1.5\n"
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.memory_utils": {"verl.compat.devices": "aggressive_empty_cache"},
     "verl.utils.metric.utils": {"verl.compat.metrics": "AggregationType Metric=MetricValues reduce_metrics"},
     "verl.utils.metric": {"verl.compat.metrics": "AggregationType Metric=MetricValues reduce_metrics"},
+    "verl.utils.logger": {"verl.compat.tracking": "LocalLogger=local_logger"},
     "verl.utils.model": {
         "verl.compat.models": "compute_position_id_with_mask convert_weight_keys extract_multi_modal_inputs "
         "get_generation_config get_model_size print_model_size update_model_config"
@@ -197,6 +198,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.reward_score.openr1mm": {"verl.rewards.scorers.math_answers": "compute_score=score_tagged"},
     "verl.utils.reward_score.search_r1_like_qa_em": {"verl.rewards.scorers.exact_match": "compute_score"},
     "verl.utils.reward_score.rlla": {"verl.compat.tool_calls": "compute_score"},
+    "verl.utils.reward_score.tinyllava_video_r1": {"verl.rewards.scorers.math_answers": "compute_score=score_tagged"},
     "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
     "verl.utils.seqlen_balancing": {
         "verl.compat.batches": "calculate_workload get_group_balanced_partitions get_reverse_idx "

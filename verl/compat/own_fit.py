@@ -15,16 +15,7 @@ import numpy as np
 import torch
 
 from verl.compat import tracking
-from verl.compat.own_rows import (
-    MASKS,
-    PromptIds,
-    Row,
-    columns_of,
-    outward,
-    require_rows,
-    samples_of_rows,
-    whole_rows,
-)
+from verl.compat.own_rows import MASKS, PromptIds, Row, columns_of, outward, require_rows, samples_of_rows, whole_rows
 from verl.config import LoadedConfig
 from verl.data.loader import ValidationLoader
 from verl.data.order import prompts_per_generation

@@ -1,5 +1,5 @@
-"""Trackers, timers and log files of scripts: `verl.utils.tracking`, `verl.utils.debug`, `verl.utils.rollout_trace`,
-`verl.trainer.logger`."""
+"""Trackers, timers and log files of scripts: `verl.utils.tracking`, `verl.utils.debug`, `verl.utils.logger`,
+`verl.utils.rollout_trace`, `verl.trainer.logger`."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ class Tracking:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def local_logger(print_to_console: bool = True) -> Tracking:
+    """A tracker of the line of a step on the terminal, or of nothing."""
+    return Tracking("verl", "verl", ["console"] if print_to_console else [])
 
 
 @contextmanager
