@@ -120,9 +120,7 @@ CASES = {
     "row without a reference": (
         lambda t, m: bad_rows(t, 6, reward_model=None), 3, ["bad.jsonl", "row 6", "'reward_model'", "ground_truth"],
     ),
-    "row without a source": (
-        lambda t, m: bad_rows(t, 7, data_source=None), 3, ["bad.jsonl", "row 7", "'data_source'"],
-    ),
+    "row without a source": (lambda t, m: bad_rows(t, 7, data_source=None), 3, ["bad.jsonl", "row 7", "'data_source'"]),
     "long prompt": (
         lambda t, m: bad_rows(t, 3, prompt=[{"role": "user", "content": "word " * 100}]), 3,
         ["bad.jsonl", "row 3", "data.max_prompt_length=64", "filter_overlong_prompts=True", "data.truncation"],

@@ -170,9 +170,7 @@ RUNS_BY_FAMILY = {
         f"{MODEL}.trust_remote_code=True {MODEL}.use_fused_kernels=False",
         "internvl megatron": f"{GEO3K} {DYNAMIC} model_engine=megatron {MEGATRON}",
     },
-    "llava": {
-        "llava": f"{GEO3K} {MICRO}",
-    },
+    "llava": {"llava": f"{GEO3K} {MICRO}"},
 }  # fmt: skip
 RUNS = {name: (family, text) for family, lists in RUNS_BY_FAMILY.items() for name, text in lists.items()}
 QUICK = ("qwen2.5-vl lora",)

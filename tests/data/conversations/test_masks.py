@@ -240,9 +240,8 @@ class TestSingleTurn:
 
     def test_prompt_masked_and_eos_trained(self):
         tokenizer = make_tokenizer()
-        (sequence,) = encode(
-            tokenizer, {"question": "1+1", "answer": "2"}, prompt_key="question", response_key="answer"
-        )
+        row = {"question": "1+1", "answer": "2"}
+        (sequence,) = encode(tokenizer, row, prompt_key="question", response_key="answer")
         prompt = tokenizer.encode("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n")
         assert sequence.input_ids.tolist() == [*prompt, *tokenizer.encode("2"), tokenizer.eos_token_id]
         assert sequence.loss_mask.tolist() == [False] * len(prompt) + [True, True]
