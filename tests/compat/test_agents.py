@@ -1,6 +1,8 @@
 """Names of the existing verl's agents that no other test imports."""
 
 import asyncio
+import functools
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -47,9 +49,19 @@ class StoppingWorker(AgentLoopWorkerBase):
         )
 
 
+def remote(cls):
+    """As `ray.remote` has it: a subclass whose methods wrap all that `cls` inherits."""
+
+    def wrap(method):
+        return functools.wraps(method)(lambda *arguments, **named: method(*arguments, **named))
+
+    methods = {name: wrap(method) for name, method in inspect.getmembers(cls, inspect.isfunction)}
+    return SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=type(cls.__name__, (cls,), methods)))
+
+
 class StoppingManager(AgentLoopManager):
     def __init__(self, config, worker_group=None, rm_wg=None):
-        self.agent_loop_workers_class = StoppingWorker
+        self.agent_loop_workers_class = remote(StoppingWorker)
         super().__init__(config, worker_group, rm_wg)
 
 

@@ -136,10 +136,15 @@ def test_episodes_without_a_dataset_train_two_steps(project):
     assert all(row["actor/grad_norm"] > 0 for row in metrics(folder).values())
     assert (len(trainer.measured), max(trainer.gaps) < 1e-4) == (1, True)
     assert weights(folder, 2)
+    answers = trainer.held_out.batch["responses"]
+    assert answers[::2].equal(answers[1::2])  # of equal prompts, greedy as val_kwargs say
     with pytest.raises(ConfigError, match="give the trainer class train_dataset"):
         _ = trainer.train_dataloader
     project.trainer.total_training_steps = None
     with pytest.raises(ConfigError, match="set trainer.total_training_steps"):
+        EpisodesTrainer(project, trainer.tokenizer).init_workers()
+    project.actor_rollout_ref.rollout.n = 2
+    with pytest.raises(ConfigError, match="Set it to 1, and repeat the rows"):
         EpisodesTrainer(project, trainer.tokenizer).init_workers()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -44,7 +45,7 @@ class AgentLoopWorker:
     def __init__(
         self, config: Tree | None = None, server_handles: object = (), reward_router_address: object = None, **_: object
     ):
-        if type(self).generate_sequences is AgentLoopWorker.generate_sequences:
+        if unwrap(type(self).generate_sequences) is AgentLoopWorker.generate_sequences:
             raise ConfigError(f"{type(self).__name__} is not used in this version: {_EPISODES}")
         refuse_overrides(self, AgentLoopWorker, _WORKER_HOOKS)
         self.config = config

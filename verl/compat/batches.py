@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,9 @@ from verl.parallel.balance import pack_by_tokens, partition_by_cost
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from verl.config.sections.algorithm import RolloutCorrectionConfig
+
+log = logging.getLogger(__name__)
 _REJECTION = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
 
 
@@ -88,11 +92,31 @@ def _reward_parts(data: DataProto, keys: Any) -> list[dict[str, object]]:
     return [{name: data.non_tensor_batch[name][row] for name in names} for row in range(len(data))]
 
 
+class Corrections:
+    """Whether a script has called the correction, or was warned."""
+
+    is_settled = False
+
+
+def warn_uncorrected(section: RolloutCorrectionConfig, batch: DataProto) -> None:
+    """Warn, once, that a fit of a script trains on a batch without the correction of its config."""
+    chosen = {name: vars(section)[name] for name in ("rollout_is", "rollout_rs") if vars(section)[name]}
+    if not chosen or section.bypass_mode or Corrections.is_settled or "rollout_is_weights" in batch.batch.keys():
+        return
+    Corrections.is_settled = True
+    log.warning(
+        "algorithm.rollout_correction.%s has no effect: this fit does not call compute_rollout_correction_and_add_to_batch. "
+        "Call it before the update, or set the key to null.",
+        ", ".join(f"{name}={value}" for name, value in chosen.items()),
+    )
+
+
 def compute_rollout_correction_and_rejection_mask(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, **settings: Any
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """(a batch with the column rollout_is_weights, or None without `rollout_is`; the mask without rejected tokens; metrics
     rollout_corr/*). `settings` are the keys of algorithm.rollout_correction. Raises ConfigError."""
+    Corrections.is_settled = True
     rules = rejection_rules(*(settings.pop(name, None) for name in _REJECTION))
     settings["rollout_rs"], settings["rollout_rs_threshold"] = rules
     correction = rollout_correction(old_log_prob, rollout_log_prob, response_mask, **settings)

@@ -215,7 +215,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.torch_dtypes": {"verl.compat.tensors": "PrecisionType"},
     "verl.utils.torch_functional": {
         "verl.compat.tensors": "clip_by_value get_constant_schedule_with_warmup get_cosine_schedule_with_warmup "
-        " logprobs_from_logits masked_mean masked_sum masked_var masked_whiten "
+        "get_response_mask logprobs_from_logits masked_mean masked_sum masked_var masked_whiten "
         "pad_sequence_to_length tokenize_and_postprocess_data",
         "verl.algorithms.losses": "entropy_from_logits",
         "verl.algorithms.kl": "AdaptiveKLController FixedKLController",

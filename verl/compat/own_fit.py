@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from verl.compat import tracking
+from verl.compat.batches import warn_uncorrected
 from verl.compat.own_rows import MASKS, PromptIds, Row, columns_of, outward, require_rows, samples_of_rows, whole_rows
 from verl.config import LoadedConfig
 from verl.data.loader import ValidationLoader
@@ -210,6 +211,8 @@ class FitRun:
                 f"The batch of step {step} has samples of an earlier step, which are dropped when that ends. Train in a step "
                 "on what it has generated."
             )
+        if role == "actor":
+            warn_uncorrected(self.config.algorithm.rollout_correction, batch)
         handle = getattr(self.roles, role)
         result, guards = StepBatch(self._inward(batch)), self.program.guards
         usual = handle.schedule

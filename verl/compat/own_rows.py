@@ -67,6 +67,11 @@ class ScriptRows:
         """The config of a run over these rows."""
         if self.train is not None:
             return counted(loaded, len(cast("Sized", self.train)))
+        if (number := loaded.config.actor_rollout_ref.rollout.n) > 1:
+            raise ConfigError(
+                f"Agents that make the rows of each turn get one sample of a row, and actor_rollout_ref.rollout.n={number} "
+                "asks for more. Set it to 1, and repeat the rows of the first turn."
+            )
         return of_steps(loaded, loaded.config.trainer.total_training_steps)
 
 
@@ -93,12 +98,14 @@ def batches_of(rows: ScriptRows, dataset: Dataset[Row] | None, batch_size: int, 
 
 def samples_of_rows(run: FitRun, batch: DataProto, step: int, numbers: Iterator[int]) -> DataProto:
     """Samples of a script's rows of tokens without scores: one of each row if a prompt has rollout.n, else rollout.n, next to
-    one another. `numbers` key the random numbers of a step. Raises ConfigError for rows without tokens."""
-    ids, params = _prompts_of(batch), sampling_params(run.config.actor_rollout_ref.rollout)
+    one another. Rows of a validation have one, as its keys say. `numbers` key the random numbers of a step. Raises ConfigError
+    for rows without tokens."""
+    ids, validates = _prompts_of(batch), bool(batch.meta_info.get("validate"))
+    params = sampling_params(run.config.actor_rollout_ref.rollout, validation=validates)
     if not batch.meta_info.get("do_sample", True):
         params = greedy(params, 1)
     repeats = [len(list(group)) for _, group in itertools.groupby(ids)]
-    count = 1 if all(number % params.n == 0 for number in repeats) else params.n
+    count = 1 if validates or all(number % params.n == 0 for number in repeats) else params.n
     ordinals = torch.tensor([next(numbers) for _ in ids])
     prompts = DataProto.from_dict({"ordinal": ordinals}, {"prompt_token_ids": object_array(ids)})
     samples = run.outside_samples(prompts, step, replace(params, n=count), UNSCORED).batch

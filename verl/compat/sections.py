@@ -154,10 +154,16 @@ def loaded_config(
         config = dataclasses.asdict(config)
     tree: Any = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
     data, filters = tree.get("data") or {}, (tree.get("algorithm") or {}).get("filter_groups") or {}
-    if chooses and data.get("gen_batch_size") and not filters.get("enable"):
+    generated = data.get("gen_batch_size") if chooses and not filters.get("enable") else None
+    if generated:
         data["train_batch_size"] = data.pop("gen_batch_size")
     names = _names_in_file(program) if reads is None else reads
-    return load_composed(tree, program_reads=names | _handed_on(tree) if names else names)
+    try:
+        return load_composed(tree, program_reads=names | _handed_on(tree) if names else names)
+    except ConfigError as error:
+        if not generated:
+            raise
+        raise ConfigError(str(error).replace("data.train_batch_size=", "data.gen_batch_size=")) from error
 
 
 def _handed_on(tree: dict[str, object]) -> set[str]:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from enum import Enum
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl.compat.user_worker import Worker
@@ -226,8 +227,9 @@ def undecorated(cls: object) -> Any:
 
 
 def refuse_overrides(obj: object, base: type, hooks: tuple[str, ...]) -> None:
-    """Raises ConfigError if a subclass of `base` overrides one of `hooks`: nothing would call it."""
+    """Raises ConfigError if a subclass of `base` overrides one of `hooks`: nothing would call it. `ray.remote` wraps methods
+    that a class inherits."""
     for cls in type(obj).__mro__[: type(obj).__mro__.index(base)]:
         for name in hooks:
-            if name in vars(cls):
+            if name in vars(cls) and unwrap(vars(cls)[name]) is not unwrap(getattr(base, name, type)):
                 raise ConfigError(f"{cls.__name__}.{name} would not be called. {INSTEAD}")

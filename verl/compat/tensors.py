@@ -38,6 +38,12 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return torch.where(mask.bool(), whitened + masked.masked_mean(values, mask), 0.0)
 
 
+def get_response_mask(response_id: Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64) -> Tensor:
+    """1 up to the first of `eos_token`, which is included, and 0 behind it. [batch, response]"""
+    ends = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).long()
+    return (ends.cumsum(dim=1) - ends == 0).to(dtype)
+
+
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """log softmax(logits)[labels]: [..., vocabulary] and [...] -> [...]. Training avoids the full logits, see
     verl.models.log_probs."""

@@ -187,7 +187,8 @@ class EpisodesTrainer(RayPPOTrainer):
         logger = Tracking(trainer.project_name, trainer.experiment_name, default_backend=trainer.logger)
         self.global_steps = 0
         self._load_checkpoint()
-        self.measured.append(self.val_reward_fn(self._rollout(validate=True)).sum(-1).mean().item())
+        self.held_out = self._rollout(validate=True)
+        self.measured.append(self.val_reward_fn(self.held_out).sum(-1).mean().item())
         for step in range(1, self.total_training_steps + 1):
             self.global_steps = step
             batch = self._rollout()
