@@ -14,7 +14,7 @@ MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
     "core": 71_049,
-    "compat": 9_912,
+    "compat": 9_961,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_652,
@@ -22,7 +22,7 @@ MAX_LINES = {
     "drafts": 919,
     "agents": 6_458,
     "tasks": 2_979,
-    "tests": 93_321,
+    "tests": 93_351,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12
