@@ -149,7 +149,10 @@ check_experts_glm = comparison((2,), "glm4_moe", **{EXPERT: 2})
 check_experts_glm_pipeline = comparison((2,), "glm4_moe", **{PIPELINE: 2})
 check_experts_glm_tensor = comparison((2,), "glm4_moe", **{TENSOR: 2})
 check_latent = comparison((2,), "deepseek_v3", model=LATENT, **{EXPERT: 2})
-check_latent_tensor = comparison((2,), "deepseek_v3", checkpointing=True, model=LATENT, **{TENSOR: 2})
+SELECTIVE = {
+    "override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act"]}
+}
+check_latent_tensor = comparison((2,), "deepseek_v3", checkpointing=True, model=LATENT, **{TENSOR: 2}, **SELECTIVE)
 check_latent_whole_queries = comparison((2,), "deepseek_v3", model={**LATENT, "q_lora_rank": None}, **{TENSOR: 2})
 check_latent_pipeline = comparison((2,), "deepseek_v3", model=GROUPS, **{PIPELINE: 2})
 check_latent_context = comparison((2,), "deepseek_v3", model=LATENT, **{CONTEXT: 2})

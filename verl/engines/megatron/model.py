@@ -38,8 +38,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the decoder that the transformers config `hf` describes. Its kernels that need CUDA
     extensions are off. Attributes that are added are read by our modules of its layers."""
-    settings = _mixture(hf, section)
-    if recomputes:
+    settings, overrides = _mixture(hf, section), transformer_settings(section)
+    if recomputes and overrides.get("recompute_granularity") != "selective":  # which has no number of layers
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -75,7 +75,7 @@ def transformer_config(
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **{**settings, **transformer_settings(section)},
+        **{**settings, **overrides},
     )
     windows = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     window = getattr(hf, "sliding_window", None)

@@ -1,6 +1,7 @@
 """Models and settings of layers that a section `megatron` allows."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from verl.config.sections.megatron import INSTEAD, RECOMPUTE, STAGES, MegatronConfig
@@ -11,10 +12,15 @@ _FAMILIES = families_with("megatron")
 
 
 def transformer_settings(section: MegatronConfig) -> dict[str, object]:
-    """The keys of override_transformer_config that have an effect, with their values."""
-    return {
+    """The keys of override_transformer_config that have an effect, with their values. Parts that Megatron cannot recompute here
+    are left out: experts in one product, its latent attention, and norms without Transformer Engine."""
+    values = {
         k: v for k, v in section.override_transformer_config.items() if k in (*RECOMPUTE, *STAGES) and v is not None
     }
+    if modules := values.get("recompute_modules"):
+        unable = {"moe_act", "mla_up_proj"} | ({"layernorm"} if find_spec("transformer_engine") is None else set())
+        values["recompute_modules"] = [name for name in modules if name not in unable]
+    return values
 
 
 def check_model(section: MegatronConfig, model: object) -> None:
