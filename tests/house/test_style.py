@@ -18,11 +18,11 @@ MAX_LINES = {
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_652,
-    "clusters": 8_978,
+    "clusters": 8_984,
     "drafts": 919,
     "agents": 6_458,
     "tasks": 2_979,
-    "tests": 93_351,
+    "tests": 93_354,
     "benchmarks": 5_984,
 }
 MAX_MEAN_FUNCTION_LINES = 12
