@@ -93,13 +93,13 @@ def _reward_parts(data: DataProto, keys: Any) -> list[dict[str, object]]:
 
 
 class Corrections:
-    """Whether a script has called the correction, or was warned."""
+    """Whether the script of the run has called the correction, or was warned."""
 
     is_settled = False
 
 
 def warn_uncorrected(section: RolloutCorrectionConfig, batch: DataProto) -> None:
-    """Warn, once, that a fit of a script trains on a batch without the correction of its config."""
+    """Warn, once in a run, that a fit of a script trains on a batch without the correction of its config."""
     chosen = {name: vars(section)[name] for name in ("rollout_is", "rollout_rs") if vars(section)[name]}
     if not chosen or section.bypass_mode or Corrections.is_settled or "rollout_is_weights" in batch.batch.keys():
         return
