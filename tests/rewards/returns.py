@@ -5,6 +5,7 @@ sandbox, and here, where `is_usable` says whether it must be scored.
 """
 
 import dataclasses
+import gc
 import itertools
 import json
 import logging
@@ -98,8 +99,7 @@ def build(folder):
 
 def cases(rng, count, folder):
     """(kind of return, what became of it). Raises AssertionError for a return that costs more than its own sample."""
-    failing = "large number,large part,many parts,long part,deep part,no number,no JSON,raises"
-    kinds = (*USABLE, *failing.split(","))
+    kinds = [*USABLE, *"large number,large part,many parts,long part,deep part,no number,no JSON,raises".split(",")]
     ledger = sqlite3.connect(folder / "ledger.sqlite")
     ledger.execute("CREATE TABLE samples (parts TEXT, error TEXT)")
     manager, lines = build(folder), _Lines()
@@ -112,8 +112,6 @@ def cases(rng, count, folder):
             kind, seed = rng.choice(kinds), str(rng.random())
             request = ScoreRequest(f"{number}/0", f"fuzz\x1b[31m\n{seed}", seed, kind)
             score, cost_s = _score(manager, request)
-            if cost_s >= MAX_COST_S:  # garbage is collected once, and a costly return costs as much again
-                cost_s = min(_score(manager, request)[1] for _ in range(3))
             assert cost_s < MAX_COST_S, f"{kind} {seed}: the run needed {cost_s:.3f} s for this sample"
             yield kind, verdict(kind, seed, score, ledger)
         assert [s.score for s in manager.score([ScoreRequest("last", "fuzz", "1", "number")])] != [DEFAULT]
@@ -128,8 +126,10 @@ def cases(rng, count, folder):
 
 def _score(manager, request):
     """The score of a request, and the seconds of this process's processor time for it."""
+    gc.disable()  # a search for garbage reads all objects of the process
     began = time.process_time()
     (score,) = manager.score([request])
+    gc.enable()
     return score, time.process_time() - began
 
 
