@@ -10,7 +10,6 @@ A row of a rollout engine has its facts. Rules, conditions of keys, roles and ru
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -321,62 +320,3 @@ ROLLOUT_RS = (
 )
 UNSHAPED = "unshaped_score"  # the part that holds the score of a reward function before its manager shapes it
 SCORE_METRICS = ("reward", "score", "seq_reward", "seq_final_reward")  # filter_groups.metric for the score itself
-_RS = "algorithm.rollout_correction.rollout_rs"
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Rule that keeps low <= divergence <= high. `low` is -inf for k2 and k3."""
-
-    option: str
-    low: float
-    high: float
-
-    @property
-    def scope(self) -> str:
-        return self.option.rpartition("_")[0]  # token, seq_sum, seq_mean or seq_max
-
-    @property
-    def estimator(self) -> str:
-        return self.option.rpartition("_")[2]
-
-
-def parse_rejection(options: str, thresholds: float | str | None) -> list[Rejection]:
-    """Parse options and thresholds, such as ("token_k1,seq_mean_k3", "0.5_2.0,0.01"); one threshold applies to all.
-
-    k1 takes "low_high" bounds of the ratio, or one number u for (1/u, u); k2 and k3 take an upper bound of the
-    divergence. Raises ConfigError on an unknown option, a missing or malformed threshold, or a count that does not
-    fit.
-    """
-    names = [name.strip() for name in options.split(",") if name.strip()]
-    for name in names:
-        if name not in ROLLOUT_RS:
-            raise ConfigError(f"{_RS}={options} has an unknown rule; there are {', '.join(ROLLOUT_RS)}.")
-    if thresholds is None:
-        raise ConfigError(
-            f"{_RS}={options} needs {_RS}_threshold. Give one number for each rule, or low_high for a rule of k1."
-        )
-    bounds = [part.strip() for part in str(thresholds).split(",")]
-    if len(bounds) == 1:
-        bounds *= len(names)
-    if len(bounds) != len(names):
-        raise ConfigError(
-            f"{_RS}_threshold={thresholds} has {len(bounds)} entries for {len(names)} rules. Give one for each, or one for all."
-        )
-    return [_rejection(name, text) for name, text in zip(names, bounds, strict=True)]
-
-
-def _rejection(option: str, text: str) -> Rejection:
-    try:
-        bounds = [float(part) for part in text.split("_")]
-    except ValueError:
-        bounds = []
-    if option.endswith("k1"):
-        if len(bounds) == 1 and bounds[0] > 0:
-            bounds = sorted((bounds[0], 1 / bounds[0]))
-        if len(bounds) == 2 and 0 < bounds[0] <= bounds[1]:
-            return Rejection(option, -math.log(bounds[1]), -math.log(bounds[0]))  # of k1 = -log rho
-        raise ConfigError(f"{_RS}_threshold={text} for {option} must be low_high with 0 < low <= high, or one number.")
-    if len(bounds) == 1 and bounds[0] > 0:
-        return Rejection(option, -math.inf, bounds[0])
-    raise ConfigError(f"{_RS}_threshold={text} for {option} must be one number above 0, an upper bound.")

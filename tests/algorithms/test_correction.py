@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.algorithms.batches import close, policy_inputs, widen
 from verl.algorithms.correction import PRESETS, importance_weights, preset, rollout_correction, rollout_gap_metrics
 from verl.algorithms.correction.weights import parse_is_threshold
+from verl.config.rejection import parse_rejection
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
-from verl.families import ROLLOUT_RS, parse_rejection
+from verl.families import ROLLOUT_RS
 
 
 def inputs(seed=0, **kw):

@@ -13,7 +13,7 @@ from verl.algorithms import advantages
 from verl.algorithms.correction import rollout_correction
 from verl.algorithms.policy_losses import policy_loss
 from verl.algorithms.reduce import agg_loss
-from verl.compat.batches import Corrections, warn_uncorrected
+from verl.compat.batches import CORRECTED, warn_uncorrected
 from verl.config.sections.algorithm import RolloutCorrectionConfig
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
@@ -227,12 +227,10 @@ class TestRolloutCorrection:
         gap = (batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[MASK.bool()]
         assert metrics["rollout_corr/kl"] == pytest.approx(gap.mean().item(), rel=1e-5)
 
-    def test_a_fit_that_leaves_it_out_is_warned_once(self, batch, caplog, monkeypatch):
-        monkeypatch.setattr(Corrections, "is_settled", False)
-        for section in (
-            RolloutCorrectionConfig(),
-            *[RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1")] * 2,
-        ):
+    def test_a_fit_that_leaves_it_out_is_warned_once(self, batch, caplog):
+        CORRECTED.clear()
+        chosen = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1")
+        for section in (RolloutCorrectionConfig(), chosen, chosen):
             warn_uncorrected(section, batch)
         (record,) = caplog.records
         assert "rollout_is=token, rollout_rs=token_k1 has no effect" in record.getMessage()

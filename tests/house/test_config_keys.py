@@ -26,6 +26,8 @@ WORKED_OUT_IN_CONFIG = {
     "trainer.v1.trainer_mode",
     "trainer.v1.colocate_async.num_warmup_batches",
     "trainer.v1.separate_async.num_warmup_batches",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower",  # rejection_rules
+    "algorithm.rollout_correction.rollout_token_veto_threshold",  # rejection_rules
     "distillation.other_teachers",  # DistillationConfig.teachers
     "trainer.max_ckpt_to_keep",  # TrainerConfig.num_checkpoints_kept
     "preference.loss_weights",  # PreferenceLossConfig.weights

@@ -168,8 +168,8 @@ async def read_images(
     if sources is not None and list(sources[: len(row)]) == row:
         return await images.read([*sources, *map(VideoSource, videos or ())], "an episode")
     row_kinds = [kind for media in row for kind in media.kinds]
-    images_later, videos_later = row_kinds.count("image"), row_kinds.count("video")
-    later = [*(sources or ())[images_later:], *map(VideoSource, (videos or ())[videos_later:])]
+    num_images, num_videos = row_kinds.count("image"), row_kinds.count("video")
+    later = [*(sources or ())[num_images:], *map(VideoSource, (videos or ())[num_videos:])]
     return [*row, *await images.read(later, "an episode")]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,7 @@ from verl.algorithms.correction.diagnostics import gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.user_functions import ConfigView
 from verl.compat.core_algos import settings_of
-from verl.config.derived_defaults import rejection_rules
+from verl.config.rejection import REJECTION_KEYS, rejection_rules
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from verl.config.sections.algorithm import RolloutCorrectionConfig
 
 log = logging.getLogger(__name__)
-_REJECTION = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+CORRECTED = threading.Event()  # the script of the run has called the correction, or was warned
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
@@ -92,18 +93,12 @@ def _reward_parts(data: DataProto, keys: Any) -> list[dict[str, object]]:
     return [{name: data.non_tensor_batch[name][row] for name in names} for row in range(len(data))]
 
 
-class Corrections:
-    """Whether the script of the run has called the correction, or was warned."""
-
-    is_settled = False
-
-
 def warn_uncorrected(section: RolloutCorrectionConfig, batch: DataProto) -> None:
     """Warn, once in a run, that a fit of a script trains on a batch without the correction of its config."""
     chosen = {name: vars(section)[name] for name in ("rollout_is", "rollout_rs") if vars(section)[name]}
-    if not chosen or section.bypass_mode or Corrections.is_settled or "rollout_is_weights" in batch.batch.keys():
+    if not chosen or section.bypass_mode or CORRECTED.is_set() or "rollout_is_weights" in batch.batch.keys():
         return
-    Corrections.is_settled = True
+    CORRECTED.set()
     log.warning(
         "algorithm.rollout_correction.%s has no effect: this fit does not call compute_rollout_correction_and_add_to_batch. "
         "Call it before the update, or set the key to null.",
@@ -116,8 +111,8 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """(a batch with the column rollout_is_weights, or None without `rollout_is`; the mask without rejected tokens; metrics
     rollout_corr/*). `settings` are the keys of algorithm.rollout_correction. Raises ConfigError."""
-    Corrections.is_settled = True
-    rules = rejection_rules(*(settings.pop(name, None) for name in _REJECTION))
+    CORRECTED.set()
+    rules = rejection_rules(*(settings.pop(name, None) for name in REJECTION_KEYS))
     settings["rollout_rs"], settings["rollout_rs_threshold"] = rules
     correction = rollout_correction(old_log_prob, rollout_log_prob, response_mask, **settings)
     weights = None if correction.weights is None else DataProto.from_dict({"rollout_is_weights": correction.weights})
@@ -131,7 +126,7 @@ def compute_rollout_correction_and_add_to_batch(
     old_log_probs, rollout_log_probs and response_mask. Returns the batch and metrics rollout_corr/*."""
     section, columns = ConfigView(rollout_corr_config, {}), batch.batch
     settings = {
-        name: section.get(name) for name in (*CORRECTION_SETTINGS, *_REJECTION[2:]) if section.get(name) is not None
+        name: section.get(name) for name in (*CORRECTION_SETTINGS, *REJECTION_KEYS[2:]) if section.get(name) is not None
     }
     weights, columns["response_mask"], metrics = compute_rollout_correction_and_rejection_mask(
         columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], **settings

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl.compat import tracking
-from verl.compat.batches import Corrections, warn_uncorrected
+from verl.compat.batches import CORRECTED, warn_uncorrected
 from verl.compat.own_rows import MASKS, PromptIds, Row, columns_of, outward, require_rows, samples_of_rows, whole_rows
 from verl.config import LoadedConfig
 from verl.data.loader import ValidationLoader
@@ -58,7 +58,8 @@ class FitRun:
         self.loader = self.program.data.train
         self.roles, self.config = self.program.roles_of_run, config
         self.step = self.loop.state.step
-        self._is_synced, self._began, Corrections.is_settled = True, time.perf_counter(), False
+        self._is_synced, self._began = True, time.perf_counter()
+        CORRECTED.clear()
         self._rollout_metrics: dict[str, float] = {}
         self.forward_s = 0.0  # of the last forward
         self._calls = threading.RLock()  # the endpoint samples on a thread

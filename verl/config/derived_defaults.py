@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.rejection import REJECTION_KEYS, rejection_rules
 from verl.config.schema import Derived
 from verl.families import ADVANTAGES, ENVIRONMENT_PACKAGES
 from verl.model_families import families_with
@@ -308,32 +309,8 @@ def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     return derived | {name: (value, source) for name, value in settings.items() if name not in set_keys}
 
 
-_SCOPES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-
-
-def rejection_rules(
-    rollout_rs: str | None,
-    rollout_rs_threshold: float | str | None = None,
-    rollout_rs_threshold_lower: float | None = None,
-    rollout_token_veto_threshold: float | None = None,
-) -> tuple[str | None, float | str | None]:
-    """(rules, bounds) of keys as releases up to 0.7 have them. These name a rule by its scope, have a key for its lower bound,
-    and a veto of rows with a token of a smaller ratio."""
-    rules, bounds = _SCOPES.get(str(rollout_rs), rollout_rs), rollout_rs_threshold
-    if rollout_rs_threshold_lower is not None and bounds is not None and "_" not in str(bounds):
-        bounds = f"{rollout_rs_threshold_lower}_{bounds}"
-    limit = f"{rollout_token_veto_threshold}_inf"
-    if rollout_token_veto_threshold is None or limit in str(bounds).split(","):
-        return rules, bounds
-    if not rules:
-        return "seq_max_k1", limit
-    shared = rules.count(",") if "," not in str(bounds) else 0
-    return f"{rules},seq_max_k1", ",".join([str(bounds)] * (shared + 1) + [limit])
-
-
 def _rejection(values: Mapping[str, Any]) -> Derived:
-    names = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
-    keys = [f"algorithm.rollout_correction.{name}" for name in names]
+    keys = [f"algorithm.rollout_correction.{name}" for name in REJECTION_KEYS]
     rules = rejection_rules(*(values[key] for key in keys))
     source = next((key for key in reversed(keys[2:]) if values[key] is not None), keys[0])
     return {k: (value, f"follows {source}") for k, value in zip(keys, rules, strict=False) if value != values[k]}

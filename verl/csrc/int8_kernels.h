@@ -138,7 +138,7 @@ FN void NAME(pack)(int bf16, char *to, const char *from, int64_t outputs, int64_
     }
 }
 
-/* `fetches`: weights that lie `ahead` bytes further are fetched. Sums of the caller would be in memory in each step (GCC 12). */
+/* `fetches`: weights that lie `ahead` bytes further are fetched. `acc` is local, as GCC 12 would read and write `sums` in each step. */
 INLINE void NAME(tile)(const int rows, const int fetches, int64_t steps, int64_t stride, const char *a, const char *b, int64_t ahead, vi sums[MR][3])
 {
     vi acc[MR][3];

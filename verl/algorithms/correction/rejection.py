@@ -10,8 +10,8 @@ from torch import Tensor
 
 from verl.algorithms.correction.diagnostics import extremes
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
+from verl.config.rejection import Rejection, parse_rejection
 from verl.data_proto.metrics import Metric
-from verl.families import Rejection, parse_rejection
 
 EXPONENT_LIMIT = 80.0  # of k3: its largest value fits in float32
 

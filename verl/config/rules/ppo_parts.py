@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl.config.active_keys import WITHOUT, quantized_keys, runs_agents, runs_on_several_devices
+from verl.config.rejection import parse_rejection
 from verl.config.schema import Problem, error, warning
 from verl.errors import ConfigError
-from verl.families import engine_facts, needs_engine, parse_rejection
+from verl.families import engine_facts, needs_engine
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig

@@ -21,10 +21,7 @@ class RolloutCorrectionConfig(Section):
     rollout_rs: str | None = used(None, "rejection rules, separated by commas")
     rollout_rs_threshold: float | str | None = used(None, "bounds of those rules", when="rollout_rs")
     rollout_rs_threshold_lower: float | None = used(
-        None,
-        "lower bound of the ratio for one rule, whose upper bound is then in rollout_rs_threshold",
-        when="rollout_rs",
-        gt=0,
+        None, "lower bound of one rule's ratio; rollout_rs_threshold is its upper bound", when="rollout_rs", gt=0
     )
     rollout_token_veto_threshold: float | None = used(
         None, "a row with a token of a smaller ratio does not train: the rule seq_max_k1", gt=0

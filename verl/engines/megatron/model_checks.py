@@ -13,7 +13,7 @@ _FAMILIES = families_with("megatron")
 
 def transformer_settings(section: MegatronConfig) -> dict[str, object]:
     """The keys of override_transformer_config that have an effect, with their values. Parts that Megatron cannot recompute here
-    are left out: experts in one product, its latent attention, and norms without Transformer Engine."""
+    are left out: grouped experts, Megatron's latent attention, and norms without Transformer Engine."""
     values = {
         k: v for k, v in section.override_transformer_config.items() if k in (*RECOMPUTE, *STAGES) and v is not None
     }
