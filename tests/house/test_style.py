@@ -14,7 +14,7 @@ MAX_FUNCTION_LINES = 59
 # lowered by `python -m tests.house.line_ceilings`; the body of a commit that raises one says `Capability:` and why
 MAX_LINES = {
     "core": 71_049,
-    "compat": 9_961,
+    "compat": 9_957,
     "page": 4_075,
     "planner": 2_867,
     "tinker": 5_652,
